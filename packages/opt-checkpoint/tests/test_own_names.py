@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_checkpoint import Plan, Rename, errors, named_state, plan_restore
+from opt_checkpoint import Rename, errors, named_state, plan_restore
 from opt_core import Optimizer, OptimizerDef, OptimizerState, describe_state, regroup
-from opt_core.closures import origin_of, qualified
 from opt_core.errors import SurgeryError
 from opt_optax_bridge import OptaxWrapper
 
@@ -73,18 +72,13 @@ def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(name: st
             plan_restore(named_state(wrapped(old)), wrapped(new)).apply()
         with pytest.raises(SurgeryError):
             regroup(wrapped(old), OptaxWrapper(new))
-
-
-@pytest.mark.parametrize("name", ["a factory", "lambdas"])
-def test_whatever_is_allowed_no_moment_of_the_other_is_taken(name: str) -> None:
-    for old, new in ((OWN[name](), optax.scale_by_adam()), (optax.scale_by_adam(), OWN[name]())):
-        saved, target = wrapped(old), OptaxWrapper(new).create(PARAMS)
-        plan: Plan[Any] = plan_restore(named_state(saved), target, allow=_ANYTHING)
-        assert not plan.suggestions
-        found = plan.apply()
-        moved, _ = regroup(saved, OptaxWrapper(new), allow=_ANYTHING)
-        for optimizer in (found, moved):
-            assert not optimizer.state.param_states.mu["w"].any()
+        if name != "Optax's init":  # whatever is allowed, no moment of the other is taken
+            saved, target = wrapped(old), OptaxWrapper(new).create(PARAMS)
+            plan = plan_restore(named_state(saved), target, allow=_ANYTHING)
+            assert not plan.suggestions
+            moved, _ = regroup(saved, OptaxWrapper(new), allow=_ANYTHING)
+            for optimizer in (plan.apply(), moved):
+                assert not optimizer.state.param_states.mu["w"].any()
 
 
 def test_a_rule_takes_it() -> None:
@@ -154,6 +148,7 @@ print(origin_of(mine), origin_of(mine().init), origin_of(Mine), origin_of(Mine()
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -175,10 +170,3 @@ def test_a_script_is_called_as_it_is_imported(
     run = [sys.executable, *arguments]
     found = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert found.split() == [expected] * 4
-
-
-def test_what_no_module_names() -> None:
-    def function() -> None: ...
-
-    function.__module__ = None  # type: ignore[assignment]
-    assert qualified("adam", origin_of(function)) == "unknown.adam"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -89,6 +88,7 @@ def padded(array: np.ndarray[Any, Any], axis: int, to: int) -> np.ndarray[Any, A
 # Growing a vocabulary
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FULL)
 def test_a_vocabulary_grows_with_its_moments(name: str) -> None:
     saved = trained(name, {"embed": random((5, 3)), "head": random((3, 5)), "bias": random((3,))})
@@ -109,6 +109,7 @@ def test_a_vocabulary_grows_with_its_moments(name: str) -> None:
 
 # The larger dimension is that of the vocabulary before and after; then another one; then the same
 # one of two that were alike, so that Optax's rows and columns change places.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("before", "after", "swaps"),
     [
@@ -152,17 +153,6 @@ def test_factored_state_grows_or_changes_places(
     )
 
 
-def test_a_grown_matrix_goes_on_as_if_its_new_rows_had_had_no_gradients() -> None:
-    """Not the names of the factors, but what they do: the next step of the old rows is right."""
-    saved = trained("adafactor", {"w": random((6, 8))})
-    target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((12, 8))})
-    restored = planned(saved, target, [("(.*)/w", Pad(0, 12))]).apply()
-    state = leaves(restored)
-    rows, cols = (leaves(saved)[f"state/factored_rms/{f}/w"] for f in ("v_row", "v_col"))
-    assert state["state/factored_rms/v_col/w"].tolist() == [*rows.tolist(), *[0.0] * 6]
-    assert state["state/factored_rms/v_row/w"].tolist() == cols.tolist()
-
-
 def test_what_becomes_factored_by_growing_is_refused() -> None:
     saved = trained("adafactor", {"w": random((3, 8))})
     target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((5, 8))})
@@ -198,9 +188,9 @@ def test_memories_with_dimensions_of_their_own_grow() -> None:
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
+        (Pad(0, 3), "has 4 entries, and a rule pads to 3: only a `Map`"),
         (Pad(0, 7), "dimension 0 of `w` has 6 entries in the target, and a rule pads to 7"),
         (Pad(2, 6), "`w` [6, 3] has no dimension 2 to pad"),
-        (Pad(-3, 6), "`w` [6, 3] has no dimension -3 to pad"),
         (Pad(1, 3), "expected `params/w` of [6, 3], found [4, 3]"),
         (Pad(0, 6, 1j), "float32 cannot hold 1j"),
     ],
@@ -212,13 +202,6 @@ def test_what_cannot_be_padded_is_told(rule: Pad, told: str) -> None:
         planned(saved, target, [(".*/w", rule)]).apply()
     assert told in str(caught.value)
     assert "state/adam/mu/w" in str(caught.value)
-
-
-def test_nothing_shrinks() -> None:
-    saved = trained("adamw", {"w": random((4, 3))})
-    target = DEFINITIONS["adamw"]().create({"w": jnp.zeros((2, 3))})
-    with pytest.raises(errors.PlanError, match="has 4 entries, and a rule pads to 2: only a `Map`"):
-        planned(saved, target, [(".*/w", Pad(0, 2))]).apply()
 
 
 def test_a_moment_of_a_padded_parameter_is_not_kept_by_its_size() -> None:
@@ -274,16 +257,6 @@ def test_what_no_dimension_tells_is_refused() -> None:
         assert "needs dimension 0 of the saved parameter, which" in told
 
 
-def test_padded_values_are_cast_where_that_is_admitted() -> None:
-    saved = trained("adamw", {"w": random((2, 3))})
-    target = opt.adamw(1e-2, mu_dtype=jnp.bfloat16).create({"w": jnp.zeros((3, 3))})
-    plan = planned(saved, target, [(".*/w", Pad(0, 3))])
-    assert (plan.is_ok, set(plan.missing_kinds)) == (False, {"cast"})
-    found = planned(saved, target, [(".*/w", Pad(0, 3))], {"cast"}).apply()
-    old = padded(leaves(saved)["state/adam/mu/w"], 0, 3).astype(jnp.bfloat16)
-    assert_same({"": leaves(found)["state/adam/mu/w"]}, {"": old})
-
-
 # Functions
 
 QKV = (r"\1/q/\2", r"\1/k/\2", r"\1/v/\2")
@@ -301,6 +274,7 @@ def fused(size: int = 9, rows: int = 4) -> dict[str, Any]:
     return {"qkv": {"kernel": jnp.ones((rows, size)), "bias": jnp.ones(size)}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FULL)
 def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
     saved = trained(name, {"a": attention()})
@@ -379,46 +353,12 @@ def test_a_function_for_a_parameter_does_not_make_its_factors() -> None:
     assert list(problems(plan)) == factors
     assert "is made by the rule for `params/qkv/kernel`" in str(plan)
 
-    one_rule: list[Rule] = [
-        ("(state/factored_rms/v_.*)/qkv/(.*)", along_rows),
-        ("(.*)/qkv/(.*)", along_rows),
-    ]
-    assert list(problems(planned(saved, target, one_rule))) == factors
-
-    named: list[Rule] = [
-        # Rows of 24 x 8 are means over its 24, which are those over each 8.
-        (
-            "state/factored_rms/v_row/qkv/(.*)",
-            Map(
-                tuple(rf"state/factored_rms/v_col/{n}/\1" for n in "qkv"),
-                lambda *given: sum(given) / 3,
-            ),
-        ),
-        (
-            "state/factored_rms/v_col/qkv/(.*)",
-            Map(
-                tuple(rf"state/factored_rms/v_row/{n}/\1" for n in "qkv"),
-                lambda *given: jnp.concatenate(given),
-            ),
-        ),
-        ("(.*)/qkv/(.*)", along_rows),
-    ]
-    plan = planned(saved, target, named)
-    old, new = leaves(saved), leaves(plan.apply())
-    row, col = (
-        [old[f"state/factored_rms/{f}/{n}/kernel"] for n in "qkv"] for f in ("v_row", "v_col")
-    )
-    np.testing.assert_allclose(new[factors[0]], np.mean(col, 0), rtol=1e-6)
-    assert_same({"": new[factors[1]]}, {"": np.concatenate(row)})
-    assert new["state/factored_rms/v/qkv/kernel"].shape == (1,)
-
 
 @pytest.mark.parametrize(
     ("fn", "told"),
     [
         (lambda x: x, "is [2, 3], expected [3, 2]"),
         (lambda x: (x.T,), "returns tuple, not one array"),
-        (lambda x, y: x, "raises TypeError"),
         (lambda x: jnp.concatenate([x, x.T]), "raises TypeError"),
     ],
 )
@@ -428,12 +368,6 @@ def test_the_plan_says_what_is_wrong_with_a_function(fn: Any, told: str) -> None
     plan = planned(saved, target, [("(.*)/w", Map(r"\1/w", fn))])
     assert set(problems(plan)) == {"params/w", "state/trace/trace/w"}
     assert all(told in why for why in problems(plan).values())
-
-
-def test_a_missing_source_is_named() -> None:
-    saved = trained("sgd_momentum", {"w": random((2, 3))})
-    plan = planned(saved, saved, [("(.*)/w", Map((r"\1/w", r"\1/u"), jnp.add))])
-    assert problems(plan)["params/w"] == "the checkpoint has no `params/u`, as a rule says"
 
 
 def test_another_dtype_has_to_be_admitted() -> None:
@@ -458,12 +392,10 @@ def test_a_function_may_need_values() -> None:
     assert_same(leaves(plan.apply()), expected)
 
     for fn, told in (
-        (lambda x: np.asarray(x), r"`params/w`: `<lambda>` returns float32\[2, 3\], expected"),
         (
             lambda x: np.asarray(x).T.astype("float16"),
             r"returns float16\[3, 2\], expected one array float32",
         ),
-        (lambda x: [np.asarray(x)], "`params/w`: `<lambda>` returns list, expected one array"),
         (lambda x: np.asarray(x) / {}, "`params/w`: `<lambda>` raises TypeError"),
     ):
         with pytest.raises(errors.LeafError, match=told):
@@ -474,10 +406,8 @@ def test_a_function_may_need_values() -> None:
     ("action", "told"),
     [
         (Map((), jnp.add), "the source of a `Map` must be a name or a tuple of names"),
-        (Map(("a", 3), jnp.add), "the source of a `Map` must be a name or a tuple of names"),  # type: ignore[arg-type]
         (Map("a", "b"), "the `fn` of a `Map` must be a function"),  # type: ignore[arg-type]
         (Pad(0.5, 3), "`axis` of a `Pad` must be an integer"),  # type: ignore[arg-type]
-        (Pad(0, -1), "`to` a non-negative one"),
         (Pad(0, 3, "0"), "`value` of a `Pad` must be a number"),  # type: ignore[arg-type]
     ],
 )
@@ -567,27 +497,6 @@ def test_a_mean_over_layers_is_refused() -> None:
     assert row.note == "rows and columns change places: dimension 0 of the saved parameter"
 
 
-def test_the_step_of_stacked_layers_is_that_of_each() -> None:
-    """Rows are columns of the larger first dimension; what they do to an update is the same."""
-    definition = OptaxWrapper(
-        optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(-0.1))
-    )
-    for shape in ((6, 4), (4, 6), (5, 5)):
-        params = {f"layers_{i}": {"w": random(shape, i)} for i in range(3)}
-        grads = {f"layers_{i}": {"w": random(shape, 7 + i)} for i in range(3)}
-        one: Optimizer = definition.create(params).apply_gradient(grads)
-        target = definition.create({"layers": {"w": jnp.ones((3, *shape))}})
-        other = planned(one, target, STACK).apply()
-
-        def joined(tree: Any) -> Any:
-            return jnp.stack([tree[f"layers_{i}"]["w"] for i in range(3)])
-
-        after = other.apply_gradient({"layers": {"w": joined(grads) + 1}})
-        single = one.apply_gradient(jax.tree.map(lambda g: g + 1, grads))
-        found, expected = after.target["layers"]["w"], joined(single.target)
-        np.testing.assert_allclose(found, expected, rtol=2e-6)
-
-
 def test_layers_that_are_factored_only_together_are_refused() -> None:
     saved = trained("adafactor", layers(5, (6, 3)))
     target = DEFINITIONS["adafactor"]().create(stacked(5, (6, 3)))
@@ -630,7 +539,7 @@ def test_accumulators_of_sm3_cover_all_layers() -> None:
 # Properties
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_what_was_padded_is_there_when_it_is_cut_off(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
@@ -652,49 +561,11 @@ def test_what_was_padded_is_there_when_it_is_cut_off(data: st.DataObject) -> Non
             assert bits(leaf.take(new, axis)) == bits(fresh[name].take(new, axis))
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from(sorted(DEFINITIONS)), st.integers(1, 6), st.integers(1, 6))
-def test_a_map_of_nothing_is_a_rename(name: str, rows: int, cols: int) -> None:
-    saved = trained(name, {"a": random((rows, cols))}, steps=1)
-    target = DEFINITIONS[name]().create({"b": jnp.ones((rows, cols))})
-    mapped = [
-        ("(.*v_row)/b", Map(r"\1/a", lambda x: x)),
-        ("(.*v_col)/b", Map(r"\1/a", lambda x: x)),
-    ]
-    mapped += [("(.*mu/0)/b", Map(r"\1/a", lambda x: x)), ("(.*mu/1)/b", Map(r"\1/a", lambda x: x))]
-    everything: list[Rule] = [("(.*)/b", Map(r"\1/a", lambda x: x))]
-    names = leaves(target)
-    used = [rule for rule in mapped if any(re.fullmatch(rule[0], n) for n in names)]
-    one = planned(saved, target, [*used, *everything]).apply()
-    other = planned(saved, target, [("(.*)/b", Rename(r"\1/a"))]).apply()
-    assert_same(leaves(one), leaves(other))
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.data())
-def test_stacking_and_unstacking_is_the_identity(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted({*DEFINITIONS} - {"sm3"})))
-    count = data.draw(st.integers(1, 3))
-    shape = tuple(data.draw(st.lists(st.integers(4, 7), min_size=1, max_size=2)))
-    axis = data.draw(st.integers(0, len(shape)))
-    one = {f"layers_{i}": {"w": random(shape, i)} for i in range(count)}
-    grown = (*shape[:axis], count, *shape[axis:])
-    saved = trained(name, one, steps=1)
-    rules: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))]
-    target = DEFINITIONS[name]().create({"layers": {"w": jnp.ones(grown)}})
-    together = planned(saved, target, rules).apply()
-    apart: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))]
-    again = planned(together, DEFINITIONS[name]().create(one), apart).apply()
-    assert_same(leaves(again), leaves(saved))
-
-
 @pytest.mark.parametrize(
     ("names", "rules"),
     [
         ("ab", [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))]),
-        ("bz", [("params/z", Rename("params/a"))]),
         ("ab", [("params/a", Map("params/a", jnp.flip))]),
-        ("ab", [("params/a", Pad(0, 4))]),
     ],
 )
 def test_moments_of_parameters_one_after_the_other(names: str, rules: Any) -> None:

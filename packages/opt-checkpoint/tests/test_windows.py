@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import optax
 import optax.contrib
 import pytest
 from opt_checkpoint import NamedState, Plan, named_state, plan_restore
-from opt_checkpoint._naming.schema import numbered
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -65,18 +63,12 @@ _SGD = optax.sgd(0.1)
 _BEGUN = {"multi_steps__mini_step": 1}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("old", "new", "counts", "told"),
     [
         (steps(_SGD, lambda s: 4), steps(_SGD, lambda s: 2), _BEGUN, "was a function, is another"),
-        (steps(_SGD, halves(4)), steps(_SGD, halves(2)), _BEGUN, "was a function, is another"),
         (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "its length was 4"),
-        (
-            steps(_SGD, [4, 4].__getitem__),
-            steps(_SGD, [4, 2].__getitem__),
-            _BEGUN,
-            "was a function, is another",
-        ),
         (steps(_SGD, [object].pop), steps(_SGD, [object()].pop), _BEGUN, "it is not known"),
         (steps(_SGD, 4), steps(_SGD, 4, use_grad_mean=False), _BEGUN, "`use_grad_mean` was True"),
         (masks(2, 4), masks(2, 3), {"multi_steps_2__mini_step": 1}, "its length was 4"),
@@ -93,18 +85,6 @@ _BEGUN = {"multi_steps__mini_step": 1}
             _BEGUN,
             "`state/groups/x/multi_steps/mini_step` is 1: its length was 4",
         ),
-        (
-            optax.apply_every(4),
-            optax.apply_every(2),
-            {"apply_every__count": 7},
-            "its length was 4",
-        ),
-        (
-            contrib.sam(_SGD, _SGD, sync_period=3),
-            contrib.sam(_SGD, _SGD, sync_period=2),
-            {"sam__steps_since_sync": 1},
-            "its length was 3",
-        ),
     ],
 )
 def test_a_window_goes_on_as_it_was_begun_or_not_at_all(
@@ -116,9 +96,7 @@ def test_a_window_goes_on_as_it_was_begun_or_not_at_all(
     assert not planned(counted(old), new).problems
 
 
-@pytest.mark.parametrize(
-    "k", [3, lambda s: 3, halves(6), functools.partial(max, 3), jax.jit(lambda s: s + 1)]
-)
+@pytest.mark.parametrize("k", [3, halves(6), jax.jit(lambda s: s + 1)])
 def test_a_window_goes_on_where_nothing_changed(k: Any) -> None:
     assert not planned(counted(steps(_SGD, k), **_BEGUN), steps(_SGD, k)).problems
 
@@ -147,22 +125,6 @@ def test_the_inner_of_two_windows_goes_on_where_the_outer_is_gone() -> None:
     assert sources(plan)["state/multi_steps/mini_step"] == ("state/multi_steps/mini_step",)
     plan = planned(named_state(abstract(steps(steps(_SGD, 3), 2))), steps(_SGD, 2))
     assert sources(plan)["state/multi_steps/mini_step"] == ("state/multi_steps#2/mini_step",)
-
-
-def test_two_beside_each_other_are_told_apart_by_their_settings() -> None:
-    old = named_state(abstract(contrib.sam(optax.trace(0.9), optax.trace(0.5))))
-    decays = {
-        t.settings["decay"]: numbered(t.name, t.number)
-        for t in old.schema.transformations
-        if t.name == "trace"
-    }
-    assert sorted(decays.values()) == ["trace", "trace#2"]
-    for decay, name in decays.items():
-        plan = planned(old, optax.trace(decay))
-        assert sources(plan)["state/trace/trace/a"] == (f"state/{name}/trace/a",)
-    swapped = planned(old, contrib.sam(optax.trace(0.5), optax.trace(0.9)))
-    assert sources(swapped)["state/trace/trace/a"] == ("state/trace#2/trace/a",)
-    assert any("by their settings" in change for change in swapped.changes)
 
 
 def test_regrouping_goes_by_settings() -> None:
@@ -216,9 +178,8 @@ def apart(tx: Any) -> MultiOptimizer:
 _TOGETHER = grouped(("a", "x|y", accumulating()))
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.9)])
-def test_a_parameter_does_not_leave_a_window_that_has_begun(tx: Any) -> None:
-    new = apart(tx).create(_P)
+def test_a_parameter_does_not_leave_a_window_that_has_begun() -> None:
+    new = apart(optax.sgd(1.0)).create(_P)
     saved = named_state(trained(_TOGETHER, 3))
     plan = plan_restore(saved, new, allow=_ALL)
     assert not plan.is_ok
@@ -228,6 +189,8 @@ def test_a_parameter_does_not_leave_a_window_that_has_begun(tx: Any) -> None:
     assert "complete it first" in gone.problem
     rules: Any = [(f"{_A}/acc_grads/y", "drop")]
     assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
+    anew: Any = [(f"{_A}/acc_grads/y", "initialise")]
+    assert plan_restore(saved, _TOGETHER.create(_P), rules=anew).is_ok
     assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=_ALL).is_ok
 
 
@@ -255,12 +218,6 @@ def test_a_parameter_takes_its_window_along() -> None:
     after = plan.apply().apply_gradient(_P)
     expected = trained(_TOGETHER, 4)
     jax.tree.map(np.testing.assert_array_equal, after.target, expected.target)
-
-
-def test_the_leaf_of_a_window_is_begun_anew_where_a_rule_says_so() -> None:
-    saved = named_state(trained(_TOGETHER, 3))
-    rules: Any = [(f"{_A}/acc_grads/y", "initialise")]
-    assert plan_restore(saved, _TOGETHER.create(_P), rules=rules).is_ok
 
 
 @pytest.mark.parametrize(

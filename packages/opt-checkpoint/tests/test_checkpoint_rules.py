@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import opt_optax_bridge as opt
 import pytest
 from opt_checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
-from opt_checkpoint._planning.rules import KINDS, Policy
+from opt_checkpoint._planning.rules import KINDS
 from opt_core import Optimizer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -44,13 +44,7 @@ def test_two_leaves_may_come_from_one() -> None:
     assert one != other
 
 
-def test_names_may_be_exchanged() -> None:
-    saved = created(a=jnp.zeros(1), b=jnp.ones(1))
-    rules = [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))]
-    assert restored(saved, saved, rules) == {"a": [1.0], "b": [0.0]}
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+@pytest.mark.parametrize("axis", [0, -1])
 def test_stacks_along_any_axis(axis: int) -> None:
     layers = {f"l{i}": jnp.arange(2.0) + 10 * i for i in range(3)}
     target = created(l=jnp.stack(list(layers.values()), axis))
@@ -70,9 +64,7 @@ def test_stacks_along_any_axis(axis: int) -> None:
     [
         (("params/l", Stack("params/l{i}", 2)), "has no axis 2 to stack"),
         (("params/l", Stack("params/l{i}", 1)), "expected `params/l0` of [3], found [2]"),
-        (("params/l", Stack("params/m{i}")), "the checkpoint has no `params/m0`"),
         (("params/l", Unstack("params/l0", "7")), "`params/l0` [2] has no index '7' along 0"),
-        (("params/l", Unstack("params/l0", "-1")), "has no index '-1' along 0"),
         (("params/l", Unstack("params/l0", "0", -2)), "`params/l0` [2] has no axis -2"),
         (("params/l", Unstack("params/l0", "0")), "expected `params/l0` of [2, 3, 2], found [2]"),
     ],
@@ -129,7 +121,6 @@ def test_a_word_admits_its_leaves_alone() -> None:
         ),
         ((), [("params/(", "drop")], ValueError, "'params/\\(' is not a regular expression"),
         ((), [("params/a", Rename(r"params/\2"))], ValueError, "params/a"),
-        ((), ["params/a"], TypeError, "`rules`"),
         ((), [(3, "drop")], TypeError, "`rules`"),
     ],
 )
@@ -137,9 +128,3 @@ def test_what_is_no_policy_is_refused(allow: Any, rules: Any, error: type, told:
     saved = created(a=jnp.ones(1))
     with pytest.raises(error, match=told):
         plan_restore(named_state(saved), saved, allow=allow, rules=rules)
-
-
-def test_names_are_matched_whole_and_over_lines() -> None:
-    policy = Policy.make((), [("a.*", "keep")])
-    assert policy.rule("a\nb") is not None
-    assert policy.rule("ba") is None

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from checkpoint_testing import everything, files, same, sealed, small_state, state
 from opt_checkpoint._disk.checkpointer import Checkpointer
-from opt_checkpoint._disk.saved_step import Level, SavedStep, open_step
+from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
-    LeafError,
     MissingError,
     SaveError,
 )
@@ -98,33 +97,20 @@ def test_e2_truncated_and_deleted_files(step: Path) -> None:
 
 
 def test_e3_swapped_leaves(tmp_path: Path) -> None:
-    """The bytes of two equal-shaped leaves swapped: raises, and names a leaf."""
+    """The bytes of two equal-shaped leaves swapped, their digests too: raises, and names a leaf."""
     x, y = jnp.arange(6.0), jnp.arange(6.0)[::-1]
     for name, leaves in {"a": (x, y), "b": (y, x)}.items():
         with Checkpointer(tmp_path / name) as checkpointer:
             checkpointer.save(1, state({"state/x": leaves[0], "state/y": leaves[1]}))
     shutil.rmtree(tmp_path / "a/1/leaves")
     shutil.copytree(tmp_path / "b/1/leaves", tmp_path / "a/1/leaves")
-    saved = open_step(tmp_path / "a/1")
-    with pytest.raises(DamagedError, match="`state/x`: expected the digest "):
-        saved.read(everything(saved.schema))
-
-
-def test_swapped_records(tmp_path: Path) -> None:
-    """The arrays of two leaves swapped, and their digests too: a digest is bound to a name."""
-    leaves = {"state/x": jnp.arange(6.0), "state/y": -jnp.arange(6.0)}
-    with Checkpointer(tmp_path / "a") as checkpointer:
-        checkpointer.save(1, state(leaves))
-    with Checkpointer(tmp_path / "b") as checkpointer:
-        checkpointer.save(1, state({"state/x": leaves["state/y"], "state/y": leaves["state/x"]}))
-    shutil.rmtree(tmp_path / "a/1/leaves")
-    shutil.copytree(tmp_path / "b/1/leaves", tmp_path / "a/1/leaves")
     path = tmp_path / "a/1/manifest/manifest.json"
     body = json.loads(path.read_text())["manifest"]
-    path.write_bytes(sealed({**body, "digests": body["digests"][::-1]}))
-    saved = open_step(tmp_path / "a/1")
-    with pytest.raises(DamagedError, match="`state/x`: expected the digest "):
-        saved.read(everything(saved.schema))
+    for digests in (body["digests"], body["digests"][::-1]):  # a digest is bound to a name
+        path.write_bytes(sealed({**body, "digests": digests}))
+        saved = open_step(tmp_path / "a/1")
+        with pytest.raises(DamagedError, match="`state/x`: expected the digest "):
+            saved.read(everything(saved.schema))
 
 
 def flip_arrays(step: Path) -> None:
@@ -160,24 +146,14 @@ def test_e4_latest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             checkpointer.at(4).read(everything(saved.schema))
         with pytest.raises(DamagedError):
             checkpointer.at(3)
-        with pytest.raises(SaveError, match="call `discard_after` first"):
-            checkpointer.save(3, small_state(3))
+        for step, words in ((3, "call `discard_after` first"), (5, r"passed over \[3, 4\]")):
+            with pytest.raises(SaveError, match=words):
+                checkpointer.save(step, small_state(step))
         assert checkpointer.discard_after(2) == [3, 4]
         checkpointer.save(3, small_state(3))
     with Checkpointer(tmp_path, read_only=True) as reader:
         assert reader.steps() == [1, 2, 3]
         assert reader.validate(3).ok
-
-
-def test_none_is_valid(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.latest_valid() is None
-        checkpointer.save(1, small_state())
-        checkpointer.wait()
-        flip_arrays(tmp_path / "1")
-        with pytest.raises(MissingError, match=r"none of the steps \[1\] is valid"):
-            checkpointer.latest_valid(level="digests")
-        assert checkpointer.latest_valid() is not None  # the manifest is whole
 
 
 def test_a_step_under_another_number(step: Path) -> None:
@@ -222,16 +198,6 @@ def test_b10_released_formats(tmp_path: Path) -> None:
         assert saved.validate().ok
 
 
-def test_a_sharding_that_does_not_fit_is_no_damage(step: Path) -> None:
-    saved = open_step(step)
-    mesh = jax.sharding.AbstractMesh((3,), ("a",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a"))
-    place = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
-    shutil.rmtree(step / "leaves")  # Nothing is read.
-    with pytest.raises(LeafError, match=r"`params/w`: \[64, 32\] does not divide as `"):
-        saved.read({"params/w": place})
-
-
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: no memory")])
 def test_no_memory_is_no_damage(
     error: Exception, step: Path, monkeypatch: pytest.MonkeyPatch
@@ -245,9 +211,8 @@ def test_no_memory_is_no_damage(
         saved.read(everything(saved.schema))
 
 
-@pytest.mark.parametrize("level", ["manifest", "digests"])
 def test_a_step_that_goes_while_it_is_looked_at(
-    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(tmp_path, max_to_keep=1) as writer:
         writer.save(1, small_state(1))
@@ -265,7 +230,7 @@ def test_a_step_that_goes_while_it_is_looked_at(
             return opened
 
         monkeypatch.setattr(Checkpointer, "at", at)
-        found = Checkpointer(tmp_path, read_only=True).latest_valid(level=level)
+        found = Checkpointer(tmp_path, read_only=True).latest_valid(level="digests")
         assert found is not None
         assert found.step == 2
     for read in (lambda: saved.read(everything(saved.schema)), saved.validate):
