@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge
 import optax
-from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_path
+from flax import nnx
+from flax.training.train_state import TrainState
+from opt_checkpoint import LeafInfo, NamedState, Schema, TrainingState, leaf_path
 
 # Optimizers whose states have the same names, shapes and dtypes in Orbax and Flax.
 LOOK_ALIKES = (
@@ -38,6 +40,20 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "mechanize": {"base_optimizer": optax.sgd(0.1)},
     "sam": {"optimizer": optax.sgd(0.1), "adv_optimizer": optax.sgd(0.05)},
 }
+
+
+# 64 bits are NumPy's, unless JAX is told.
+WIDE = {"int64", "uint64", "float64", "complex128"}
+
+
+def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """An array of any bits: with NaNs of every payload, and subnormals."""
+    rng = np.random.default_rng(seed)
+    kind = jnp.dtype(dtype)
+    if dtype == "bool" or dtype in ("int2", "int4", "float4_e2m1fn"):
+        return rng.integers(0, 2, shape).astype(kind)
+    words = rng.integers(0, 256, (*shape, kind.itemsize), dtype=np.uint8)
+    return words.reshape(*shape[:-1], -1).view(kind)
 
 
 def definition(name: str) -> Any:
@@ -106,3 +122,59 @@ def files(folder: Path) -> list[Path]:
     """The files below a folder, in an order that depends on nothing but their kinds and sizes."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     return sorted(found, key=lambda path: (path.parent.name, path.stat().st_size, path.name))
+
+
+# The same training by everyone's optimizer.
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1)))
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.arange(3.0), "layers": [{"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), 2.0)}]}
+
+
+def of_core() -> Any:
+    optimizer = opt_optax_bridge.OptaxWrapper(adamw()).create(params())
+    for _ in range(2):
+        optimizer = optimizer.apply_gradient(params())
+    return optimizer
+
+
+def of_flax(kind: type[TrainState] = TrainState, tree: Any = None, **fields: Any) -> Any:
+    tree = params() if tree is None else tree
+    state = kind.create(apply_fn=len, params=tree, tx=adamw(), **fields)
+    for _ in range(2):
+        state = state.apply_gradients(grads=tree)
+    return state
+
+
+def of_optax() -> TrainingState:
+    state = of_flax()
+    return TrainingState(state.tx, state.params, state.opt_state, 2)
+
+
+class Layer(nnx.Module):
+    def __init__(self, value: float) -> None:
+        self.w = nnx.Param(jnp.full((2, 3), value))
+
+
+class Model(nnx.Module):
+    """The parameters, a statistic and a key."""
+
+    def __init__(self) -> None:
+        self.b = nnx.Param(jnp.arange(3.0))
+        self.layers = nnx.List([Layer(1.0), Layer(2.0)])
+        self.mean = nnx.BatchStat(jnp.full(3, 7.0))
+        self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
+
+
+def of_nnx() -> Any:
+    model = Model()
+    optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
+    grads = nnx.state(Model(), nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, grads)
+    model.noise(jnp.ones(4))
+    return model, optimizer

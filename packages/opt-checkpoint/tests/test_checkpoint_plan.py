@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from typing import Any
@@ -12,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from opt_checkpoint import (
     Rename,
     Rule,
@@ -23,7 +20,6 @@ from opt_checkpoint import (
     plan_restore,
 )
 from opt_core import FROZEN, MultiOptimizer, Optimizer, regroup
-from opt_core.state_changes import all_survive
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -188,7 +184,6 @@ def test_changes_of_groups() -> None:
         ((0.9, 0.5), (0.5, 0.9), {"ema": "ema#2", "ema#2": "ema"}),
         ((0.9, 0.5), (0.5,), {"ema": "ema#2"}),
         ((0.5,), (0.9, 0.5), {"ema": None, "ema#2": "ema"}),
-        ((0.9, 0.5), (0.8, 0.5), {}),
         ((0.9, 0.5), (0.5, 0.8), {"ema": "ema#2", "ema#2": "ema"}),
         ((0.9, 0.5, 0.9), (0.5, 0.9, 0.9), {"ema": "ema#2", "ema#2": "ema"}),
     ],
@@ -310,7 +305,6 @@ def test_an_abstract_source_has_no_values() -> None:
         plan_restore(abstract, optimizer).apply()
 
 
-# JAX 0.12 warns of it where the shape is read.
 def test_a_reshaped_cast_and_renamed_leaf() -> None:
     old = OptaxWrapper(optax.identity()).create({"x": jnp.arange(6.0).reshape(2, 3)})
     target = OptaxWrapper(optax.identity()).create({"y": jnp.zeros((3, 2), jnp.int32)})
@@ -319,27 +313,6 @@ def test_a_reshaped_cast_and_renamed_leaf() -> None:
     assert plan.apply().target["y"].tolist() == [[0, 1], [2, 3], [4, 5]]
     for allow in ({"cast"}, {"reshape"}, set[str]()):
         assert not plan_restore(named_state(old), target, rules=rules, allow=allow).is_ok
-
-
-INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
-
-
-@settings(deadline=None, max_examples=20)  # an example may compile
-@given(
-    st.sampled_from(INTEGERS),
-    st.sampled_from((*INTEGERS, "float16", "bfloat16", "float32", "bool")),
-    st.data(),
-)
-def test_integers_fit_exactly_or_not_at_all(old: str, new: str, data: Any) -> None:
-    limits = np.iinfo(old)
-    value = data.draw(
-        st.sampled_from([int(limits.min), int(limits.max), 0, 1, 127, int(limits.max) // 2 + 1])
-        | st.integers(int(limits.min), int(limits.max))
-    )
-    before = jnp.asarray(np.array(value, old))
-    after = before.astype(new)
-    kept = float(after.astype(jnp.float32)) if new in ("float16", "bfloat16") else after.item()
-    assert bool(all_survive(before, after)) == (kept == value)
 
 
 # What did not change is restored without a word, whatever it is nested in
@@ -418,27 +391,10 @@ def changes_of(old: Any, new: Any) -> tuple[str, ...]:
     return plan_restore(named_state(abstract(old)), abstract(new)).changes
 
 
-def behind_a_partial(nesterov: bool) -> Any:
-    tx = optax.trace(0.9, nesterov=nesterov)
-
-    def run(update: Any, updates: Any, state: Any, params: Any = None) -> Any:
-        return update(updates, state, params)
-
-    return optax.GradientTransformation(tx.init, functools.partial(run, tx.update))
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (optax.trace(0.9, nesterov=np.bool_(True)), optax.trace(0.9, nesterov=False)),
-        (behind_a_partial(True), behind_a_partial(False)),
-    ],
-)
-def test_a_switch_is_seen_however_it_is_given(old: Any, new: Any) -> None:
+def test_a_switch_is_seen_however_it_is_given() -> None:
+    old, new = optax.trace(0.9, nesterov=np.bool_(True)), optax.trace(0.9, nesterov=False)
     assert changes_of(old, new)[0].startswith("`nesterov` of `trace` was ")
-    assert not changes_of(old, old)
-    given: Any = np.bool_(True)
-    assert not changes_of(optax.trace(0.9, nesterov=given), optax.trace(0.9, nesterov=True))
+    assert not changes_of(old, optax.trace(0.9, nesterov=True))
 
 
 def test_a_mask_is_no_setting() -> None:

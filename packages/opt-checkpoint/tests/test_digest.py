@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_testing import WIDE, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opt_checkpoint._disk import digest as _digest
@@ -18,23 +19,11 @@ def digest(array: Any) -> str:
     return found
 
 
-WIDE = {"int64", "uint64", "float64", "complex128"}
-
-
 def enable_x64() -> Any:
     """Enables 64 bits inside a block: JAX 0.8 has it in `jax.experimental`."""
     modules: list[Any] = [jax, jax.experimental]
     (context,) = [module.enable_x64 for module in modules if hasattr(module, "enable_x64")][:1]
     return context(True)
-
-
-def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    kind = jnp.dtype(dtype)
-    if dtype == "bool" or dtype in ("int2", "int4", "float4_e2m1fn"):
-        return rng.integers(0, 2, shape).astype(kind)
-    words = rng.integers(0, 256, (*shape, kind.itemsize), dtype=np.uint8)
-    return words.reshape(*shape[:-1], -1).view(kind)
 
 
 def by_definition(array: np.ndarray) -> str:

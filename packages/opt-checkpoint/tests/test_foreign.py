@@ -16,9 +16,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from checkpoint_testing import files, same
+from checkpoint_testing import Model, adamw, files, of_flax, of_nnx, of_optax, params, same
 from flax import nnx
-from flax.training.train_state import TrainState
 from opt_checkpoint import (
     Checkpointer,
     TrainingState,
@@ -32,48 +31,6 @@ from opt_core import MultiOptimizer
 from orbax.checkpoint.experimental import v1
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
-
-
-def adamw() -> optax.GradientTransformation:
-    return optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1)))
-
-
-def params() -> dict[str, Any]:
-    return {"b": jnp.arange(3.0), "layers": [{"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), 2.0)}]}
-
-
-def of_flax() -> Any:
-    state: Any = TrainState.create(apply_fn=len, params=params(), tx=adamw())
-    for _ in range(2):
-        state = state.apply_gradients(grads=params())
-    return state
-
-
-def of_optax() -> TrainingState:
-    state = of_flax()
-    return TrainingState(state.tx, state.params, state.opt_state, 2)
-
-
-class Model(nnx.Module):
-    def __init__(self) -> None:
-        self.b = nnx.Param(jnp.arange(3.0))
-        self.layers = nnx.List([Layer(1.0), Layer(2.0)])
-        self.mean = nnx.BatchStat(jnp.full(3, 7.0))
-        self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
-
-
-class Layer(nnx.Module):
-    def __init__(self, value: float) -> None:
-        self.w = nnx.Param(jnp.full((2, 3), value))
-
-
-def of_nnx() -> Any:
-    model = Model()
-    optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
-    grads = nnx.state(Model(), nnx.Param)
-    for _ in range(2):
-        optimizer.update(model, grads)
-    return model, optimizer
 
 
 def standard(folder: Path, tree: Any) -> Path:

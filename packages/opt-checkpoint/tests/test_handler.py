@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_optax_bridge as opt
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_testing import same
+from checkpoint_testing import of_core, of_flax, of_nnx, same
 from flax import nnx, struct
 from flax.training.train_state import TrainState
 from opt_checkpoint import (
@@ -51,19 +50,6 @@ def of_optax(tx: Any = None, steps: int = 1) -> TrainingState:
         weights: Any = optax.apply_updates(state.params, updates)
         state = TrainingState(tx, weights, opt_state, state.step + 1)
     return state
-
-
-def of_core() -> Any:
-    return opt.adam(0.1).create(params()).apply_gradient(params())
-
-
-def of_flax() -> Any:
-    return TrainState.create(apply_fn=len, params=params(), tx=optax.adam(0.1))
-
-
-def of_nnx() -> Any:
-    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
 def save(root: Path, *steps: int, target: Any = None, **options: Any) -> None:

@@ -117,23 +117,6 @@ def test_scalars_are_compared_by_their_bits(
         assert apart.note == "reinitialised: its groups do not agree about `kept`"
 
 
-def test_what_nothing_is_known_of_is_not_said_to_differ() -> None:
-    old = named_state(trained(keeping(jnp.arange(5.0)), keeping(jnp.arange(5.0)), steps=0))
-    new = keeping(jnp.arange(5.0)).create(_P)
-
-    class Other:
-        schema = old.schema
-
-        def read(self, wanted: Any) -> Any:
-            raise AssertionError
-
-    abstract = NamedState(jax.eval_shape(lambda: dict(old.leaves)), old.schema)
-    sources: list[Any] = [old, Other(), abstract]
-    for source in sources:
-        (row,) = (row for row in plan_restore(source, new).rows if row.leaf.path[-1] == "kept")
-        assert row.note == "reinitialised: nothing says whether its groups agree about `kept`"
-
-
 def disagreeing() -> NamedState:
     """Group `a` has made 2 steps, group `b` none."""
     old = named_state(trained(opt.adam(0.1), opt.adam(0.1), steps=2))

@@ -127,7 +127,7 @@ def test_rows_of_a_moment_in_another_dtype_are_not_rounded_twice() -> None:
         named_state(saved),
         wrapped(rss(jnp.float32), NEW),
         allow={"cast"},
-        rules=[(".*/w", Pad(0, NEW))],
+        rules=[(".*/w", Pad(-2, NEW))],
     )
     found = named_state(plan.apply())
     assert found["state/trace/trace/w"].dtype == jnp.float32

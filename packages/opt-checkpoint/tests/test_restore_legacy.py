@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import flax.serialization
@@ -87,57 +88,8 @@ def _traces(optimizer: Optimizer) -> list[Any]:
     return [s.trace for s in states if isinstance(s, optax.TraceState)]
 
 
-def test_who_wrote_it_must_be_known() -> None:
-    """Adam, LAMB and AdaBelief write the same fields; nothing in the file tells them apart."""
-    plain = OptaxWrapper(optax.chain(optax.clip(1.0), optax.adamw(0.1))).create(params())
-    with pytest.raises(EquivalenceError, match="does not say which optimizer wrote it"):
-        restore_legacy(plain, saved(*EMAS))
-    restored = restore_legacy(plain, saved(*EMAS), written_by="Adam")
-    np.testing.assert_array_equal(restored.state.param_states[1][0].mu["layer"]["kernel"], 1.0)
-    with pytest.raises(LoadError, match="grad_ema: has no place"):
-        restore_legacy(plain, saved(*EMAS), written_by="AdaBelief")
-    with pytest.raises(EquivalenceError, match=r"stands for `flax\.optim\.Adam`, and `written_by`"):
-        restore_legacy(adam(), saved(*EMAS), written_by="LAMB")
-    with pytest.raises(EquivalenceError, match="'Adamw' is not one of GradientDescent, "):
-        restore_legacy(plain, saved(*EMAS), written_by="Adamw")
-
-
-def test_nobody_needs_to_say_who_wrote_states_of_optax() -> None:
-    plain = OptaxWrapper(optax.adam(0.1)).create(params())
-    ours = plain.state_dict()
-    train_state = {
-        "params": ours["target"],
-        "opt_state": ours["state"]["param_states"],
-        "step": ours["state"]["step"],
-    }
-    for source in (ours, train_state, {"version": 3, "optimizer": ours}):
-        restore_legacy(plain, source)
-        with pytest.raises(EquivalenceError, match="'Foo' is not one of GradientDescent, "):
-            restore_legacy(plain, source, written_by="Foo")
-        with pytest.raises(
-            EquivalenceError, match=r"is for files of `flax\.optim`.*states of Optax"
-        ):
-            restore_legacy(plain, source, written_by="Adam")
-    with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`"):
-        restore_legacy(groups(), groups().state_dict(), written_by={"biases": "Adam"})
-
-
-def test_state_without_a_place_and_places_without_state() -> None:
-    averaged = OptaxWrapper(optax.chain(optax.adam(0.1), optax.ema(0.9))).create(params())
-    with pytest.raises(LoadError, match="1/ema/layer/kernel: the file has nothing for this"):
-        restore_legacy(averaged, saved(*EMAS), written_by="Adam")
-    with pytest.raises(LoadError, match="has the fields momentum; expected grad_ema, grad_sq_ema"):
-        restore_legacy(adam(), saved("momentum"))
-    plain = OptaxWrapper(optax.adafactor(0.1, min_dim_size_to_factor=1000)).create(params())
-    with pytest.raises(LoadError, match="kernel/m: has no place"):
-        restore_legacy(plain, saved("v_row", "v_col", "v", "m"), written_by="Adafactor")
-    kernels = optax.masked(optax.adam(0.1), {"layer": {"kernel": True, "bias": False}})
-    with pytest.raises(LoadError, match="layer/bias/grad_ema: has no place"):
-        restore_legacy(OptaxWrapper(kernels).create(params()), saved(*EMAS), written_by="Adam")
-    source = saved(*EMAS)
-    source["state"]["param_states"]["layer"]["bias"] = None
-    with pytest.raises(LoadError, match="layer/bias: has no state: frozen when it was saved"):
-        restore_legacy(adam(), source)
+def wrapped(*members: Any) -> Optimizer:
+    return OptaxWrapper(optax.chain(*members)).create(params())
 
 
 def groups() -> Optimizer:
@@ -158,40 +110,138 @@ def saved_groups() -> dict[str, Any]:
 
 
 def test_each_group_gets_its_own() -> None:
-    restored = restore_legacy(groups(), saved_groups(), written_by={"biases": "Adam"})
-    state = restored.state.param_states
-    np.testing.assert_array_equal(state["biases"][0].mu["layer"]["bias"], 3.0)
-    assert int(state["biases"][0].count) == STEP
-    with pytest.raises(EquivalenceError, match=r"wrote it \(group `biases`\)"):
-        restore_legacy(groups(), saved_groups())
-    with pytest.raises(EquivalenceError, match="others is not a group that trains"):
-        restore_legacy(groups(), saved_groups(), written_by={"others": "Adam"})
-    with pytest.raises(EquivalenceError, match="no groups; pass one name"):
-        restore_legacy(adam(), saved(*EMAS), written_by={"kernels": "Adam"})
+    for source in (saved_groups(), listed_groups()):
+        restored = restore_legacy(groups(), source, written_by={"biases": "Adam"})
+        state = restored.state.param_states
+        np.testing.assert_array_equal(state["biases"][0].mu["layer"]["bias"], 3.0)
+        assert int(restored.state.step) == int(state["biases"][0].count) == STEP
 
 
-def test_a_state_of_what_is_frozen_here_is_not_dropped_silently() -> None:
-    kernels = MultiOptimizer((".*kernel", flax_optim_equivalent("Momentum", learning_rate=0.1)))
-    with pytest.raises(LoadError, match="parameters that are frozen here: layer/bias"):
-        restore_legacy(kernels.create(params()), saved("momentum"))
-
-
-def test_lists_of_states() -> None:
-    """As Flax until 0.3.2 wrote groups; other groups, or other steps, are errors."""
+def listed_groups(other_step: int = STEP) -> dict[str, Any]:
+    """As Flax until 0.3.2 wrote groups."""
     source = saved_groups()
     layer = source["state"]["param_states"]["layer"]
-    states = [{"step": STEP, "param_states": {"0": layer[name]}} for name in ("kernel", "bias")]
-    old = {"target": source["target"], "state": {"0": states[0], "1": states[1]}}
-    restored = restore_legacy(groups(), old, written_by={"biases": "Adam"})
-    assert int(restored.state.step) == STEP
-    with pytest.raises(LoadError, match=r"`state`: 2 states.*this optimizer has 0 groups"):
-        restore_legacy(adam(), old)
-    other = {**old, "state": {"0": states[0], "1": {**states[1], "step": 3}}}
-    with pytest.raises(LoadError, match="`state/1/step`: 3, and 7"):
-        restore_legacy(groups(), other, written_by={"biases": "Adam"})
-    fewer = {**old, "state": {"0": {**states[0], "param_states": {}}, "1": states[1]}}
-    with pytest.raises(LoadError, match="`state/0/param_states`: expected one state for each"):
-        restore_legacy(groups(), fewer, written_by={"biases": "Adam"})
+    states = {
+        str(i): {"step": step, "param_states": {"0": layer[name]}}
+        for i, (name, step) in enumerate([("kernel", STEP), ("bias", other_step)])
+    }
+    return {"target": source["target"], "state": states}
+
+
+def frozen_when_saved() -> dict[str, Any]:
+    source = saved(*EMAS)
+    source["state"]["param_states"]["layer"]["bias"] = None
+    return source
+
+
+def test_nobody_needs_to_say_who_wrote_states_of_optax() -> None:
+    plain = wrapped(optax.adam(0.1))
+    ours = plain.state_dict()
+    state = ours["state"]
+    in_train_state = {
+        "params": ours["target"],
+        "opt_state": state["param_states"],
+        "step": state["step"],
+    }
+    for source in (ours, in_train_state, {"version": 3, "optimizer": ours}):
+        restore_legacy(plain, source)
+        with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`.*of Optax"):
+            restore_legacy(plain, source, written_by="Adam")
+
+
+def test_who_wrote_it_may_be_said() -> None:
+    """Adam, LAMB and AdaBelief write the same fields; nothing in the file tells them apart."""
+    plain = wrapped(optax.clip(1.0), optax.adamw(0.1))
+    restored = restore_legacy(plain, saved(*EMAS), written_by="Adam")
+    np.testing.assert_array_equal(restored.state.param_states[1][0].mu["layer"]["kernel"], 1.0)
+
+
+_KERNELS = {"layer": {"kernel": True, "bias": False}}
+REFUSED: dict[str, tuple[Callable[[], Optimizer], Callable[[], Any], Any, type, str]] = {
+    "not said": (
+        lambda: wrapped(optax.adam(0.1)),
+        lambda: saved(*EMAS),
+        None,
+        EquivalenceError,
+        "does not say which optimizer wrote it",
+    ),
+    "another wrote it": (
+        lambda: wrapped(optax.adam(0.1)),
+        lambda: saved(*EMAS),
+        "AdaBelief",
+        LoadError,
+        "grad_ema: has no place",
+    ),
+    "two say who": (
+        adam,
+        lambda: saved(*EMAS),
+        "LAMB",
+        EquivalenceError,
+        r"stands for `flax\.optim\.Adam`, and `written_by`",
+    ),
+    "nobody": (adam, lambda: saved(*EMAS), "Adamw", EquivalenceError, "'Adamw' is not one of Gr"),
+    "nothing for it": (
+        lambda: wrapped(optax.adam(0.1), optax.ema(0.9)),
+        lambda: saved(*EMAS),
+        "Adam",
+        LoadError,
+        "1/ema/layer/kernel: the file has nothing for this",
+    ),
+    "other fields": (
+        adam,
+        lambda: saved("momentum"),
+        None,
+        LoadError,
+        "has the fields momentum; expected grad_ema, grad_sq_ema",
+    ),
+    "masked": (
+        lambda: wrapped(optax.masked(optax.adam(0.1), _KERNELS)),
+        lambda: saved(*EMAS),
+        "Adam",
+        LoadError,
+        "layer/bias/grad_ema: has no place",
+    ),
+    "frozen then": (
+        adam,
+        frozen_when_saved,
+        None,
+        LoadError,
+        "layer/bias: has no state: frozen when it was saved",
+    ),
+    "frozen now": (
+        lambda: MultiOptimizer(
+            (".*kernel", flax_optim_equivalent("Momentum", learning_rate=0.1))
+        ).create(params()),
+        lambda: saved("momentum"),
+        None,
+        LoadError,
+        "parameters that are frozen here: layer/bias",
+    ),
+    "of a group": (groups, saved_groups, None, EquivalenceError, r"it \(group `biases`\)"),
+    "no such group": (
+        groups,
+        saved_groups,
+        {"others": "Adam"},
+        EquivalenceError,
+        "others is not a group that trains",
+    ),
+    "other groups": (adam, listed_groups, None, LoadError, "2 states.*this optimizer has 0 groups"),
+    "other steps": (
+        groups,
+        lambda: listed_groups(3),
+        {"biases": "Adam"},
+        LoadError,
+        "`state/1/step`: 3, and 7",
+    ),
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    make, source, written_by, error, match = REFUSED[name]
+    with pytest.raises(error, match=match):
+        restore_legacy(make(), source(), written_by=written_by)
 
 
 def test_lists_of_states_are_in_the_order_of_the_components() -> None:
