@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import flax.serialization
@@ -319,6 +320,8 @@ def test_names_are_printed_with_escapes(cli: Cli, root: Path, tmp_path: Path) ->
         (("show", "ROOT@" + "9" * 5000), "has no step 99999999999999999999;"),
         (("show", "a\0b"), r"`a\x00b` is not a folder"),
         (("convert", "no_such_file", "out", "job:adam"), "is not a file"),
+        (("plan", "ROOT", "job:adam", "--allow", "foo"), "'foo' (choose from "),
+        (("shw", "ROOT"), "--help`)"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -428,14 +431,6 @@ def test_tables_fit_the_terminal(cli: Cli, tmp_path: Path, monkeypatch: pytest.M
     assert any(line.startswith("    ") and "digest" in line for line in lines)
 
 
-def test_a_wrong_option_is_one_line(cli: Cli, root: Path) -> None:
-    for given in (("plan", root, "job:adam", "--allow", "foo"), ("shw", root), ()):
-        code, out, err = cli(*given)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "--help`)" in err
-    assert "'foo' (choose from " in cli("plan", root, "job:adam", "--allow", "foo")[2]
-
-
 # What an installer makes of the entry point. `-P`: the folder of a script is not the caller's.
 SCRIPT = """
 import sys
@@ -446,7 +441,7 @@ sys.exit(script.load()())
 
 
 @pytest.mark.contract
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start", [["-m", "opt_checkpoint"], ["-P", "-c", SCRIPT]], ids=["module", "script"]
 )
@@ -461,6 +456,8 @@ def test_runs_as_a_module_and_as_a_script(start: list[str], root: Path, tmp_path
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = entry_points(group="console_scripts", name="opt-checkpoint")
+    assert script.load() is main
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"opt-checkpoint {opt_checkpoint.__version__}\n"

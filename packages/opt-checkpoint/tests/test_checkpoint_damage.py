@@ -7,22 +7,29 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checkpoint_testing import everything, files, same, sealed, small_state, state
+from opt_checkpoint import Rename, TrainingState, named_state
+from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
     MissingError,
+    PlanError,
     SaveError,
+    VersionError,
 )
 
+pytestmark = pytest.mark.usefixtures("optax_promotion")
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
@@ -211,30 +218,149 @@ def test_no_memory_is_no_damage(
         saved.read(everything(saved.schema))
 
 
-def test_a_step_that_goes_while_it_is_looked_at(
+# A run resumes from the latest step that is whole, and reads it once
+
+TX = optax.adam(0.1)
+
+
+def trained(value: float) -> TrainingState:
+    rng = np.random.default_rng(int(value))
+    params = {"w": jnp.asarray(rng.standard_normal((64, 32)), jnp.float32)}
+    _, opt_state = TX.update(params, TX.init(params))
+    return TrainingState(TX, params, opt_state, int(value))
+
+
+def abstract(tx: optax.GradientTransformation = TX) -> Any:
+    params = {"w": jnp.zeros((64, 32))}
+    return jax.eval_shape(lambda: TrainingState(tx, params, tx.init(params)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    logging.disable(logging.NOTSET)
+    with Checkpointer(tmp_path) as checkpointer:
+        for n in (1, 2, 3):
+            rng = jax.random.normal(jax.random.key(n), (3,))
+            checkpointer.save(n, trained(n), extras={"position": 10 * n, "noise": rng})
+    return tmp_path
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message.split(":")[0] for r in caplog.records if r.name.startswith("opt_checkpoint")]
+
+
+def test_the_latest_step_is_restored_and_read_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = _orbax.restore_arrays
+
+    def counted(folder: Path, item: Any, restore_args: Any) -> Any:
+        read.append(folder.name)
+        return original(folder, item, restore_args)
+
+    monkeypatch.setattr(_orbax, "restore_arrays", counted)
+    checkpointer = Checkpointer(run, read_only=True)
+    restored = checkpointer.restore_latest(abstract())
+    assert same(named_state(restored), named_state(trained(3)))
+    assert checkpointer.restored_step == 3
+    assert read == ["3", "3"]  # the optimizer, then the array among the extras
+    assert checkpointer.at(3).read_extras()["position"] == 30
+
+
+def test_a_damaged_step_is_passed_over_with_a_warning(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip_arrays(run / "3")
+    (run / "2/manifest/manifest.json").write_bytes(b"{")
+    with Checkpointer(run) as checkpointer:
+        restored = checkpointer.restore_latest(abstract())
+        assert same(named_state(restored), named_state(trained(1)))
+        assert checkpointer.restored_step == 1
+        assert warned(caplog) == ["step 3 is passed over", "step 2 is passed over"]
+        flip_arrays(run / "1")
+        with pytest.raises(MissingError, match=r"none of the steps \[1, 2, 3\] is valid"):
+            checkpointer.restore_latest(abstract())
+
+
+def test_damaged_extras_are_a_damaged_step(tmp_path: Path) -> None:
+    extras = {"noise": jax.random.normal(jax.random.key(0), (512, 512))}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, trained(step), extras=extras)
+        checkpointer.wait()
+        checkpointer.at(2).check_extras()
+        flip_arrays(tmp_path / "2")
+        checkpointer.restore(2, abstract())  # the extras are not read
+        with pytest.raises(DamagedError):
+            checkpointer.at(2).check_extras()
+        checkpointer.restore_latest(abstract())
+        assert checkpointer.restored_step == 1
+
+
+def test_where_there_is_none(tmp_path: Path) -> None:
+    for checkpointer in (Checkpointer(tmp_path / "none", read_only=True), Checkpointer(tmp_path)):
+        with checkpointer, pytest.raises(MissingError, match="has no step to restore"):
+            checkpointer.restore_latest(abstract())
+        assert checkpointer.restored_step is None
+
+
+def test_what_does_not_fit_is_no_damage(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = Checkpointer(run, read_only=True)
+    target = abstract(optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(PlanError, match=r"!\+ state/trace/trace/w"):
+        checkpointer.restore_latest(target)
+    with pytest.raises(PlanError, match=r"!\+ state/trace/trace/w"):
+        checkpointer.restore(2, target)
+    assert not warned(caplog)
+    restored = checkpointer.restore_latest(
+        target,
+        allow=iter(["drop", "optimizer"]),  # an iterator: it is looked at once
+        rules=[("state/trace/trace/w", Rename("state/adam/mu/w"))],
+    )
+    assert (restored.opt_state[0].trace["w"] == trained(3).opt_state[0].mu["w"]).all()
+
+
+def test_a_newer_version_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Checkpointer.at
+
+    def at(self: Checkpointer, step: int) -> SavedStep:
+        if step == 3:
+            raise VersionError("written by a newer version")
+        return original(self, step)
+
+    monkeypatch.setattr(Checkpointer, "at", at)
+    with pytest.raises(VersionError):
+        Checkpointer(run, read_only=True).restore_latest(abstract())
+
+
+def test_a_step_by_its_number(run: Path) -> None:
+    checkpointer = Checkpointer(run, read_only=True)
+    assert same(named_state(checkpointer.restore(2, abstract())), named_state(trained(2)))
+    assert checkpointer.restored_step == 2
+    with pytest.raises(MissingError, match="has no step 9"):
+        checkpointer.restore(9, abstract())
+
+
+def test_a_step_that_goes_while_it_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(tmp_path, max_to_keep=1) as writer:
-        writer.save(1, small_state(1))
+        writer.save(1, trained(1))
         writer.wait()
         saved = writer.at(1)
-        assert saved.step == 1
         original = Checkpointer.at
 
         def at(self: Checkpointer, step: int) -> SavedStep:
             opened = original(self, step)
             assert opened.step == step
             if step == 1:
-                writer.save(2, small_state(2))
+                writer.save(2, trained(2))
                 writer.wait()
             return opened
 
         monkeypatch.setattr(Checkpointer, "at", at)
-        found = Checkpointer(tmp_path, read_only=True).latest_valid(level="digests")
-        assert found is not None
-        assert found.step == 2
-    for read in (lambda: saved.read(everything(saved.schema)), saved.validate):
+        reader = Checkpointer(tmp_path, read_only=True)
+        assert int(reader.restore_latest(abstract()).step) == 2
         with pytest.raises(MissingError, match="has been deleted"):
-            read()
-    with pytest.raises(MissingError, match="has been deleted"):
-        _ = SavedStep(tmp_path / "1").manifest
+            saved.validate()

@@ -408,14 +408,6 @@ def test_what_would_not_come_back_is_refused(given: Any, words: str, tmp_path: P
         assert checkpointer.steps() == []
 
 
-def test_metadata_at_the_limits_comes_back(tmp_path: Path) -> None:
-    kept = {"n": 10**4299, "deep": _nested(190)}
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, small_state(), metadata=kept)
-        checkpointer.wait()
-        assert checkpointer.at(3).metadata == kept
-
-
 def _deleted() -> Any:
     leaf = jnp.zeros(3)
     named = state({"state/x": leaf})
@@ -504,16 +496,10 @@ def _sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.usefixtures("_sigint")
 @pytest.mark.parametrize("when", ["save", "wait", "close"])
-@pytest.mark.parametrize("fails", [False, True])
 def test_ctrl_c_cuts_no_save_short(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    when: str,
-    fails: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     is_waiting = threading.Event()
     create, sync_tree = DurablePath.create, durable.sync_tree
@@ -523,8 +509,6 @@ def test_ctrl_c_cuts_no_save_short(
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
-        if fails:
-            raise OSError(28, "No space left on device")
 
     async def slow_create(self: DurablePath) -> Any:
         ctrl_c()
@@ -546,18 +530,13 @@ def test_ctrl_c_cuts_no_save_short(
         is_waiting.set()
         with pytest.raises(KeyboardInterrupt):
             act()
-    if when == "close":
-        assert (f"step 1 in `{tmp_path}`: not saved" in caplog.text) == fails
-    elif fails:
-        with pytest.raises(SaveError, match=r"step 1 in .*No space left on device"):
-            checkpointer.wait()
-    else:
+    if when != "close":
         checkpointer.wait()
-    assert checkpointer.steps() == ([] if fails else [1])
+    assert checkpointer.steps() == [1]
     checkpointer.close()
     with Checkpointer(tmp_path) as other:
         other.save(2, small_state(2))
-    assert other.steps() == ([2] if fails else [1, 2])
+    assert other.steps() == [1, 2]
     assert not temporary_paths(tmp_path / "1")[0].exists()
 
 
@@ -594,34 +573,6 @@ def test_an_error_after_the_commit_says_that_the_step_is_there(
     assert checkpointer.steps() == [1, 2]
 
 
-@pytest.mark.slow
-def test_a_process_whose_save_failed_ends(tmp_path: Path) -> None:
-    """Orbax's threads wait five minutes for a folder that cannot be made, if they are let."""
-    code = (
-        "import sys, jax.numpy as jnp, opt_optax_bridge as opt\n"
-        "from opt_checkpoint import Checkpointer, errors\n"
-        "def full(event, args):\n"
-        "  if event == 'os.mkdir' and str(args[0]).startswith(sys.argv[1]):\n"
-        "    raise OSError(28, 'No space left on device', str(args[0]))\n"
-        "with Checkpointer(sys.argv[1]) as checkpointer:\n"
-        "  sys.addaudithook(full)\n"
-        "  try:\n"
-        "    checkpointer.save(5, opt.adam(0.1).create({'w': jnp.ones(3)}))\n"
-        "  except errors.SaveError as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 5 in" in done.stdout
-    assert "No space left on device" in done.stdout
-
-
 ENDS_WITHOUT_CLOSING = """
 import atexit, sys, time
 import jax.numpy as jnp
@@ -641,6 +592,11 @@ def slow(self, sums):
     return encode(self, sums)
 
 
+def full(event, args):
+    if event == "os.mkdir" and str(args[0]).startswith(folder):
+        raise OSError(28, "No space left on device", str(args[0]))
+
+
 def told(self):
     print("closed", flush=True)
     close(self)
@@ -648,12 +604,15 @@ def told(self):
 
 atexit.register(print, "ended")
 saving.Saving.encode, Checkpointer.close = slow, told
-Checkpointer(folder).save(5, optimizer)
+checkpointer = Checkpointer(folder)
+if how == "is full":  # Orbax's threads wait five minutes for a folder, if they are let.
+    sys.addaudithook(full)
+checkpointer.save(5, optimizer)
 """
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("how", ["ends", "fails"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "fails", "is full"])
 def test_a_process_that_ends_without_closing_finishes_its_save(tmp_path: Path, how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENDS_WITHOUT_CLOSING, str(tmp_path), how],
@@ -662,11 +621,11 @@ def test_a_process_that_ends_without_closing_finishes_its_save(tmp_path: Path, h
         timeout=120,
         check=False,
     )
-    assert done.returncode == (1 if how == "fails" else 0), done.stderr
+    assert done.returncode == (0 if how == "ends" else 1), done.stderr
     assert done.stdout == "closed\nended\n"
     is_saved = Checkpointer(tmp_path, read_only=True).steps() == [5]
     assert is_saved != (f"step 5 in `{tmp_path}`: not saved" in done.stderr)
-    assert is_saved == (how != "fails")
+    assert is_saved == (how == "ends")
 
 
 @pytest.mark.usefixtures("slow_saves")

@@ -73,32 +73,9 @@ def test_every_flipped_bit_is_seen_in_both_sums(data: bytes, draw: st.DataObject
     assert before[8:] != after[8:]
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=50, unique=True), st.data())
-def test_swapped_words_are_seen(values: list[int], draw: st.DataObject) -> None:
-    i, j = draw.draw(st.sampled_from([(i, j) for i in range(len(values)) for j in range(i)]))
-    words = np.array(values, np.uint32)
-    swapped = words.copy()
-    swapped[[i, j]] = swapped[[j, i]]
-    assert digest(words) != digest(swapped)
-
-
 def both_differ(one: np.ndarray | jax.Array, other: np.ndarray) -> bool:
     before, after = digest(one), digest(other)
     return before[:8] != after[:8] and before[8:] != after[8:]
-
-
-@pytest.mark.parametrize("how", ["random", "zeros"])
-def test_flips_of_one_bit_in_many_words_are_seen(how: str) -> None:
-    rng = np.random.default_rng(0)
-    words = np.zeros(4096, np.uint32)
-    if how == "random":
-        words = rng.integers(0, 2**32, 4096, dtype=np.uint32)
-    for bit in range(32):
-        for count in (2, 3, 4, 50, 4096):
-            flipped = words.copy()
-            flipped[rng.choice(4096, count, replace=False)] ^= np.uint32(1 << bit)
-            assert both_differ(words, flipped)
 
 
 @pytest.mark.parametrize("size", [2, 4096])

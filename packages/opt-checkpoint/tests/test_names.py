@@ -209,18 +209,6 @@ def test_parameters_of_every_kind(tree: Any) -> None:
     assert_comes_back(wrapped(optax.chain(optax.clip(1.0), optax.adam(0.1)), tree))
 
 
-def test_keys_of_random_numbers() -> None:
-    optimizer = wrapped(optax.noisy_sgd(0.1, key=jax.random.key(3)))
-    named = named_state(optimizer)
-    info = named.schema.by_name["state/add_noise/rng_key"]
-    assert info.is_key
-    assert info.shape == ()
-    assert info.value is None
-    restored = restore_named(optimizer, named)
-    old, new = (jax.random.key_data(o.state.param_states[0].rng_key) for o in (optimizer, restored))
-    np.testing.assert_array_equal(new, old)
-
-
 def assert_comes_back(optimizer: Optimizer) -> None:
     """From a named state, from its bare leaves, and from NumPy; nothing is shared."""
     named = named_state(optimizer)

@@ -280,15 +280,12 @@ def test_c1_another_shape_is_an_error_with_both(shape: tuple[int, ...]) -> None:
     [
         (np.float32(3), "int32", True),
         (np.float32(3.5), "int32", False),
-        (np.float32(np.nan), "int32", False),
         (np.float32(2**31), "int32", False),
-        (np.float32(1), "bool", True),
         (np.float32(2), "bool", False),
         (np.int32(2**31 - 1), "float32", False),
         (np.int32(2**24 + 1), "float32", False),
         (np.uint32(2**32 - 1), "int32", False),
         (np.int32(-1), "uint32", False),
-        (np.int32(128), "int8", False),
         (np.float32(1 / 3), "bfloat16", True),
         (np.float32(3e38), "float16", False),
         (np.float32(1e-9), "float16", False),  # it would become 0

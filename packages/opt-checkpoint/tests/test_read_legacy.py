@@ -23,23 +23,9 @@ from opt_checkpoint import read_legacy
 from opt_checkpoint.errors import LoadError
 
 DTYPES = [
-    "bool",
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "int64",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int4",
+    *("bool", "int8", "uint8", "int16", "int32", "int64", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"),
 ]
 
 
@@ -274,13 +260,6 @@ def bad_name() -> bytes:
     return bytes(content)
 
 
-def encrypted() -> bytes:
-    content = archive_of_one()
-    for signature, flags in ((b"PK\x01\x02", 8), (b"PK\x03\x04", 6)):
-        content[content.index(signature) + flags] |= 1
-    return bytes(content)
-
-
 def many_names() -> bytes:
     """A table of contents far larger than any checkpoint's."""
     content = zipped({"w.npy": b""})
@@ -340,19 +319,16 @@ MALFORMED = {
     "shape overflows": (array_of(b"\x92\xcf\x7f" + b"\xff" * 7 + b"\x02"), "that fits in memory"),
     "too few bytes": (array_of(b"\x91\x02", content=b"\xc4\x04" + bytes(4)), "the 4 bytes"),
     "duplicate keys": (b"\x82\xa1w\x01\xa1w\x02", "the key 'w' is there twice"),
-    "number as key": (b"\x81\x01\x02", "a key is not a string"),
     "trailing bytes": (GOOD + b"\x00", "1 bytes follow after the end"),
     "cut short": (GOOD[:-1], "`w`: "),
     "no UTF-8": (b"\x81\xa1\xff\x01", "utf-8"),
     "unknown extension": (b"\x81\xa1w\xd4\x05\x00", "the extension 5 is not an array"),
-    "timestamp": (b"\x81\xa1w\xd6\xff" + bytes(4), "timestamps"),
     "a byte of no meaning": (b"\x81\xa1w\xc1", "FormatError"),
     "chunks that are none": (packed({"a": {"__msgpack_chunked_array__": True}}), "`a`: "),
     "no dict": (packed([1, 2]), "a single list"),
     "nothing": (b"", "the file is empty"),
     "gzip": (b"\x1f\x8b\x08\x00", "gzip"),
     "npz: object": (zipped({"w.npy": npy("'|O'", "(1,)")}), "`w.npy`: the dtype '|O'"),
-    "npz: overflow": (zipped({"w.npy": npy("'<f4'", f"(0, {2**70})")}), "that fits in memory"),
     "npz: code": (
         zipped({"w.npy": npy("__import__('os')", "()")}),
         "`w.npy`: NumPy did not write its header",
@@ -372,11 +348,6 @@ MALFORMED = {
         "`a/b`",
     ),
     "npz: name": (bad_name(), "the archive is damaged.*'utf-8' codec"),
-    "npz: encrypted": (encrypted(), "`größe.npy` is damaged.*encrypted"),
-    "npz: what Python warns of": (
-        zipped({"w.npy": npy("'<f4'", "(1or 2,)")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
     "npz: damaged": (zipped({"w.npy": npy("'<f4'", "()", bytes(4))})[:-30], "no end|damaged"),
 }
 
@@ -392,32 +363,21 @@ def test_e10_what_no_optimizer_has(name: str) -> None:
     assert not warned
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_mutated_bytes_raise_typed_errors_only(data: st.DataObject) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(10))
+def test_damaged_bytes_raise_typed_errors_only(seed: int) -> None:
+    rng = random.Random(seed)
     tree = {"target": {"w": np.ones((2, 3)), "b": jnp.ones(2, jnp.bfloat16)}, "step": np.int32(3)}
-    flax_bytes = bytearray(packed({**tree, "c": 1j, "d": [None, True, "x", 2.5]}))
-    file = io.BytesIO()
-    np.savez(file, w=np.ones((2, 3)), step=np.int32(3))
-    content = data.draw(st.sampled_from([flax_bytes, bytearray(file.getvalue())])).copy()
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(content) - 1))
-        content[at] = data.draw(st.integers(0, 255))
-    content = content[: data.draw(st.integers(len(content) // 2, len(content)))]
-    with contextlib.suppress(LoadError):
-        read_legacy(bytes(content))
-
-
-@pytest.mark.slow
-def test_damaged_archives_raise_typed_errors_only() -> None:
-    """Of such, 3 % raised what `zipfile` raises: more than hypothesis finds."""
-    rng = random.Random(0)
+    whole = [packed({**tree, "c": 1j, "d": [None, True, "x", 2.5]}), bytes(archive_of_one())]
     file = io.BytesIO()
     arrays: dict[str, Any] = {"a/b": np.arange(6.0), "größe": np.ones((2, 3), np.int32)}
     np.savez_compressed(file, **arrays)
-    for i in range(3000):
-        content = bytearray((bytes(archive_of_one()), file.getvalue())[i % 2])
+    whole.append(file.getvalue())
+    for i in range(600):
+        content = bytearray(whole[i % 3])
         for _ in range(rng.choice([1, 1, 2, 4])):
             content[rng.randrange(len(content))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del content[rng.randrange(len(content) // 2, len(content)) :]
         with contextlib.suppress(LoadError):
             read_legacy(bytes(content))

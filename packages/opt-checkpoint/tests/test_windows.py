@@ -44,13 +44,6 @@ def steps(tx: Any, k: Any, **options: Any) -> Any:
     return optax.MultiSteps(tx, k, **options).gradient_transformation()
 
 
-def masks(first: int, second: int) -> Any:
-    return optax.chain(
-        optax.masked(steps(optax.trace(0.9), first), {"a": True, "b": False}),
-        optax.masked(steps(optax.trace(0.9), second), {"a": False, "b": True}),
-    )
-
-
 def planned(old: NamedState, new: Any) -> Plan[Any]:
     return plan_restore(old, abstract(new), allow=_ALL)
 
@@ -71,7 +64,6 @@ _BEGUN = {"multi_steps__mini_step": 1}
         (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "its length was 4"),
         (steps(_SGD, [object].pop), steps(_SGD, [object()].pop), _BEGUN, "it is not known"),
         (steps(_SGD, 4), steps(_SGD, 4, use_grad_mean=False), _BEGUN, "`use_grad_mean` was True"),
-        (masks(2, 4), masks(2, 3), {"multi_steps_2__mini_step": 1}, "its length was 4"),
         (steps(steps(_SGD, 3), 2), steps(steps(_SGD, 4), 2), _BEGUN, "its length was 3"),
         (
             steps(steps(_SGD, 3), 2),
