@@ -1,7 +1,6 @@
 """What the tests of checkpoints share."""
 
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,16 +31,6 @@ LOOK_ALIKES = (
     "yogi",
 )
 
-# What Optax's constructors cannot do without, besides a learning rate.
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.5, "seed": 0},
-    "noisy_sgd": {"key": jax.random.key(0)},
-    "schedule_free": {"base_optimizer": optax.sgd(0.1)},
-    "mechanize": {"base_optimizer": optax.sgd(0.1)},
-    "sam": {"optimizer": optax.sgd(0.1), "adv_optimizer": optax.sgd(0.05)},
-}
-
-
 # 64 bits are NumPy's, unless JAX is told.
 WIDE = {"int64", "uint64", "float64", "complex128"}
 
@@ -54,14 +43,6 @@ def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray
         return rng.integers(0, 2, shape).astype(kind)
     words = rng.integers(0, 256, (*shape, kind.itemsize), dtype=np.uint8)
     return words.reshape(*shape[:-1], -1).view(kind)
-
-
-def definition(name: str) -> Any:
-    """An optimizer of the installed Optax."""
-    constructor = getattr(opt_optax_bridge, name)
-    rate = inspect.signature(constructor).parameters.get("learning_rate")
-    needs_rate = rate is not None and rate.default is rate.empty
-    return constructor(**({"learning_rate": 0.1} if needs_rate else {}), **ARGUMENTS.get(name, {}))
 
 
 def structure(tree: Any) -> Any:

@@ -128,41 +128,6 @@ def flip_arrays(step: Path) -> None:
     path.write_bytes(data)
 
 
-def test_e4_latest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The latest step is damaged and two older are good: falls back and warns; strict raises."""
-    logging.disable(logging.NOTSET)
-    with Checkpointer(tmp_path) as checkpointer:
-        for n in (1, 2, 3, 4):
-            checkpointer.save(n, small_state(n))
-        checkpointer.wait()
-        flip_arrays(tmp_path / "4")
-        (tmp_path / "3/manifest/manifest.json").write_bytes(b"{")
-        assert not checkpointer.validate(4).ok
-        assert checkpointer.validate(4, level="manifest").ok
-        saved = checkpointer.latest_valid(level="digests")
-        assert saved is not None
-        assert saved.step == 2
-        assert same(saved.read(everything(saved.schema)), small_state(2))
-        warned = [r.message for r in caplog.records if r.name.startswith("opt_checkpoint")]
-        assert [message.split(":")[0] for message in warned] == [
-            "step 4 is passed over",
-            "step 3 is passed over",
-        ]
-        assert checkpointer.latest_step() == 4
-        with pytest.raises(DamagedError):
-            checkpointer.at(4).read(everything(saved.schema))
-        with pytest.raises(DamagedError):
-            checkpointer.at(3)
-        for step, words in ((3, "call `discard_after` first"), (5, r"passed over \[3, 4\]")):
-            with pytest.raises(SaveError, match=words):
-                checkpointer.save(step, small_state(step))
-        assert checkpointer.discard_after(2) == [3, 4]
-        checkpointer.save(3, small_state(3))
-    with Checkpointer(tmp_path, read_only=True) as reader:
-        assert reader.steps() == [1, 2, 3]
-        assert reader.validate(3).ok
-
-
 def test_a_step_under_another_number(step: Path) -> None:
     step.rename(step.with_name("2"))
     with (
@@ -268,9 +233,8 @@ def test_the_latest_step_is_restored_and_read_once(
     assert checkpointer.at(3).read_extras()["position"] == 30
 
 
-def test_a_damaged_step_is_passed_over_with_a_warning(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_e4_latest_is_damaged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The latest steps are damaged and one is good: falls back and warns; strict raises."""
     flip_arrays(run / "3")
     (run / "2/manifest/manifest.json").write_bytes(b"{")
     with Checkpointer(run) as checkpointer:
@@ -278,8 +242,25 @@ def test_a_damaged_step_is_passed_over_with_a_warning(
         assert same(named_state(restored), named_state(trained(1)))
         assert checkpointer.restored_step == 1
         assert warned(caplog) == ["step 3 is passed over", "step 2 is passed over"]
-        flip_arrays(run / "1")
-        with pytest.raises(MissingError, match=r"none of the steps \[1, 2, 3\] is valid"):
+        by_manifest, by_digests = (
+            checkpointer.latest_valid(level=level) for level in ("manifest", "digests")
+        )
+        assert by_manifest is not None
+        assert by_digests is not None
+        assert (by_manifest.step, by_digests.step, checkpointer.latest_step()) == (3, 1, 3)
+        for call in (lambda: checkpointer.restore(3, abstract()), lambda: checkpointer.at(2)):
+            with pytest.raises(DamagedError):
+                call()
+        for step, words in ((2, "call `discard_after` first"), (4, r"passed over \[2, 3\]")):
+            with pytest.raises(SaveError, match=words):
+                checkpointer.save(step, restored)
+        assert checkpointer.discard_after(1) == [2, 3]
+        checkpointer.save(2, restored)
+        checkpointer.wait()
+        assert checkpointer.validate(2).ok
+        for step in (1, 2):
+            flip_arrays(run / str(step))
+        with pytest.raises(MissingError, match=r"none of the steps \[1, 2\] is valid"):
             checkpointer.restore_latest(abstract())
 
 

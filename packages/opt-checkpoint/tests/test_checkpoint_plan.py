@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
 import pytest
-from opt_checkpoint import (
-    Rename,
-    Rule,
-    errors,
-    named_state,
-    plan_restore,
-)
+from opt_checkpoint import NamedState, Rename, Rule, errors, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer, regroup
 from opt_optax_bridge import OptaxWrapper
 
@@ -106,39 +100,10 @@ def test_the_actions_of_a_plan() -> None:
     assert {row.leaf.name: row.action for row in same.rows}["state/trace/trace/b"] == "renamed"
 
 
-def test_what_is_in_the_way_comes_first_and_is_not_cut_off() -> None:
-    many = {f"p{i:03}": jnp.ones(1) for i in range(60)}
-    saved = named_state(opt.sgd(0.1).create(many))
-    plan = plan_restore(saved, opt.sgd(0.1).create(params()), rules=[("params/p.*", "drop")])
-    lines = str(plan).splitlines()
-    assert lines[1].startswith("!+ params/b")
-    assert lines[2].startswith("!+ params/w")
-    assert lines[-1] == "... and 22 more: `table()` has all"
-    refused = str(plan_restore(saved, opt.sgd(0.1).create(params())))
-    assert sum(line.startswith("!- params/p") for line in refused.splitlines()) == 60
-
-
-def test_an_error_says_what_to_do() -> None:
-    saved = named_state(opt.adam(0.1).create(params()))
-    with pytest.raises(errors.PlanError) as caught:
-        plan_restore(saved, opt.lion(0.1).create(params()), allow={"drop"}).apply()
-    text = str(caught.value)
-    assert text.startswith("the checkpoint does not fit the optimizer as it is: 3 leaves\n")
-    assert text.endswith(
-        "admit it: `allow={'initialise', 'optimizer'}`, or `rules=` for single leaves."
-    )
-    assert caught.value.plan.missing_kinds == {"initialise", "optimizer"}
-
-
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
         (optax.adam(0.1), optax.adam(0.2, b1=0.8, eps=1e-3), []),
-        (
-            optax.chain(optax.ema(0.9), optax.ema(0.5)),
-            optax.chain(optax.ema(0.8), optax.ema(0.5)),
-            ["`decay` of `ema` was 0.9, is 0.8"],
-        ),
         (
             optax.chain(optax.clip(1.0), optax.trace(0.9)),
             optax.chain(optax.trace(0.9), optax.clip(1.0)),
@@ -164,13 +129,7 @@ def test_changes_of_groups() -> None:
     one, two = groups(("a", ".*", adam)), groups(("a", "w", adam), ("b", "b", adam))
     plain = adam.create(params())
     assert changed(plain, two) == ["groups `a`, `b` are new"]
-    assert changed(two, plain) == ["groups `a`, `b` are gone"]
-    assert changed(one, two) == ["group `b` is new"]
     assert changed(two, groups(("a", "w", adam), ("b", "b", FROZEN))) == ["group `b` is gone"]
-    assert changed(one, groups(("c", ".*", adam))) == ["group `a` is gone", "group `c` is new"]
-    assert changed(two, groups(("a", "w", adam), ("b", "b", sgd))) == [
-        "`adam` is gone in group `b`"
-    ]
     assert changed(one, groups(("a", "w", adam), ("b", "b", sgd))) == [
         "group `b` is new",
         "`scale` is new in group `b`",
@@ -246,27 +205,21 @@ def test_strong_types_and_no_second_compilation() -> None:
     assert len(traces) == 1
 
 
-def test_nothing_is_read_before_apply() -> None:
-    class Source:
-        def __init__(self, named: Any) -> None:
-            self.named, self.wanted = named, list[str]()
+def test_nothing_is_read_before_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, wanted = NamedState.read, list[str]()
 
-        @property
-        def schema(self) -> Any:
-            return self.named.schema
+    def noted(self: NamedState, places: Any) -> Any:
+        wanted.extend(places)
+        return read(self, places)
 
-        def read(self, wanted: Any) -> Any:
-            self.wanted += list(wanted)
-            return self.named.read(wanted)
-
-    source = Source(named_state(opt.adam(0.1).create(numbers())))
-    target = opt.sgd(0.1).create(numbers())
+    monkeypatch.setattr(NamedState, "read", noted)
+    source, target = named_state(opt.adam(0.1).create(numbers())), opt.sgd(0.1).create(numbers())
     plan = plan_restore(source, target, allow={"drop", "optimizer"})
     assert str(plan)
     assert plan.table()
-    assert source.wanted == []
+    assert wanted == []
     plan.apply()
-    assert sorted(source.wanted) == ["params/b", "params/w", "state/step"]  # what is dropped is not
+    assert sorted(wanted) == ["params/b", "params/w", "state/step"]  # what is dropped is not
 
 
 def test_what_is_initialised_sees_the_restored_parameters() -> None:
@@ -363,9 +316,7 @@ def test_an_optimizer_is_restored_into_itself(name: str) -> None:
 def test_a_group_that_took_in_a_parameter_is_not_as_it_was() -> None:
     both = {"a": "x", "b": "x"}
     before = abstract(groups(optax.adam(0.1), optax.adam(0.1)))
-    after = abstract(
-        optax.partition({"x": optax.adam(0.1), "y": optax.adam(0.1)}, both),
-    )
+    after = abstract(optax.partition({"x": optax.adam(0.1), "y": optax.adam(0.1)}, both))
     rows = {row.leaf.name: row for row in plan_restore(named_state(before), after).rows}
     assert rows["state/groups/x/adam/count"].note.startswith(
         "reinitialised: nothing says whether its groups"

@@ -111,14 +111,8 @@ def test_writers_of_orbax(write: Any, tmp_path: Path) -> None:
 NNX_TREES: dict[str, Callable[[Any, Any], Any]] = {
     "pair": lambda model, optimizer: nnx.state((model, optimizer)),
     "pure": lambda model, optimizer: nnx.to_pure_dict(nnx.state((model, optimizer))),
-    "dict": lambda model, optimizer: {
-        "model": nnx.state(model),
-        "optimizer": nnx.state(optimizer),
-    },
-    "objects": lambda model, optimizer: {
-        "o": nnx.split(optimizer)[1],
-        "m": nnx.split(model)[1],
-    },
+    "dict": lambda model, optimizer: {"model": nnx.state(model), "optimizer": nnx.state(optimizer)},
+    "objects": lambda model, optimizer: {"o": nnx.split(optimizer)[1], "m": nnx.split(model)[1]},
 }
 
 

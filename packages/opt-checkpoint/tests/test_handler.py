@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from opt_checkpoint import (
     plan_restore,
 )
 from orbax.checkpoint.experimental import v1
-from orbax.checkpoint.path import atomicity
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -163,22 +161,11 @@ def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     class WithStats(TrainState):
         stats: Any = struct.field(default=None)
 
-    class Slow(atomicity.AtomicRenameTemporaryPath):
-        async def create(self) -> Any:
-            time.sleep(0.2)
-            return await super().create()
-
-    options = ocp.CheckpointManagerOptions(temporary_path_class=Slow)
-    with ocp.CheckpointManager(tmp_path, options=options) as manager:
-        for wrong, error in (
-            (params(), TypeError),
-            (jax.eval_shape(of_optax), errors.LeafError),
-        ):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for wrong, error in ((params(), TypeError), (jax.eval_shape(of_optax), errors.LeafError)):
             items = {"data": ocp.args.JsonSave({}), "optimizer": OptimizerSave(wrong)}
             with pytest.raises(error):
                 manager.save(1, args=ocp.args.Composite(**items))
-            # No thread waits for a folder that would not be made, were this the program's end.
-            assert sum(path.is_dir() for path in tmp_path.glob("1.*/*")) == 2
     create: Any = WithStats.create
     state = create(apply_fn=len, params=params(), tx=optax.sgd(0.1), stats=jnp.ones(2))
     with caplog.at_level(logging.WARNING, "opt_checkpoint"):
@@ -218,10 +205,7 @@ def test_orbax_v1_by_kind_and_with_changes(tmp_path: Path) -> None:
     registry = v1.handlers.local_registry().add(OptimizerHandlerV1)
     tx = optax.chain(optax.clip(1.0), optax.adam(0.1))
     target = jax.eval_shape(lambda: of_optax(tx))
-    with (
-        context(registry),
-        v1.training.Checkpointer(tmp_path) as checkpointer,
-    ):
+    with context(registry), v1.training.Checkpointer(tmp_path) as checkpointer:
         response = checkpointer.save_checkpointables_async(
             4, {"train": of_optax(), "data": {"a": np.ones(2)}}
         )

@@ -1,27 +1,25 @@
-"""Transformations of one kind are told apart by what they captured, or what updates them."""
+"""Like transformations are told apart by what they captured, what updates them, whose they are."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_checkpoint import errors, named_state, plan_restore
-from opt_core import Optimizer
+from opt_checkpoint import Rename, errors, named_state, plan_restore
+from opt_core import Optimizer, OptimizerDef, OptimizerState, describe_state, regroup
+from opt_core.errors import SurgeryError
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 pytestmark = pytest.mark.usefixtures("optax_promotion")
-Make = Callable[[Any], Any]
-
-
-class Kept(NamedTuple):
-    mean: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +32,13 @@ def mine(config: Any) -> Any:
     """A transformation of a user's that has captured something."""
 
     def init_fn(tree: Any) -> Any:
-        return Kept(jax.tree.map(jnp.zeros_like, tree))
+        return {"mean": jax.tree.map(jnp.zeros_like, tree)}
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
         assert config is not None, params
-        return updates, Kept(jax.tree.map(jnp.add, state.mean, updates))
+        return updates, {"mean": jax.tree.map(jnp.add, state["mean"], updates)}
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def injected(decay: Any) -> Any:
-    return optax.inject_hyperparams(optax.ema)(decay=decay)
 
 
 def wrapped(*members: Any) -> Optimizer:
@@ -56,51 +50,31 @@ def wrapped(*members: Any) -> Optimizer:
     return optimizer.replace(state=jax.tree.unflatten(structure, made))
 
 
-_CAPTURED: dict[str, tuple[Make, Any, Any]] = {
-    "numbers": (optax.ema, 0.9, 0.5),
-    "injected numbers": (injected, 0.9, 0.5),
-    "injected schedules": (
-        injected,
-        optax.constant_schedule(0.9),
-        optax.linear_schedule(0.9, 0.5, 10),
+_CAPTURED: dict[str, tuple[Any, Any]] = {
+    "numbers": (optax.ema(0.9), optax.ema(0.5)),
+    "injected schedules": tuple(
+        optax.inject_hyperparams(optax.ema)(decay=decay)
+        for decay in (optax.constant_schedule(0.9), optax.linear_schedule(0.9, 0.5, 10))
     ),
-    "tuples": (mine, (0.9, 0.1), (0.5, 0.5)),
-    "dataclasses": (mine, Config(0.9), Config(0.9, ("y",))),
-    "jax arrays": (mine, jnp.arange(3.0), jnp.ones(3)),
-    "lambdas": (mine, lambda x: x + 1, lambda x: x * x),
+    "tuples": (mine((0.9, 0.1)), mine((0.5, 0.5))),
+    "dataclasses": (mine(Config(0.9)), mine(Config(0.9, ("y",)))),
+    "arrays": (mine(jnp.arange(3.0)), mine(jnp.ones(3))),
+    "lambdas": (mine(lambda x: x + 1), mine(lambda x: x * x)),
 }
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", _CAPTURED)
 def test_what_changed_places_is_refused_and_goes_where_it_belongs(name: str) -> None:
-    make, one, other = _CAPTURED[name]
-    old, new = wrapped(make(one), make(other)), wrapped(make(other), make(one))
+    one, other = _CAPTURED[name]
+    old, new = wrapped(one, other), wrapped(other, one)
     assert plan_restore(named_state(old), old).is_exact
-    plan = plan_restore(named_state(old), new)
     with pytest.raises(errors.PlanError, match="by their settings, "):
-        plan.apply()
+        plan_restore(named_state(old), new).apply()
     found = plan_restore(named_state(old), new, allow={"optimizer"}).apply().state.param_states
-    expected = old.state.param_states
-    for i in range(2):
-        for a, b in zip(jax.tree.leaves(found[i]), jax.tree.leaves(expected[1 - i]), strict=True):
+    for state, was in zip(found, old.state.param_states[::-1], strict=True):
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(was), strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("name", ["numbers", "injected numbers", "lambdas"])
-def test_a_single_one_may_be_set_otherwise(name: str) -> None:
-    make, one, other = _CAPTURED[name]
-    plan = plan_restore(named_state(wrapped(make(one))), wrapped(make(other)))
-    assert plan.is_ok
-    assert plan.is_exact == (make is not injected)
-
-
-def test_what_is_injected_may_change_also_in_two() -> None:
-    old, new = wrapped(injected(0.9), injected(0.5)), wrapped(injected(0.8), injected(0.5))
-    plan = plan_restore(named_state(old), new)
-    assert plan.is_ok
-    assert not plan.is_exact
-    assert plan.diff().count("`decay` was 0.9, is 0.8 in the code, which acts") == 1
 
 
 # Of one `init`
@@ -140,3 +114,134 @@ def test_what_shares_an_init_keeps_its_own_state() -> None:
     np.testing.assert_array_equal(left.apply().state.param_states[0]["m"]["w"], was[1])
     with pytest.raises(errors.PlanError, match="no other has its settings"):
         plan_restore(named_state(old), wrapped(third, one), allow={"optimizer"}).apply()
+
+
+# Called like others: the package that defines them is in their names
+
+MINE = __name__.partition(".")[0]  # the package of what these tests define
+PARAMS = {"w": jnp.array([1.0, 2.0])}
+_ANYTHING = {"initialise", "drop", "cast", "reshape", "regroup", "optimizer"}
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999) -> Any:
+    """Sums, not averages, in the classes of Optax."""
+
+    def init_fn(params: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(jnp.int32(0), zeros, zeros)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        mu = jax.tree.map(lambda m, g: b1 * m + g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v + g * g, state.nu, updates)
+        return mu, optax.ScaleByAdamState(state.count + 1, mu, nu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def with_lambdas() -> Any:
+    """No name of a function tells it from Optax's, but the class of the state is Optax's."""
+    own = scale_by_adam()
+    return optax.GradientTransformation(lambda p: own.init(p), lambda u, s, p=None: (u, s))
+
+
+def by_init_of_optax() -> Any:
+    """The same name, Optax's `init`, another update."""
+
+    def scale_by_adam(make: Any) -> Any:
+        def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+            return state.mu, state
+
+        return optax.GradientTransformation(make, update_fn)
+
+    return scale_by_adam(optax.scale_by_adam().init)
+
+
+def stepped(tx: Any) -> Optimizer:
+    optimizer = OptaxWrapper(tx).create(PARAMS)
+    return optimizer.apply_gradient({"w": jnp.array([0.5, -1.0])})
+
+
+OWN = {"a factory": scale_by_adam, "lambdas": with_lambdas, "Optax's init": by_init_of_optax}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(name: str) -> None:
+    mine, optaxs = OWN[name](), optax.scale_by_adam()
+    for old, new in ((mine, optaxs), (optaxs, mine)):
+        with pytest.raises(errors.PlanError):
+            plan_restore(named_state(stepped(old)), stepped(new)).apply()
+        with pytest.raises(SurgeryError):
+            regroup(stepped(old), OptaxWrapper(new))
+        if name != "Optax's init":  # whatever is allowed, no moment of the other is taken
+            saved, target = stepped(old), OptaxWrapper(new).create(PARAMS)
+            plan = plan_restore(named_state(saved), target, allow=_ANYTHING)
+            assert not plan.suggestions
+            moved, _ = regroup(saved, OptaxWrapper(new), allow=_ANYTHING)
+            for optimizer in (plan.apply(), moved):
+                assert not optimizer.state.param_states.mu["w"].any()
+
+
+def test_a_rule_takes_it() -> None:
+    saved = stepped(optax.scale_by_adam())
+    rules: Any = [(rf"state/{MINE}\.adam/(.*)", Rename(r"state/adam/\1"))]
+    target = stepped(scale_by_adam())
+    found = plan_restore(named_state(saved), target, rules=rules, allow={"optimizer"}).apply()
+    assert (found.state.param_states.mu["w"] == saved.state.param_states.mu["w"]).all()
+
+
+def test_names() -> None:
+    def names(tx: Any) -> list[str]:
+        return [made.name for made in describe_state(stepped(tx)).transformations]
+
+    assert names(optax.adam(0.1)) == ["adam", "scale"]
+    both = optax.chain(scale_by_adam(), optax.scale_by_adam(), optax.scale(-1.0))
+    assert names(both) == [f"{MINE}.adam", "adam", "scale"]
+    assert f"state/{MINE}.adam/mu/w" in named_state(stepped(both))
+    assert names(by_init_of_optax()) == ["adam"]
+    (made,) = describe_state(stepped(by_init_of_optax())).transformations
+    assert made.settings["update"] == f"{MINE}.adam"
+
+
+class Trace(OptimizerDef):
+    """A definition called like Optax's, with the class of its state."""
+
+    def init_state(self, params: Any) -> OptimizerState:
+        return OptimizerState(jnp.int32(0), optax.TraceState(jax.tree.map(jnp.ones_like, params)))
+
+
+def test_a_definition_of_that_name_is_another() -> None:
+    own, optaxs = Trace({}).create(PARAMS), stepped(optax.trace(0.9))
+    assert {x.transformation for x in describe_state(own).leaves} == {f"{MINE}.trace"}
+    for old, new in ((own, optaxs), (optaxs, own)):
+        with pytest.raises(errors.PlanError):
+            plan_restore(named_state(old), new).apply()
+        with pytest.raises(SurgeryError):
+            regroup(old, new.optimizer_def)
+
+
+SCRIPT = """
+import sys
+import jax.numpy as jnp
+import optax
+from opt_core.closures import origin_of
+
+def mine():
+    return optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
+
+class Mine:
+    def init(self):
+        pass
+
+print(origin_of(mine), origin_of(mine().init), origin_of(Mine), origin_of(Mine().init))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_called_as_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    for path in ("train.py", "lab/train.py"):
+        (tmp_path / path).write_text(SCRIPT)
+    for arguments, expected in (["train.py"], "train"), (["-m", "lab.train"], "lab"):
+        run = [sys.executable, *arguments]
+        found = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True)
+        assert found.stdout.split() == [expected] * 4

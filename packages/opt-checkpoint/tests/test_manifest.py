@@ -16,13 +16,7 @@ from opt_checkpoint._disk.manifest import Manifest
 from opt_checkpoint._disk.manifest import decode as _decode
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._disk.storage import Record, stored_shape
-from opt_checkpoint.errors import (
-    CheckpointError,
-    DamagedError,
-    LeafError,
-    LoadError,
-    VersionError,
-)
+from opt_checkpoint.errors import CheckpointError, DamagedError, LeafError, LoadError, VersionError
 from opt_core import Bearing, TransformationDescription
 
 pytestmark = pytest.mark.internals

@@ -14,13 +14,7 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import structure
 from jax.sharding import PartitionSpec
-from opt_checkpoint import (
-    Schema,
-    errors,
-    named_state,
-    plan_restore,
-    restore_named,
-)
+from opt_checkpoint import Schema, errors, named_state, plan_restore, restore_named
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 

@@ -43,19 +43,6 @@ def create(case: str) -> Optimizer:
     return OptaxWrapper(cases.CASES[case]()).create(cases.params())
 
 
-def moved(path: Path) -> set[str]:
-    """The paths of a file's state that today's has not, and the reverse."""
-    saved = flatten(read_legacy(path)["opt_state"])
-    todays = flatten(create(path.stem).state_dict()["state"].get("param_states", {}))
-    return saved ^ todays
-
-
-def flatten(tree: Any, prefix: str = "") -> set[str]:
-    if not isinstance(tree, dict):
-        return {prefix}
-    return {path for key, child in tree.items() for path in flatten(child, f"{prefix}/{key}")}
-
-
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_b2_states_of_old_optax(path: Path) -> None:
@@ -103,21 +90,6 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-5) -> None:
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
-
-
-def test_the_migrations_are_needed() -> None:
-    """Without them these would be refused: their states have other fields than today's."""
-    changed = {name_of(path) for path in FILES if moved(path)}
-    assert changed == {
-        "0.1.7/inject_schedule",
-        "0.2.1/plateau",
-        "0.2.1/backtracking",
-        "0.2.3/backtracking",
-        "0.2.3/dog",
-        "0.2.3/schedule_free",
-        "0.2.4/dog",
-        "0.2.5/dog",
-    }
 
 
 @pytest.mark.sample(4)

@@ -207,14 +207,9 @@ def nested_complex(times: int) -> bytes:
 
 BOMBS = {
     "array32": (b"\x81\xa1w\xdd\xff\xff\xff\xff", "4294967295 e"),
-    "map32": (b"\x81\xa1w\xdf\xff\xff\xff\xff", "4294967295 e"),
     "ext32": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "`w`: .*damaged"),
     "deep lists": (b"\x81\xa1w" + b"\x91" * 100_000 + b"\xc0", "nested more than 100 deep"),
     "deep extensions": (nested_complex(2000), "`w`: .*exceeds max_ext_len"),
-    "list in an extension": (
-        b"\x81\xa1w\xc9\x00\x00\x07\xd0\x02" + b"\x91" * 2000,
-        "`w`: .*damaged",
-    ),
     "keys in keys": (b"\x81" + b"\xdd\x00\x01\x00\x00" * 60_000, "a key is not a string"),
     "lists that announce": (
         b"\x81\xa1w" + b"\xdd\x00\x00\x08\x00" * 90 * 1000,
@@ -329,18 +324,10 @@ MALFORMED = {
     "nothing": (b"", "the file is empty"),
     "gzip": (b"\x1f\x8b\x08\x00", "gzip"),
     "npz: object": (zipped({"w.npy": npy("'|O'", "(1,)")}), "`w.npy`: the dtype '|O'"),
-    "npz: code": (
-        zipped({"w.npy": npy("__import__('os')", "()")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: nested": (
-        zipped({"w.npy": npy("(" * 3000, "()")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: folders": (
-        zipped({"a/" * 200 + "w.npy": npy("'<f4'", "()", bytes(4))}),
-        "more than 100 folders deep",
-    ),
+    "npz: code": (zipped({"w.npy": npy("__import__('os')", "()")}), "did not write its header"),
+    "npz: nested": (zipped({"w.npy": npy("(" * 3000, "()")}), "did not write its header"),
+    "npz: what Python warns of": (zipped({"w.npy": npy("'<f4'", "(1or 2,)")}), "did not write"),
+    "npz: folders": (zipped({"a/" * 200 + "w.npy": npy("'<f4'", "()", bytes(4))}), "folders deep"),
     "npz: trailing": (zipped({"w.npy": npy("'<f4'", "()", bytes(5))}), "takes 4 bytes, not the 5"),
     "npz: no array": (zipped({"readme.txt": b"hello"}), "is not an array"),
     "npz: both array and folder": (

@@ -55,23 +55,6 @@ def fresh(kind: str) -> Any:
     return jax.eval_shape(KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_the_same_names(kind: str) -> None:
-    found = named_state(KINDS[kind]())
-    others = OTHERS if kind == "nnx" else []
-    assert list(found) == [*_PARAMS, *others, *NAMES[len(_PARAMS) :]]
-    assert same(
-        {name: found[name] for name in NAMES if name != "state/step"},
-        {
-            name: leaf
-            for name, leaf in named_state(of_core()).items()
-            if name in NAMES and name != "state/step"
-        },
-    )
-    assert int(found["state/step"]) == 2
-    assert found["state/step"].dtype == jnp.int32
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("is_abstract", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
