@@ -1,4 +1,4 @@
-"""Checkpoints whose bytes are not those that were written."""
+"""Checkpoints whose bytes are not those that were written, and runs that resume past them."""
 
 import gc
 import json
@@ -16,10 +16,8 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_testing import everything, files, same, sealed, small_state, state
-from opt_checkpoint import Rename, TrainingState, named_state
+from opt_checkpoint import Checkpointer, Rename, SavedStep, TrainingState, named_state, open_step
 from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk.checkpointer import Checkpointer
-from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -313,14 +311,6 @@ def test_a_newer_version_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Checkpointer, "at", at)
     with pytest.raises(VersionError):
         Checkpointer(run, read_only=True).restore_latest(abstract())
-
-
-def test_a_step_by_its_number(run: Path) -> None:
-    checkpointer = Checkpointer(run, read_only=True)
-    assert same(named_state(checkpointer.restore(2, abstract())), named_state(trained(2)))
-    assert checkpointer.restored_step == 2
-    with pytest.raises(MissingError, match="has no step 9"):
-        checkpointer.restore(9, abstract())
 
 
 def test_a_step_that_goes_while_it_is_restored(

@@ -17,11 +17,9 @@ import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import WIDE, bits, everything, files, random_bits, same, small_state, state
-from opt_checkpoint import NamedState, named_state
+from opt_checkpoint import Checkpointer, NamedState, named_state, open_step
 from opt_checkpoint._disk import durable
-from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.durable import DurablePath, temporary_paths
-from opt_checkpoint._disk.saved_step import open_step
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._naming.schema import DTYPES
 from opt_checkpoint.errors import LeafError, LockError, MissingError, SaveError

@@ -232,7 +232,11 @@ OTHER: dict[str, tuple[Any, Any, str]] = {
         {**params(), "b": jnp.arange(4.0)},
         r"`./params/b` is `params/b` of `written_by`: expected \[4\], found \[3\]",
     ),
-    "other names": (SGD, {"c": jnp.ones(2)}, r"does not hold the parameters .* expected `c`"),
+    "other names": (
+        optax.sgd(0.1),
+        {"c": jnp.ones(2)},
+        r"the parameters .* expected `c`",
+    ),
 }
 
 

@@ -220,20 +220,6 @@ def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
     assert_same(leaves(again), old)
 
 
-def test_a_plan_says_what_a_function_makes() -> None:
-    def fuse(*given: jax.Array) -> jax.Array:
-        return jnp.concatenate(given, axis=-1)
-
-    saved = named_state(trained("sgd_momentum", attention()))
-    target = DEFINITIONS["sgd_momentum"]().create(fused())
-    plan = plan_restore(saved, target, rules=[("(.*)/qkv/(.*)", Map(QKV, fuse))])
-    assert plan.diff().splitlines()[1] == (
-        " ~ params/qkv/kernel float32[4, 9] <- params/q/kernel .. params/v/kernel (3): "
-        "`fuse` of float32[4, 3], float32[4, 3], float32[4, 3]"
-    )
-    assert plan.to_data()["rows"][0]["by"] == {"source": QKV, "fn": "fuse"}
-
-
 def test_a_parameter_is_mapped_with_its_moments_or_not_at_all() -> None:
     """A square kernel is transposed: its moments would fit as they are."""
     saved = trained("adamw", {"w": random((4, 4))})
