@@ -150,7 +150,7 @@ def test_variables_keep_their_kinds_and_metadata() -> None:
 
 def test_a_training_state_is_a_pytree_whose_step_stays_what_it_was() -> None:
     state = of_optax()
-    assert jax.tree.leaves(state)[:2] == jax.tree.leaves(state.params)
+    assert jax.tree.leaves(state)[:3] == jax.tree.leaves(state.params)
     moved = jax.jit(lambda state: state)(state)
     assert (moved.tx, int(moved.step)) == (state.tx, 2)
     assert type(restore_named(state, named_state(state)).step) is int

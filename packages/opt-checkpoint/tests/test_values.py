@@ -136,7 +136,6 @@ def test_what_becomes_factored_by_growing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
-        (Pad(0, 3), "has 4 entries, and a rule pads to 3: only a `Map`"),
         (Pad(0, 7), "dimension 0 of `w` has 6 entries in the target, and a rule pads to 7"),
         (Pad(2, 6), "`w` [6, 3] has no dimension 2 to pad"),
         (Pad(1, 3), "expected `params/w` of [6, 3], found [4, 3]"),
@@ -150,6 +149,13 @@ def test_what_cannot_be_padded_is_told(rule: Pad, told: str) -> None:
         planned(saved, target, [(".*/w", rule)]).apply()
     assert told in str(caught.value)
     assert "state/adam/mu/w" in str(caught.value)
+
+
+def test_nothing_shrinks() -> None:
+    saved = trained("adamw", {"w": random((4, 3))})
+    target = DEFINITIONS["adamw"]().create({"w": jnp.zeros((2, 3))})
+    with pytest.raises(errors.PlanError, match="has 4 entries, and a rule pads to 2: only a `Map`"):
+        planned(saved, target, [(".*/w", Pad(0, 2))]).apply()
 
 
 def test_a_moment_of_a_padded_parameter_is_not_kept_by_its_size() -> None:
