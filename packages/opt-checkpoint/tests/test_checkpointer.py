@@ -265,7 +265,7 @@ def test_extras_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None:
 
 
 def test_extras_of_other_nodes_come_back_by_the_names_of_their_fields(tmp_path: Path) -> None:
-    extras = {"pair": Pair(1, [2.5]), "x": jnp.ones(2), "rng": jax.random.key(3)}
+    extras = {"pair": Pair(1, [2.5]), "rng": jax.random.key(3), "x": jnp.ones(2)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, small_state(), extras=extras)
     saved = open_step(tmp_path / "0")
@@ -284,12 +284,12 @@ def test_training_goes_on_while_it_is_saved(tmp_path: Path) -> None:
     step = jax.jit(lambda x: jax.tree.map(lambda leaf: jnp.roll(leaf, 1), x), donate_argnums=0)
     leaves = {
         f"state/{dtype}_{size}": jnp.asarray(np.arange(size) % 7, dtype)
-        for dtype in ("float32", "bfloat16", "int8", "int4", "bool", "complex64")
-        for size in (3, 1000, 2**18)
+        for dtype in ("float32", "bfloat16", "int4", "bool", "complex64")
+        for size in (3, 2**18)
     }
     host = np.arange(1e5, dtype=np.float32)  # NumPy's own may be changed, too
     with Checkpointer(tmp_path) as checkpointer:
-        for number in range(3):
+        for number in range(2):
             expected = {name: np.array(leaf) for name, leaf in leaves.items()}
             expected["state/host"] = host.copy()
             checkpointer.save(number, state({**leaves, "state/host": host}))

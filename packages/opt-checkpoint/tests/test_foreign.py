@@ -89,7 +89,7 @@ TREES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_of_optax_and_linen(tree: str, tmp_path: Path) -> None:
     path = standard(tmp_path, TREES[tree]())
@@ -99,7 +99,7 @@ def test_trees_of_optax_and_linen(tree: str, tmp_path: Path) -> None:
     assert same(named_state(plan.apply()), named_state(of_optax()))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("write", WRITERS)
 def test_writers_of_orbax(write: Any, tmp_path: Path) -> None:
     path = write(tmp_path, of_flax())

@@ -230,7 +230,7 @@ PATHS = st.lists(
 ).map(tuple)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(PATHS, PATHS)
 def test_names_and_paths_are_inverse(path: tuple[str, ...], other: tuple[str, ...]) -> None:
     assert leaf_path(leaf_name(path)) == path

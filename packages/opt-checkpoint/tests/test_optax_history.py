@@ -43,7 +43,7 @@ def create(case: str) -> Optimizer:
     return OptaxWrapper(cases.CASES[case]()).create(cases.params())
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_b2_states_of_old_optax(path: Path) -> None:
     """States of Optax 0.1.7, 0.2.1, 0.2.3, 0.2.4, 0.2.5 restore, and go on as today's do."""

@@ -86,7 +86,7 @@ def padded(array: np.ndarray[Any, Any], axis: int, to: int) -> np.ndarray[Any, A
 
 # The larger dimension is that of the vocabulary before and after; then another one; then the same
 # one of two that were alike, so that Optax's rows and columns change places.
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("before", "after", "swaps"),
     [
@@ -201,7 +201,7 @@ def fused(size: int = 9, rows: int = 4) -> dict[str, Any]:
     return {"qkv": {"kernel": jnp.ones((rows, size)), "bias": jnp.ones(size)}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FULL)
 def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
     saved = trained(name, {"a": attention()})
@@ -347,7 +347,7 @@ def stacked(count: int = 3, shape: tuple[int, ...] = (6, 4), axis: int = 0) -> d
     return {"layers": {"w": jnp.ones(w), "b": jnp.ones(b)}}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*FULL, "adafactor"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
@@ -562,7 +562,7 @@ def rows_of_a_new_run(tx: Any, value: float, counts: Optimizer) -> Optimizer:
     return fresh.replace(state=jax.tree.unflatten(jax.tree.structure(fresh.state), leaves))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_old_rows_stay_and_new_rows_train_as_those_of_a_new_run(name: str) -> None:
     saved, found, plan = grown(ROWS[name])
