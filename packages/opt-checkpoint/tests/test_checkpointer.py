@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -465,6 +466,21 @@ def test_a_folder_that_was_removed(tmp_path: Path) -> None:
             checkpointer.close()
             other.save(3, small_state(3))
     assert other.steps() == [3]
+
+
+def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
+    refused = set[int]()
+
+    def save(step: int) -> None:
+        try:
+            checkpointer.save(step, small_state(step))
+        except SaveError:  # steps only rise
+            refused.add(step)
+
+    with Checkpointer(tmp_path) as checkpointer, ThreadPoolExecutor(8) as pool:
+        list(pool.map(save, range(8)))
+    assert sorted([*checkpointer.steps(), *refused]) == list(range(8))
+    assert all(checkpointer.validate(step).ok for step in checkpointer.steps())
 
 
 @pytest.fixture

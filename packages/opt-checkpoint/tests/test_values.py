@@ -151,6 +151,17 @@ def test_what_cannot_be_padded_is_told(rule: Pad, told: str) -> None:
     assert "state/adam/mu/w" in str(caught.value)
 
 
+def test_accumulators_of_sm3_grow() -> None:
+    saved = trained("sm3", {"w": random((4, 4))})
+    target = DEFINITIONS["sm3"]().create({"w": jnp.ones((6, 4))})
+    plan = planned(saved, target, [("(.*)/w", Pad(0, 6))])
+    old = leaves(saved)
+    grown = {n: padded(old[n], 0, 6) for n in ("params/w", "state/sm3/nu/w", "state/sm3/mu/0/w")}
+    assert_same(leaves(plan.apply()), {**old, **grown})
+    told = " = state/sm3/mu/1/w float32[4]: it does not keep dimension 0"
+    assert told in plan.diff().splitlines()
+
+
 def test_nothing_shrinks() -> None:
     saved = trained("adamw", {"w": random((4, 3))})
     target = DEFINITIONS["adamw"]().create({"w": jnp.zeros((2, 3))})
