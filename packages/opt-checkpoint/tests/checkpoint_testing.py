@@ -1,7 +1,6 @@
 """What the tests of checkpoints share."""
 
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge
 import optax
-from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_path
+from flax import nnx
+from flax.training.train_state import TrainState
+from opt_checkpoint import LeafInfo, NamedState, Schema, TrainingState, leaf_path
 
 # Optimizers whose states have the same names, shapes and dtypes in Orbax and Flax.
 LOOK_ALIKES = (
@@ -30,22 +31,18 @@ LOOK_ALIKES = (
     "yogi",
 )
 
-# What Optax's constructors cannot do without, besides a learning rate.
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.5, "seed": 0},
-    "noisy_sgd": {"key": jax.random.key(0)},
-    "schedule_free": {"base_optimizer": optax.sgd(0.1)},
-    "mechanize": {"base_optimizer": optax.sgd(0.1)},
-    "sam": {"optimizer": optax.sgd(0.1), "adv_optimizer": optax.sgd(0.05)},
-}
+# 64 bits are NumPy's, unless JAX is told.
+WIDE = {"int64", "uint64", "float64", "complex128"}
 
 
-def definition(name: str) -> Any:
-    """An optimizer of the installed Optax."""
-    constructor = getattr(opt_optax_bridge, name)
-    rate = inspect.signature(constructor).parameters.get("learning_rate")
-    needs_rate = rate is not None and rate.default is rate.empty
-    return constructor(**({"learning_rate": 0.1} if needs_rate else {}), **ARGUMENTS.get(name, {}))
+def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """An array of any bits: with NaNs of every payload, and subnormals."""
+    rng = np.random.default_rng(seed)
+    kind = jnp.dtype(dtype)
+    if dtype == "bool" or dtype in ("int2", "int4", "float4_e2m1fn"):
+        return rng.integers(0, 2, shape).astype(kind)
+    words = rng.integers(0, 256, (*shape, kind.itemsize), dtype=np.uint8)
+    return words.reshape(*shape[:-1], -1).view(kind)
 
 
 def structure(tree: Any) -> Any:
@@ -106,3 +103,59 @@ def files(folder: Path) -> list[Path]:
     """The files below a folder, in an order that depends on nothing but their kinds and sizes."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     return sorted(found, key=lambda path: (path.parent.name, path.stat().st_size, path.name))
+
+
+# The same training by everyone's optimizer.
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1)))
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.arange(3.0), "layers": [{"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), 2.0)}]}
+
+
+def of_core() -> Any:
+    optimizer = opt_optax_bridge.OptaxWrapper(adamw()).create(params())
+    for _ in range(2):
+        optimizer = optimizer.apply_gradient(params())
+    return optimizer
+
+
+def of_flax(kind: type[TrainState] = TrainState, tree: Any = None, **fields: Any) -> Any:
+    tree = params() if tree is None else tree
+    state = kind.create(apply_fn=len, params=tree, tx=adamw(), **fields)
+    for _ in range(2):
+        state = state.apply_gradients(grads=tree)
+    return state
+
+
+def of_optax() -> TrainingState:
+    state = of_flax()
+    return TrainingState(state.tx, state.params, state.opt_state, 2)
+
+
+class Layer(nnx.Module):
+    def __init__(self, value: float) -> None:
+        self.w = nnx.Param(jnp.full((2, 3), value))
+
+
+class Model(nnx.Module):
+    """The parameters, a statistic and a key."""
+
+    def __init__(self) -> None:
+        self.b = nnx.Param(jnp.arange(3.0))
+        self.layers = nnx.List([Layer(1.0), Layer(2.0)])
+        self.mean = nnx.BatchStat(jnp.full(3, 7.0))
+        self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
+
+
+def of_nnx() -> Any:
+    model = Model()
+    optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
+    grads = nnx.state(Model(), nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, grads)
+    model.noise(jnp.ones(4))
+    return model, optimizer

@@ -1,4 +1,3 @@
-import json
 import logging
 import os
 import shutil
@@ -8,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,42 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
 import pytest
-from checkpoint_testing import bits, everything, files, same, small_state, state
-from opt_checkpoint import named_state
-from opt_checkpoint._disk import background, durable
-from opt_checkpoint._disk.checkpointer import Checkpointer
+from checkpoint_testing import WIDE, bits, everything, files, random_bits, same, small_state, state
+from opt_checkpoint import Checkpointer, NamedState, named_state, open_step
+from opt_checkpoint._disk import durable
 from opt_checkpoint._disk.durable import DurablePath, temporary_paths
-from opt_checkpoint._disk.saved_step import open_step
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._naming.schema import DTYPES
-from opt_checkpoint.errors import (
-    DamagedError,
-    LeafError,
-    LockError,
-    MissingError,
-    SaveError,
-)
-
-WIDE = {"int64", "uint64", "float64", "complex128"}
-
-
-def awkward(dtype: str) -> np.ndarray:
-    """Random bits: with NaNs of every payload, -0 and subnormals among them."""
-    kind = jnp.dtype(dtype)
-    if dtype == "bool" or dtype in ("int2", "int4", "float4_e2m1fn"):
-        return np.random.default_rng(0).integers(-1, 2, (3, 64)).astype(kind)
-    words = np.random.default_rng(0).integers(0, 256, (3, 64, kind.itemsize), dtype=np.uint8)
-    array = words.reshape(3, -1).view(kind)
-    if jnp.issubdtype(kind, jnp.floating) and kind.itemsize >= 2:
-        array[0, :3] = [-0.0, np.inf, float(jnp.finfo(kind).smallest_subnormal)]
-    return array
+from opt_checkpoint.errors import LeafError, LockError, MissingError, SaveError
 
 
 def test_a8_dtypes(tmp_path: Path) -> None:
     """Every dtype, NaN payloads, -0, subnormals and 0-d bit-equal; others an error at save."""
     leaves: dict[str, Any] = {}
     for dtype in sorted(DTYPES):
-        array = awkward(dtype)
+        array = random_bits(dtype, (3, 64))
+        if jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize >= 2:
+            array[0, :3] = [-0.0, np.inf, float(jnp.finfo(array.dtype).smallest_subnormal)]
         leaf = array if dtype in WIDE else jnp.asarray(array)
         leaves[f"state/{dtype}/2d"] = leaf
     for dtype in ("bool", "int4", "float32", "float64"):
@@ -74,6 +54,7 @@ def test_a9_leaves_without_a_plain_array(tmp_path: Path) -> None:
     """Zero-size leaves and typed PRNG keys come back equal; float0 is an error at save."""
     leaves = {
         "state/empty": jnp.zeros((3, 0), jnp.bfloat16),
+        "state/wide": np.zeros((0, 3), np.int64),
         "state/no_keys": jax.random.split(jax.random.key(0), 0),
         "state/key": jax.random.key(7),
         "state/keys": jax.random.split(jax.random.key(1, impl="rbg"), (2, 3)),
@@ -183,22 +164,16 @@ def test_a_link_in_place_of_the_trash(tmp_path: Path) -> None:
     assert (outside / "precious").read_text() == "precious"
 
 
-def test_opening_what_is_no_step(tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="is not a folder"):
-        open_step(tmp_path / "missing")
-    with pytest.raises(DamagedError, match=r"manifest\.json` cannot be read: No such file"):
-        open_step(tmp_path)
-
-
 def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:
     """An existing or lower step, or a closed or reading checkpointer: an error, nothing changed."""
     with Checkpointer(tmp_path, save_interval_steps=10) as checkpointer:
-        checkpointer.save(3, small_state(3))  # Not due, and saved: policy is asked, not guessed.
-        checkpointer.save(20, small_state(20))
+        # Not due, and saved: policy is asked, not guessed.
+        checkpointer.save(np.int64(3), small_state(3))  # type: ignore[arg-type]
+        checkpointer.save(jnp.int32(20), small_state(20))  # type: ignore[arg-type]
         for step in (20, 3, 4):
             with pytest.raises(SaveError, match=f"step {step} is not saved: .* has step 20"):
                 checkpointer.save(step, small_state())
-        wrong: list[Any] = [-1, 2.0, True, np.int64(-1)]
+        wrong: list[Any] = [-1, 2.0, True, np.int64(-1), np.bool_(True), np.float32(60.0), "60"]
         for step in wrong:
             with pytest.raises(SaveError, match="`step`: expected a non-negative integer"):
                 checkpointer.save(step, small_state())
@@ -227,48 +202,11 @@ def test_an_optimizer_and_its_metadata(tmp_path: Path) -> None:
     named = named_state(optimizer)
     assert saved.schema == named.schema
     assert same(saved.read(everything(saved.schema)), named)
-    assert saved.metadata == {"tokens": [1, None, "é"], "loss": 0.5}
-
-
-def test_reads_only_what_is_wanted(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, small_state(1))
-    saved = open_step(tmp_path / "1")
-    read = saved.read({"params/b": jax.ShapeDtypeStruct((64,), jnp.bfloat16)})
-    assert same(read, {"params/b": small_state(1)["params/b"]})
+    place = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    assert same(saved.read({"params/w": place}), {"params/w": named["params/w"]})
     with pytest.raises(MissingError, match="has no leaf `params/x`"):
-        saved.read({"params/x": jax.ShapeDtypeStruct((64,), jnp.bfloat16)})
-    assert saved.read({}) == {}
-
-
-def test_extras(tmp_path: Path) -> None:
-    extras = {
-        "rng": jax.random.key(3),
-        "data": (2**70, [1.5, True, None, "x"], np.arange(3, dtype=np.int64)),
-        "a/b": jnp.ones(2),
-    }
-    like = {
-        "rng": jax.random.key(0),
-        "data": (0, [0.0, False, None, ""], np.zeros(3, np.int64)),
-        "a/b": jax.ShapeDtypeStruct((2,), jnp.float32),
-    }
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(0, small_state(), extras=extras)
-        checkpointer.save(1, small_state())
-        with pytest.raises(LeafError, match=r"`extra/x`: expected an array, .* found object"):
-            checkpointer.save(2, small_state(), extras={"x": object()})
-    saved = open_step(tmp_path / "0")
-    read = saved.read_extras(like)
-    structure: Any = jax.tree.structure(extras)
-    assert structure == jax.tree.structure(read)
-    for found, expected in zip(jax.tree.leaves(read), jax.tree.leaves(extras), strict=True):
-        assert type(found) is type(expected)
-        assert found == expected if type(found) in (int, str) else bits(found) == bits(expected)
-    with pytest.raises(MissingError, match="no `extra/more` was saved"):
-        saved.read_extras({"more": 0})
-    with pytest.raises(LeafError, match=r"`extra/rng`: expected float32\[2\] as in `like`"):
-        saved.read_extras({"rng": jnp.ones(2)})
-    assert open_step(tmp_path / "1").read_extras() is None
+        saved.read({"params/x": place})
+    assert saved.metadata == {"tokens": [1, None, "é"], "loss": 0.5}
 
 
 class Pair(NamedTuple):
@@ -279,19 +217,23 @@ class Pair(NamedTuple):
 EXTRAS: dict[str, Any] = {
     "nothing": None,
     "a number": 5,
-    "the README's": {"data": {"position": 1920}, "rng": jax.random.key(3)},
-    "lists": {"seen": [1, [2, []], (3, (), None)], "names": ["a", ""], "empty": {}},
-    "None": [None, {"x": None}],
-    "keys": {"ints": {10: [0.5], 2: {"x": (1,)}}, "floats": {0.5: 1}, "b/a": {True: 1}, "a": 1},
-    "NumPy": {
-        "wide": np.arange(3, dtype=np.int64),
-        "narrow": np.ones((2, 0), np.float16),
-        "scalar": np.int64(7),
-        "small": np.float32(0.5),
-        "flag": np.bool_(True),
+    "a tree": {
+        "the README's": {"data": {"position": 1920}, "rng": jax.random.key(3)},
+        "lists": {"seen": [1, [2, []], (3, (), None)], "names": ["a", ""], "empty": {}},
+        "None": [None, {"x": None}],
+        "ints": {10: [0.5], 2: {"x": (1,)}},
+        "floats": {0.5: 1},
+        "b/a": {True: 1},
+        "NumPy": [
+            np.arange(3, dtype=np.int64),
+            np.ones((2, 0), np.float16),
+            np.int64(7),
+            np.float32(0.5),
+            np.bool_(True),
+        ],
+        "JAX": [jnp.arange(3), jnp.bfloat16(1.5), jax.random.split(jax.random.key(0), 2)],
+        "Python": [True, 2**70, 1.5, float("inf"), "\u00e9"],
     },
-    "JAX": [jnp.arange(3), jnp.bfloat16(1.5), jax.random.split(jax.random.key(0), 2)],
-    "Python": [True, 2**70, 1.5, float("inf"), "\u00e9"],
 }
 
 
@@ -324,48 +266,18 @@ def test_extras_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None:
 
 
 def test_extras_of_other_nodes_come_back_by_the_names_of_their_fields(tmp_path: Path) -> None:
+    extras = {"pair": Pair(1, [2.5]), "rng": jax.random.key(3), "x": jnp.ones(2)}
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(0, small_state(), extras={"pair": Pair(1, [2.5])})
-        checkpointer.wait()
-        assert checkpointer.at(0).read_extras() == {"pair": {"first": 1, "second": [2.5]}}
-        found = checkpointer.at(0).read_extras(like={"pair": Pair(0, [0.0])})
-        assert found == {"pair": Pair(1, [2.5])}
-
-
-def test_extras_that_are_nested_too_deeply(tmp_path: Path) -> None:
-    deep: Any = 1
-    for _ in range(60):
-        deep = [deep]
-    with Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(LeafError, match="nested more than 50 deep"):
-            checkpointer.save(0, small_state(), extras=deep)
-        checkpointer.save(0, small_state(), extras=deep[0][0][0][0][0][0][0][0][0][0])
-        checkpointer.wait()
-        assert checkpointer.at(0).read_extras() == deep[0][0][0][0][0][0][0][0][0][0]
-
-
-@pytest.mark.parametrize("step", [np.int64(5), np.uint8(5), jnp.int32(5)])
-def test_any_integer_is_a_step(step: Any, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(step, small_state())
-        checkpointer.wait()
-        assert checkpointer.steps() == [5]
-        assert type(checkpointer.at(step).step) is int
-        for wrong in (np.bool_(True), np.float32(6.0), True, "6"):
-            with pytest.raises(SaveError, match="expected a non-negative integer"):
-                checkpointer.save(wrong, small_state())  # type: ignore[arg-type]
-
-
-def test_saved_values_are_those_at_the_call(tmp_path: Path) -> None:
-    step = jax.jit(lambda x: x * 2, donate_argnums=0)
-    x, host = jnp.arange(1e5), np.arange(1e5, dtype=np.float32)
-    expected = {"state/x": np.array(x), "state/host": host.copy()}
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(0, state({"state/x": x, "state/host": host}))
-        step(x)
-        host += 1
+        checkpointer.save(0, small_state(), extras=extras)
     saved = open_step(tmp_path / "0")
-    assert same(saved.read(everything(saved.schema)), expected)
+    assert saved.read_extras()["pair"] == {"first": 1, "second": [2.5]}
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    like = {"pair": Pair(0, [0.0]), "x": shape, "rng": jax.random.key(0)}
+    assert_as_saved(saved.read_extras(like), extras)
+    with pytest.raises(MissingError, match="no `extra/more` was saved"):
+        saved.read_extras({"more": 0})
+    with pytest.raises(LeafError, match=r"`extra/rng`: expected float32\[2\] as in `like`"):
+        saved.read_extras({"rng": jnp.ones(2)})
 
 
 def test_training_goes_on_while_it_is_saved(tmp_path: Path) -> None:
@@ -373,13 +285,16 @@ def test_training_goes_on_while_it_is_saved(tmp_path: Path) -> None:
     step = jax.jit(lambda x: jax.tree.map(lambda leaf: jnp.roll(leaf, 1), x), donate_argnums=0)
     leaves = {
         f"state/{dtype}_{size}": jnp.asarray(np.arange(size) % 7, dtype)
-        for dtype in ("float32", "bfloat16", "int8", "int4", "bool", "complex64")
-        for size in (3, 1000, 2**18)
+        for dtype in ("float32", "bfloat16", "int4", "bool", "complex64")
+        for size in (3, 2**18)
     }
+    host = np.arange(1e5, dtype=np.float32)  # NumPy's own may be changed, too
     with Checkpointer(tmp_path) as checkpointer:
-        for number in range(3):
+        for number in range(2):
             expected = {name: np.array(leaf) for name, leaf in leaves.items()}
-            checkpointer.save(number, state(leaves))
+            expected["state/host"] = host.copy()
+            checkpointer.save(number, state({**leaves, "state/host": host}))
+            host += 1
             for _ in range(10):
                 leaves = step(leaves)
             checkpointer.wait()
@@ -427,13 +342,14 @@ def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path) -> Non
     assert not (tmp_path / "x").exists()
 
 
+def broken(saving: Saving, sums: Any) -> bytes:
+    raise OSError("no space")
+
+
 def test_an_error_in_the_block_is_the_one_to_be_seen(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Any, sums: Any) -> bytes:
-        raise OSError("no space")
-
-    monkeypatch.setattr("opt_checkpoint._disk.saving.Saving.encode", broken)
+    monkeypatch.setattr(Saving, "encode", broken)
 
     def run() -> None:
         with Checkpointer(tmp_path) as checkpointer:
@@ -445,15 +361,6 @@ def test_an_error_in_the_block_is_the_one_to_be_seen(
     assert any("no space" in r.message for r in caplog.records if r.levelno == logging.ERROR)
 
 
-def test_the_manifest_is_json(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, small_state(1))
-    data = json.loads((tmp_path / "1/manifest/manifest.json").read_text())
-    assert data["format_version"] == 1
-    leaf = data["manifest"]["schema"]["leaves"][0]
-    assert leaf["path"] == ["params", "w"]
-
-
 def _nested(depth: int) -> Any:
     data: Any = []
     for _ in range(depth):
@@ -462,55 +369,54 @@ def _nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("metadata", "words"),
+    ("given", "words"),
     [
-        ({1: "a", "1": "b"}, "expected strings as keys, found 1"),
-        (_nested(250), "nested more than 200 deep"),
-        ({"n": [10**5000]}, "Python could not read so many digits"),
-        ("x" * (256 * 2**20), "more than 268,435,456 bytes, the limit of a manifest"),
-    ],
-    ids=["keys", "nested", "digits", "large"],
-)
-def test_metadata_that_could_not_be_read(metadata: Any, words: str, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
-        checkpointer.save(1, small_state())
-        with pytest.raises(LeafError, match=words):
-            checkpointer.save(2, small_state(), metadata=metadata)
-        kept = {"n": 10**4299, "deep": _nested(190)}
-        checkpointer.save(3, small_state(), metadata=kept)
-        checkpointer.wait()
-        assert checkpointer.steps() == [3]
-        assert checkpointer.at(3).metadata == kept
-
-
-@pytest.mark.parametrize(
-    ("extras", "words"),
-    [
-        ({1: 1, "1": 2}, "`extras`: expected a pytree of named leaves"),
-        ({"x": np.ma.MaskedArray([1.0, 2.0], [True, False])}, "`extra/x`: a masked array"),
-        ({"x": 10**5000}, "`extra/x`: Python could not read so many digits"),
+        ({"metadata": {1: "a", "1": "b"}}, "expected strings as keys, found 1"),
+        ({"metadata": _nested(250)}, "nested more than 200 deep"),
+        ({"metadata": {"n": [10**5000]}}, "Python could not read so many digits"),
+        ({"extras": {1: 1, "1": 2}}, "`extras`: expected a pytree of named leaves"),
+        ({"extras": {"x": np.ma.MaskedArray([1.0], [True])}}, "`extra/x`: a masked array"),
+        ({"extras": {"x": 10**5000}}, "`extra/x`: Python could not read so many digits"),
+        ({"extras": {"x": object()}}, "`extra/x`: expected an array, .* found object"),
+        ({"extras": _nested(60)}, "nested more than 50 deep"),
     ],
 )
-def test_extras_that_would_not_come_back(extras: Any, words: str, tmp_path: Path) -> None:
+def test_what_would_not_come_back_is_refused(given: Any, words: str, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(LeafError, match=words):
-            checkpointer.save(1, small_state(), extras=extras)
+            checkpointer.save(1, small_state(), **given)
         assert checkpointer.steps() == []
 
 
-def test_no_elements_of_64_bits(tmp_path: Path) -> None:
-    leaves = {"state/x": np.zeros((0, 3), np.int64)}
+def _deleted() -> Any:
+    leaf = jnp.zeros(3)
+    named = state({"state/x": leaf})
+    leaf.delete()
+    return named
+
+
+def _of_another_shape() -> Any:
+    return NamedState({"state/x": jnp.zeros(2)}, state({"state/x": jnp.zeros(3)}).schema)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_deleted, "donated or deleted: save it before the step"),
+        (_of_another_shape, r"expected float32\[3\] as the schema says"),
+        (lambda: state({"state/x": jax.ShapeDtypeStruct((2,), jnp.float32)}), "has no value"),
+        (lambda: state({"state/x": jnp.zeros((0,) * 65)}), "at most 64 dimensions, found 65"),
+    ],
+)
+def test_leaves_that_cannot_be_saved(make: Any, words: str, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state(leaves))
-    saved = open_step(tmp_path / "1")
-    assert same(saved.read(everything(saved.schema)), leaves)
+        with pytest.raises(LeafError, match=f"`state/x`: .*{words}"):
+            checkpointer.save(1, make())
+        assert checkpointer.steps() == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_save_pins_no_old_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Any, sums: Any) -> bytes:
-        raise OSError("no space")
-
     with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
         for step in range(1, 8):
             if step % 3:
@@ -518,28 +424,11 @@ def test_a_failed_save_pins_no_old_step(tmp_path: Path, monkeypatch: pytest.Monk
                 checkpointer.wait()
                 continue
             with monkeypatch.context() as patch:
-                patch.setattr("opt_checkpoint._disk.saving.Saving.encode", broken)
+                patch.setattr(Saving, "encode", broken)
                 checkpointer.save(step, small_state(step))
                 with pytest.raises(SaveError, match="no space"):
                     checkpointer.wait()
         assert checkpointer.steps() == [7]
-
-
-def test_damaged_steps_take_the_place_of_none(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, max_to_keep=2) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, small_state(step))
-        checkpointer.wait()
-        (tmp_path / "2/manifest/manifest.json").write_bytes(b"{")
-        saved = checkpointer.latest_valid(level="manifest")
-        assert saved is not None
-        assert saved.step == 1
-        with pytest.raises(SaveError, match=r"passed over \[2\].*call `discard_after\(1\)` first"):
-            checkpointer.save(3, small_state(3))
-        assert checkpointer.discard_after(1) == [2]
-        checkpointer.save(3, small_state(3))
-        checkpointer.wait()
-        assert checkpointer.steps() == [1, 3]
 
 
 @pytest.fixture
@@ -580,23 +469,18 @@ def test_a_folder_that_was_removed(tmp_path: Path) -> None:
 
 
 def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
-    refused: dict[int, str] = {}
+    refused = set[int]()
 
     def save(step: int) -> None:
         try:
             checkpointer.save(step, small_state(step))
-        except SaveError as error:
-            refused[step] = str(error)
+        except SaveError:  # steps only rise
+            refused.add(step)
 
-    with Checkpointer(tmp_path) as checkpointer:
-        threads = [threading.Thread(target=save, args=(step,)) for step in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all("Steps only rise" in message for message in refused.values())
+    with Checkpointer(tmp_path) as checkpointer, ThreadPoolExecutor(8) as pool:
+        list(pool.map(save, range(8)))
     assert sorted([*checkpointer.steps(), *refused]) == list(range(8))
-    assert all(checkpointer.validate(step, level="manifest").ok for step in checkpointer.steps())
+    assert all(checkpointer.validate(step).ok for step in checkpointer.steps())
 
 
 @pytest.fixture
@@ -609,13 +493,8 @@ def _sigint() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_sigint")
 @pytest.mark.parametrize("when", ["save", "wait", "close"])
-@pytest.mark.parametrize("fails", [False, True])
 def test_ctrl_c_cuts_no_save_short(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    when: str,
-    fails: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     is_waiting = threading.Event()
     create, sync_tree = DurablePath.create, durable.sync_tree
@@ -625,8 +504,6 @@ def test_ctrl_c_cuts_no_save_short(
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
-        if fails:
-            raise OSError(28, "No space left on device")
 
     async def slow_create(self: DurablePath) -> Any:
         ctrl_c()
@@ -648,18 +525,13 @@ def test_ctrl_c_cuts_no_save_short(
         is_waiting.set()
         with pytest.raises(KeyboardInterrupt):
             act()
-    if when == "close":
-        assert (f"step 1 in `{tmp_path}`: not saved" in caplog.text) == fails
-    elif fails:
-        with pytest.raises(SaveError, match=r"step 1 in .*No space left on device"):
-            checkpointer.wait()
-    else:
+    if when != "close":
         checkpointer.wait()
-    assert checkpointer.steps() == ([] if fails else [1])
+    assert checkpointer.steps() == [1]
     checkpointer.close()
     with Checkpointer(tmp_path) as other:
         other.save(2, small_state(2))
-    assert other.steps() == ([2] if fails else [1, 2])
+    assert other.steps() == [1, 2]
     assert not temporary_paths(tmp_path / "1")[0].exists()
 
 
@@ -696,43 +568,6 @@ def test_an_error_after_the_commit_says_that_the_step_is_there(
     assert checkpointer.steps() == [1, 2]
 
 
-def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
-    with (
-        Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(
-            TypeError, match=r"`target`: expected an `opt_core.Optimizer`, .* found dict"
-        ),
-    ):
-        checkpointer.save(1, {"w": jnp.ones(2)})
-
-
-def test_a_process_whose_save_failed_ends(tmp_path: Path) -> None:
-    """Orbax's threads wait five minutes for a folder that cannot be made, if they are let."""
-    code = (
-        "import sys, jax.numpy as jnp, opt_optax_bridge as opt\n"
-        "from opt_checkpoint import Checkpointer, errors\n"
-        "def full(event, args):\n"
-        "  if event == 'os.mkdir' and str(args[0]).startswith(sys.argv[1]):\n"
-        "    raise OSError(28, 'No space left on device', str(args[0]))\n"
-        "with Checkpointer(sys.argv[1]) as checkpointer:\n"
-        "  sys.addaudithook(full)\n"
-        "  try:\n"
-        "    checkpointer.save(5, opt.adam(0.1).create({'w': jnp.ones(3)}))\n"
-        "  except errors.SaveError as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 5 in" in done.stdout
-    assert "No space left on device" in done.stdout
-
-
 ENDS_WITHOUT_CLOSING = """
 import atexit, sys, time
 import jax.numpy as jnp
@@ -752,6 +587,11 @@ def slow(self, sums):
     return encode(self, sums)
 
 
+def full(event, args):
+    if event == "os.mkdir" and str(args[0]).startswith(folder):
+        raise OSError(28, "No space left on device", str(args[0]))
+
+
 def told(self):
     print("closed", flush=True)
     close(self)
@@ -759,11 +599,15 @@ def told(self):
 
 atexit.register(print, "ended")
 saving.Saving.encode, Checkpointer.close = slow, told
-Checkpointer(folder).save(5, optimizer)
+checkpointer = Checkpointer(folder)
+if how == "is full":  # Orbax's threads wait five minutes for a folder, if they are let.
+    sys.addaudithook(full)
+checkpointer.save(5, optimizer)
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "fails"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "fails", "is full"])
 def test_a_process_that_ends_without_closing_finishes_its_save(tmp_path: Path, how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENDS_WITHOUT_CLOSING, str(tmp_path), how],
@@ -772,27 +616,11 @@ def test_a_process_that_ends_without_closing_finishes_its_save(tmp_path: Path, h
         timeout=120,
         check=False,
     )
-    assert done.returncode == (1 if how == "fails" else 0), done.stderr
+    assert done.returncode == (0 if how == "ends" else 1), done.stderr
     assert done.stdout == "closed\nended\n"
     is_saved = Checkpointer(tmp_path, read_only=True).steps() == [5]
     assert is_saved != (f"step 5 in `{tmp_path}`: not saved" in done.stderr)
-    assert is_saved == (how != "fails")
-
-
-def test_a_process_that_was_forked_finishes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished: list[str] = []
-
-    def finish() -> bool:
-        finished.append("save")
-        return True
-
-    pending = {finish: os.getpid()}
-    with monkeypatch.context() as child:
-        child.setattr(os, "getpid", lambda: 0)
-        background._run(pending)
-    assert finished == []
-    background._run(pending)
-    assert finished == ["save"]
+    assert is_saved == (how == "ends")
 
 
 @pytest.mark.usefixtures("slow_saves")

@@ -10,6 +10,8 @@ import pytest
 from opt_checkpoint._disk.lock import WriterLock
 from opt_checkpoint.errors import LockError
 
+pytestmark = pytest.mark.internals
+
 
 def no_locks(*_: object) -> None:
     """`flock` of a file system that has none."""
@@ -37,6 +39,7 @@ def test_one_at_a_time(way: str, tmp_path: Path) -> None:
     WriterLock(tmp_path).release()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_gone_does_not_block(way: str, tmp_path: Path) -> None:
     code = (
         f"{NO_LOCKS if way == 'file' else ''}"
@@ -88,6 +91,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_lives_on_does_not_block(way: str, tmp_path: Path) -> None:
     code = (
         f"{NO_LOCKS if way == 'file' else ''}"

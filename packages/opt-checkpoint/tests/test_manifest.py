@@ -8,20 +8,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_testing import sealed, small_state
-from opt_checkpoint import LeafInfo, NamedState, Schema
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_name, leaf_path
 from opt_checkpoint._disk import manifest as _manifest
 from opt_checkpoint._disk.manifest import Manifest
 from opt_checkpoint._disk.manifest import decode as _decode
 from opt_checkpoint._disk.saving import Saving
-from opt_checkpoint._disk.storage import Record, from_store, stored_shape, to_store
-from opt_checkpoint.errors import (
-    CheckpointError,
-    DamagedError,
-    LeafError,
-    LoadError,
-    VersionError,
-)
-from opt_core import TransformationDescription
+from opt_checkpoint._disk.storage import Record, stored_shape
+from opt_checkpoint.errors import CheckpointError, DamagedError, LeafError, LoadError, VersionError
+from opt_core import Bearing, TransformationDescription
+
+pytestmark = pytest.mark.internals
 
 
 def written(metadata: Any = None, extras: Any = None) -> bytes:
@@ -42,7 +40,16 @@ def test_read_again() -> None:
             LeafInfo(("state", "x"), (2, 0), "float32", "state", ("x",), axes=("a", None)),
             LeafInfo(("state", "count"), (), "int32", "state", value=3),
         ),
-        optimizer=(TransformationDescription("adam", 1, ("g",), {"b1": 0.9, "eps": float("inf")}),),
+        optimizer=(
+            TransformationDescription(
+                "adam",
+                1,
+                ("g",),
+                {"b1": 0.9, "eps": float("inf"), "name": "é", "n": None, "is": True},
+                bearing={"b1": Bearing("refused"), "k": Bearing("window", ("count",), "k")},
+                source="derived",
+            ),
+        ),
         groups={"g": (("x",),)},
         versions={"jax": "0.10.2"},
     )
@@ -76,7 +83,6 @@ def test_b9_newer_format() -> None:
         (b'{"format_version":2,"format_version":2}', DamagedError, "a key occurs twice"),
         (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
         (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "is not JSON"),
-        (b"[" * 100_000, LoadError, "nested too deeply"),
         (b'{"a":' * 100_000, LoadError, "nested too deeply"),
         (b"[" + b"[]," * 9_000_000, LoadError, "more than 16,000,000 values"),
         (b"\xff\xfe" * 8, DamagedError, "is not JSON"),
@@ -101,10 +107,14 @@ def test_no_more_is_read_or_saved_than_a_manifest_may_hold(
         written()
 
 
+EMPTY = ["schema", "leaves", 3, "shape"]
+
+
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (["digests"], [], "0 digests of 5 leaves"),
+        (["digests"], [], "0 digests of 6 leaves"),
         (["digests", 0], None, "expected a digest if and only if"),
         (["digests", 0], 7, "malformed record"),
         (["step", "impls"], {"params/w": "threefry2x32"}, "with the key type `threefry2x32`"),
@@ -116,10 +126,27 @@ def test_no_more_is_read_or_saved_than_a_manifest_may_hold(
         (["step", "number"], -1, "expected a non-negative step, found -1"),
         (["step", "more"], 1, "expected the parts of a manifest"),
         (["more"], 1, "expected the parts of a manifest"),
+        (["schema", "leaves"], None, "`schema/leaves`: "),
+        (["schema", "leaves", 1], 7, "`schema/leaves/1`: "),
+        (["schema", "leaves", 1, "path"], "params/w", "`schema/leaves/1/path`: "),
+        (["schema", "leaves", 1, "path", 1], "w", "is there twice"),
+        (["schema", "leaves", 1, "shape"], [64, -32], "`schema/leaves/1/shape/1`: "),
+        (["schema", "leaves", 1, "kind"], "parameter", "`schema/leaves/1/kind`: "),
+        (["schema", "leaves", 1, "pickle"], "x", "`schema/leaves/1`: "),
+        (["schema", "leaves", 1, "dtype"], "object", "`object` is not a dtype"),
+        (["schema", "leaves", 1, "dtype"], "uint4", "`uint4` is not a dtype"),
+        (["schema", "versions", "test"], 1, "`schema/versions/test`: "),
+        # NumPy counts the bytes of an empty array as if no size were 0, and refuses too many.
+        (EMPTY, [0, 10**30], "`extra/empty`: .*is larger than any memory"),
+        (EMPTY, [0, 2**62], "`extra/empty`: .*is larger than any memory"),
+        (EMPTY, [2**31, 0, 2**31], "`extra/empty`: .*is larger than any memory"),
+        (EMPTY, [0] * 65, "`extra/empty`: .*dimensions, found 65"),
+        (["schema", "leaves", 4, "shape"], [0, 2**62], "`extra/key`: .*larger than any memory"),
+        (["schema", "leaves", 5, "shape"], [2], "`extra/n`: expected a Python scalar, found 1"),
     ],
 )
 def test_records_that_cannot_be(place: list[Any], value: Any, words: str) -> None:
-    extras = {"n": 3, "key": jax.random.key(0)}
+    extras = {"n": 3, "key": jax.random.key(0), "empty": jnp.zeros((0, 3))}
     body = node = json.loads(written(extras=extras))["manifest"]
     for part in place[:-1]:
         node = node[part]
@@ -128,83 +155,8 @@ def test_records_that_cannot_be(place: list[Any], value: Any, words: str) -> Non
         decode(sealed(body))
 
 
-@pytest.mark.parametrize("dtype", ["object", "uint4", "<U3", "nothing", ""])
-def test_dtypes_that_cannot_be(dtype: str) -> None:
-    body = json.loads(written())["manifest"]
-    body["schema"]["leaves"][0]["dtype"] = dtype
-    with pytest.raises(LoadError, match=f"[`']{dtype}[`'] is not a dtype"):
-        decode(sealed(body))
-
-
-IMPOSSIBLE: dict[str, tuple[list[int], str]] = {
-    "a size of 31 digits": ([0, 10**30], "is larger than any memory"),
-    "a size of 4000 digits": ([0, 10**3999], "is larger than any memory"),
-    "a size that has too many bytes": ([0, 2**62], "is larger than any memory"),
-    "sizes that are too many together": ([2**31, 0, 2**31], "is larger than any memory"),
-    "100 dimensions": ([0] * 100, "dimensions, found 100"),
-    "65 dimensions": ([0] * 65, "dimensions, found 65"),
-    "elements of too many bytes": ([2**61], "is larger than any memory"),
-}
-
-
-def with_shape(name: str, shape: list[int]) -> bytes:
-    """A manifest with an empty array, empty keys and others, of which one has another shape."""
-    values = {
-        "empty": jnp.zeros((0, 3)),
-        "full": jnp.ones(2),
-        "keys": jax.random.split(jax.random.key(0), 0),
-        "some_keys": jax.random.split(jax.random.key(0), 2),
-    }
-    body = json.loads(written(extras=values))["manifest"]
-    (leaf,) = (x for x in body["schema"]["leaves"] if x["path"] == ["extra", name])
-    leaf["shape"] = shape
-    return sealed(body)
-
-
-@pytest.mark.parametrize("name", ["empty", "full", "keys", "some_keys"])
-@pytest.mark.parametrize("which", IMPOSSIBLE)
-def test_shapes_that_cannot_be(name: str, which: str) -> None:
-    """NumPy counts the bytes of an empty array as if no size were 0, and refuses too many."""
-    shape, words = IMPOSSIBLE[which]
-    with pytest.raises(LoadError, match=f"`extra/{name}`: .*{words}"):
-        decode(with_shape(name, shape))
-
-
-@pytest.mark.parametrize("shape", [[0, 2**58], [0] * 63, [2**58, 0]])
-@pytest.mark.parametrize("name", ["empty", "keys"])
-def test_large_shapes_that_can_be(name: str, shape: list[int]) -> None:
-    """The largest that are admitted can be made."""
-    manifest = decode(with_shape(name, shape))
-    info = manifest.schema.by_name[f"extra/{name}"]
-    leaf = from_store(info, manifest.records[info.name], None, None)
-    assert leaf.shape == tuple(shape)
-    to_store(info, leaf)
-
-
-def test_a_python_scalar_has_no_shape() -> None:
-    body = json.loads(written(extras={"n": 3}))["manifest"]
-    body["schema"]["leaves"][-1]["shape"] = [0, 10**30]
-    with pytest.raises(LoadError, match="`extra/n`: expected a Python scalar, found 2 sizes"):
-        decode(sealed(body))
-
-
-_JUNK: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**63,
-    1e308,
-    "",
-    "x",
-    "key<fry>",
-    [],
-    [[]],
-    {},
-    {"a": 1},
-    [-1],
-    "\ud800",
-]
+_JUNK: list[Any] = [None, True, -1, 0, 2**63, 1e308, "", "x", "key<fry>", "\ud800"]
+_JUNK += [[], [[]], {}, {"a": 1}, [-1]]
 
 
 def _places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -235,15 +187,17 @@ def _mutated(body: Any, places: list[tuple[Any, ...]], rng: random.Random) -> An
     return body
 
 
-def test_e12_mutated_manifests() -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(10))
+def test_e12_mutated_manifests(seed: int) -> None:
     """10,000 mutated manifests, half of them with a hash that fits: typed errors, no memory."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     data = written({"tokens": 1})
     body = json.loads(data)["manifest"]
     places = _places(body)
     accepted = refused = 0
     peak = 0
-    for i in range(10_000):
+    for i in range(1000):
         if i % 2:
             mutated = sealed(_mutated(body, places, rng))
         else:
@@ -265,5 +219,19 @@ def test_e12_mutated_manifests() -> None:
             peak = max(peak, tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
     assert peak < 2**20
-    assert accepted > 100  # Names and notes may be anything.
-    assert refused > 8000
+    assert accepted > 10  # Names and notes may be anything.
+    assert refused > 800
+
+
+PATHS = st.lists(
+    st.text(alphabet=st.one_of(st.sampled_from("~/.01%a"), st.characters(codec="utf-8"))),
+    min_size=1,
+    max_size=5,
+).map(tuple)
+
+
+@settings(deadline=None, max_examples=20)
+@given(PATHS, PATHS)
+def test_names_and_paths_are_inverse(path: tuple[str, ...], other: tuple[str, ...]) -> None:
+    assert leaf_path(leaf_name(path)) == path
+    assert (leaf_name(path) == leaf_name(other)) == (path == other)

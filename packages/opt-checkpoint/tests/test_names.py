@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import threading
 from typing import Any, NamedTuple
 
 import flax.core
@@ -15,15 +14,8 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import structure
 from jax.sharding import PartitionSpec
-from opt_checkpoint import (
-    NamedState,
-    Schema,
-    errors,
-    named_state,
-    plan_restore,
-    restore_named,
-)
-from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
+from opt_checkpoint import Schema, errors, named_state, plan_restore, restore_named
+from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -78,12 +70,6 @@ def test_logical_axes_are_recorded_for_every_leaf() -> None:
     assert {leaf.axes for leaf in named_state(groups).schema.leaves} == {None}
 
 
-def test_axes_of_a_parameter_that_are_not_known_are_none() -> None:
-    found = axes_of(wrapped(optax.trace(0.9)), {"b": None, "w": PartitionSpec("embed", "mlp")})
-    assert found["params/b"] is None
-    assert found["state/trace/trace/w"] == ("embed", "mlp")
-
-
 def with_none() -> Any:
     def init(of: Any) -> Pair:
         return Pair(None, jax.tree.map(jnp.zeros_like, of))
@@ -97,15 +83,6 @@ def with_none() -> Any:
 def test_axes_beside_a_field_that_is_none() -> None:
     param_axes = {"b": PartitionSpec("mlp"), "w": PartitionSpec("embed", "mlp")}
     assert axes_of(wrapped(with_none()), param_axes)[f"state/{MINE}.with_none/second/b"] == ("mlp",)
-
-
-def test_a_definition_that_derives_no_axes_records_none() -> None:
-    class Plain(OptimizerDef):
-        def init_state(self, params: Any) -> OptimizerState:
-            return OptimizerState(jnp.int32(0), params)
-
-    axes = jax.tree.map(lambda _: PartitionSpec(), params())
-    assert set(axes_of(Plain({}).create(params()), axes).values()) == {None}
 
 
 def test_axes_for_other_parameters_are_an_error() -> None:
@@ -199,10 +176,15 @@ def test_states_of_every_origin_have_the_same_names() -> None:
     assert inside == [list(expected)]
 
 
+_SHARED = jnp.ones(3)
+
+
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "tree",
     [
-        jnp.ones(3),
+        _SHARED,
+        {"tied": _SHARED, "to": _SHARED},
         {},
         {"a": {}, "b": ()},
         {"a": None, "b": jnp.ones(2)},
@@ -217,28 +199,8 @@ def test_states_of_every_origin_have_the_same_names() -> None:
     ],
     ids=lambda tree: str(structure(tree)),
 )
-@pytest.mark.parametrize("steps", [1, 2])
-def test_parameters_of_every_kind(tree: Any, steps: int) -> None:
-    adam = optax.chain(optax.clip(1.0), optax.adam(0.1))
-    optimizer = wrapped(adam if steps == 1 else optax.MultiSteps(adam, steps), tree)
-    assert_comes_back(optimizer)
-
-
-def test_tied_parameters_become_two() -> None:
-    shared = jnp.ones(3)
-    assert_comes_back(wrapped(optax.adam(0.1), {"a": shared, "b": shared}))
-
-
-def test_keys_of_random_numbers() -> None:
-    optimizer = wrapped(optax.noisy_sgd(0.1, key=jax.random.key(3)))
-    named = named_state(optimizer)
-    info = named.schema.by_name["state/add_noise/rng_key"]
-    assert info.is_key
-    assert info.shape == ()
-    assert info.value is None
-    restored = restore_named(optimizer, named)
-    old, new = (jax.random.key_data(o.state.param_states[0].rng_key) for o in (optimizer, restored))
-    np.testing.assert_array_equal(new, old)
+def test_parameters_of_every_kind(tree: Any) -> None:
+    assert_comes_back(wrapped(optax.chain(optax.clip(1.0), optax.adam(0.1)), tree))
 
 
 def assert_comes_back(optimizer: Optimizer) -> None:
@@ -255,27 +217,6 @@ def assert_comes_back(optimizer: Optimizer) -> None:
             np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
         jax.tree.map(lambda x: x.delete(), restored)
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(optimizer))
-
-
-def test_numpy_arrays_are_not_shared() -> None:
-    optimizer = wrapped(optax.adam(0.1))
-    given = {name: np.array(leaf) for name, leaf in named_state(optimizer).items()}
-    restored = restore_named(optimizer, given)
-    for array in given.values():
-        array[...] = 9
-    np.testing.assert_array_equal(restored.target["w"], params()["w"])
-
-
-def test_two_leaves_do_not_share_a_name() -> None:
-    class Mean(OptimizerDef):
-        def init_state(self, tree: Any) -> OptimizerState:
-            return OptimizerState(jnp.int32(0), (jnp.zeros(1), tree))
-
-    optimizer = Mean(None).create({"0": jnp.ones(2)})
-    # `state/mean/0` is the first of the tuple, and `state/mean/1/0` the parameter's.
-    assert len(named_state(optimizer)) == 4
-    clash = NamedState(dict(named_state(optimizer)), named_state(optimizer).schema)
-    assert set(clash) == set(named_state(optimizer))
 
 
 def test_a_name_that_is_there_twice_is_an_error() -> None:
@@ -297,17 +238,3 @@ def test_a_name_that_is_there_twice_is_an_error() -> None:
     )
     with pytest.raises(errors.LeafError, match=f"would have the name `state/{MINE}.twice/same`"):
         named_state(wrapped(tx))
-
-
-def test_threads_do_not_disturb_one_another() -> None:
-    optimizer = wrapped(optax.chain(optax.yogi(0.1), optax.adam(0.1)))
-    expected, found = list(named_state(optimizer)), []
-    threads = [
-        threading.Thread(target=lambda: found.append(list(named_state(optimizer))))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected] * 4

@@ -43,20 +43,7 @@ def create(case: str) -> Optimizer:
     return OptaxWrapper(cases.CASES[case]()).create(cases.params())
 
 
-def moved(path: Path) -> set[str]:
-    """The paths of a file's state that today's has not, and the reverse."""
-    saved = flatten(read_legacy(path)["opt_state"])
-    todays = flatten(create(path.stem).state_dict()["state"].get("param_states", {}))
-    return saved ^ todays
-
-
-def flatten(tree: Any, prefix: str = "") -> set[str]:
-    if not isinstance(tree, dict):
-        return {prefix}
-    return {path for key, child in tree.items() for path in flatten(child, f"{prefix}/{key}")}
-
-
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_b2_states_of_old_optax(path: Path) -> None:
     """States of Optax 0.1.7, 0.2.1, 0.2.3, 0.2.4, 0.2.5 restore, and go on as today's do."""
@@ -105,28 +92,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("version", ["0.1.7", "0.2.1", "0.2.3", "0.2.4", "0.2.5"])
-def test_there_are_states_of_every_version(version: str) -> None:
-    names = {path.stem for path in FILES if path.parent.name == version}
-    assert names >= {"adamw", "multi_steps", "masked", "inject", "inject_schedule", "adabelief"}
-    assert sum(path.stat().st_size for path in FILES) < 200_000
-
-
-def test_the_migrations_are_needed() -> None:
-    """Without them these would be refused: their states have other fields than today's."""
-    changed = {name_of(path) for path in FILES if moved(path)}
-    assert changed == {
-        "0.1.7/inject_schedule",
-        "0.2.1/plateau",
-        "0.2.1/backtracking",
-        "0.2.3/backtracking",
-        "0.2.3/dog",
-        "0.2.3/schedule_free",
-        "0.2.4/dog",
-        "0.2.5/dog",
-    }
-
-
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_todays_layout_stays_as_it_is(path: Path) -> None:
     """What today's Optax writes is converted by no migration."""

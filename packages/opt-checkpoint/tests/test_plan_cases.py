@@ -116,18 +116,10 @@ def test_b1_a_field_that_is_added_removed_or_renamed_is_named_and_migrates() -> 
     assert_bits(renamed.state.param_states.z["w"], old.state.param_states.b["w"])
 
 
-@pytest.mark.parametrize("name", [*LOOK_ALIKES, "swapped", "swapped in groups", "injected"])
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", [*LOOK_ALIKES, "swapped in groups", "injected"])
 def test_b3_another_optimizer_of_the_same_shapes_is_refused(name: str) -> None:
     """Adam's state is nobody else's; two transformations of one shape do not exchange theirs."""
-    if name == "swapped":
-        first, second = optax.ema(0.9), optax.ema(0.99)
-        saved = named_state(numbered(wrapped(optax.chain(first, second))))
-        target = wrapped(optax.chain(second, first))
-        assert "`ema` was `ema#2`, `ema#2` was `ema`" in refusal(saved, target)
-        moved = plan_restore(saved, target, allow={"optimizer"}).apply()
-        assert_bits(moved.state.param_states[0].ema["w"], saved["state/ema#2/ema/w"])
-        assert_bits(moved.state.param_states[1].ema["w"], saved["state/ema/ema/w"])
-        return
     if name == "swapped in groups":
         yogi, adam = optax.scale_by_yogi(), optax.scale_by_adam()
         saved = named_state(numbered(wrapped(optax.chain(yogi, adam))))
@@ -263,7 +255,7 @@ def test_b11_what_the_target_has_no_place_for_is_an_error() -> None:
     assert set(restored.target) == {"b", "w"}
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (1, 2, 3), (6,), (), (0,)])
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (1, 2, 3), ()])
 def test_c1_another_shape_is_an_error_with_both(shape: tuple[int, ...]) -> None:
     """Bigger, smaller, transposed, another rank: both shapes are named; reshaping is explicit."""
     saved = named_state(numbered(wrapped(optax.adam(0.1))))
@@ -282,28 +274,23 @@ def test_c1_another_shape_is_an_error_with_both(shape: tuple[int, ...]) -> None:
         assert "reshape" not in plan_restore(saved, target).missing_kinds
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("value", "dtype", "fits"),
     [
         (np.float32(3), "int32", True),
         (np.float32(3.5), "int32", False),
-        (np.float32(np.nan), "int32", False),
-        (np.float32(3e9), "int32", False),
         (np.float32(2**31), "int32", False),
-        (np.float16(-np.inf), "int32", False),
-        (np.float32(1), "bool", True),
         (np.float32(2), "bool", False),
         (np.int32(2**31 - 1), "float32", False),
-        (np.int32(2**24), "float32", True),
         (np.int32(2**24 + 1), "float32", False),
         (np.uint32(2**32 - 1), "int32", False),
         (np.int32(-1), "uint32", False),
-        (np.int32(-128), "int8", True),
-        (np.int32(128), "int8", False),
         (np.float32(1 / 3), "bfloat16", True),
         (np.float32(3e38), "float16", False),
+        (np.float32(1e-9), "float16", False),  # it would become 0
+        (np.float32(1e-39), "float16", True),  # subnormal: devices take it for 0
         (np.float32(np.inf), "float16", True),
-        (np.float32(np.nan), "float16", True),
         (np.complex64(1), "float32", None),
     ],
 )
@@ -359,20 +346,3 @@ def test_c3_64_bits_are_not_truncated_where_jax_has_32(value: Any, dtype: str, f
     else:
         with pytest.raises(errors.LeafError, match=r"`params/x`: a value .* does not fit"):
             plan.apply()
-
-
-def test_window_size_changed_in_the_middle_of_a_window() -> None:
-    """No mini-batch is lost or counted twice: a begun window goes on as it is, or not at all."""
-
-    def multi_steps(k: int) -> Optimizer:
-        return wrapped(optax.MultiSteps(optax.sgd(0.1), k))
-
-    begun = multi_steps(4)
-    states = begun.state.param_states._replace(mini_step=jnp.int32(3))
-    begun = begun.replace(state=begun.state.replace(param_states=states))
-    everything = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
-    told = refusal(named_state(begun), multi_steps(2), allow=everything)
-    assert "a window is open, `state/multi_steps/mini_step` is 3: its length was 4, is " in told
-    assert plan_restore(named_state(begun), multi_steps(4)).is_exact
-    ended = multi_steps(4)
-    assert plan_restore(named_state(ended), multi_steps(2)).is_exact

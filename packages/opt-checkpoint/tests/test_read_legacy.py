@@ -4,7 +4,6 @@ import contextlib
 import io
 import pickle
 import random
-import re
 import struct
 import tracemalloc
 import warnings
@@ -24,23 +23,9 @@ from opt_checkpoint import read_legacy
 from opt_checkpoint.errors import LoadError
 
 DTYPES = [
-    "bool",
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "int64",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int4",
+    *("bool", "int8", "uint8", "int16", "int32", "int64", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"),
 ]
 
 
@@ -100,7 +85,7 @@ TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(TREES)
 def test_what_flax_writes_comes_back(tree: dict[str, Any]) -> None:
     data = packed(tree)
@@ -127,14 +112,10 @@ def test_arrays_are_views_of_the_bytes() -> None:
     assert not any(array.flags.writeable for array in found.values())
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_bytes_of_any_kind(kind: Callable[[bytes], Any]) -> None:
-    assert read_legacy(kind(packed({"a": 1}))) == {"a": 1}
-
-
-def test_a_changed_buffer_changes_nothing() -> None:
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_a_changed_buffer_changes_nothing(kind: Callable[[bytearray], Any]) -> None:
     data = bytearray(packed({"w": np.ones(3)}))
-    found = read_legacy(data)
+    found = read_legacy(kind(data))
     data[:] = bytes(len(data))
     assert found["w"].tolist() == [1.0, 1.0, 1.0]
 
@@ -226,31 +207,19 @@ def nested_complex(times: int) -> bytes:
 
 BOMBS = {
     "array32": (b"\x81\xa1w\xdd\xff\xff\xff\xff", "4294967295 e"),
-    "map32": (b"\x81\xa1w\xdf\xff\xff\xff\xff", "4294967295 e"),
-    "map32 whole": (b"\xdf\xff\xff\xff\xff", "the whole: "),
-    "str32": (b"\x81\xdb\xff\xff\xff\xffa", "the whole: .*damaged"),
-    "bin32": (b"\x81\xa1w\xc6\xff\xff\xff\xffa", "`w`: .*damaged"),
     "ext32": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "`w`: .*damaged"),
     "deep lists": (b"\x81\xa1w" + b"\x91" * 100_000 + b"\xc0", "nested more than 100 deep"),
-    "deep maps": (b"\x81\xa1w" * 100_000 + b"\xc0", "nested more than 100 deep"),
     "deep extensions": (nested_complex(2000), "`w`: .*exceeds max_ext_len"),
-    "list in an extension": (
-        b"\x81\xa1w\xc9\x00\x00\x07\xd0\x02" + b"\x91" * 2000,
-        "`w`: .*damaged",
-    ),
     "keys in keys": (b"\x81" + b"\xdd\x00\x01\x00\x00" * 60_000, "a key is not a string"),
     "lists that announce": (
         b"\x81\xa1w" + b"\xdd\x00\x00\x08\x00" * 90 * 1000,
         "nested more than 100 deep",
     ),
     "shape": (array_of(b"\x92\xce\xff\xff\xff\xff\x01"), "takes 17179869180 bytes, not the 0"),
-    "a million zeros": (
-        b"\x81\xa1w\xdd\x00\x0f\x42\x40" + b"\x00" * 10**6,
-        "at most 250000 are read",
-    ),
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", BOMBS)
 def test_e8_bombs_of_headers_lengths_and_nesting(name: str) -> None:
     """What is announced is checked before memory is taken for it."""
@@ -279,25 +248,10 @@ def archive_of_one() -> bytearray:
     return bytearray(file.getvalue())
 
 
-def bad_name(which: str) -> bytes:
-    """A name that is not UTF-8: in the table of contents, or at the array itself."""
+def bad_name() -> bytes:
+    """A name in the table of contents that is not UTF-8."""
     content = archive_of_one()
-    at = (content.rindex if which == "directory" else content.index)("größe".encode())
-    content[at + 2] = 0xFF
-    return bytes(content)
-
-
-def with_field(at: int, value: int) -> bytes:
-    """An archive with another number at an offset into the record that ends it."""
-    content = archive_of_one()
-    struct.pack_into("<I", content, content.rindex(b"PK\x05\x06") + at, value)
-    return bytes(content)
-
-
-def encrypted() -> bytes:
-    content = archive_of_one()
-    for signature, flags in ((b"PK\x01\x02", 8), (b"PK\x03\x04", 6)):
-        content[content.index(signature) + flags] |= 1
+    content[content.rindex("größe".encode()) + 2] = 0xFF
     return bytes(content)
 
 
@@ -316,7 +270,6 @@ SIZES: dict[str, Callable[[], tuple[bytes, str]]] = {
         zipped({"w.npy": npy("'<f4'", "(25165824,)", bytes(96 << 20))}),
         "declares 1006633.* bytes of arrays; at most 67108864",
     ),
-    "npy of 4 TB": lambda: (npy("'<f4'", "(1099511627776,)"), "one array"),
     "npz of 4 TB": lambda: (
         zipped({"w.npy": npy("'<f4'", "(1099511627776,)")}),
         "takes 4398046511104 bytes, not the 0",
@@ -325,14 +278,11 @@ SIZES: dict[str, Callable[[], tuple[bytes, str]]] = {
         b"\x81\xa1w\xdd" + struct.pack(">I", 20_000_000) + b"\xc0" * 20_000_000,
         "at most 250000 are read",
     ),
-    "20 MB of lists": lambda: (
-        b"\x81\xa1w\xdd" + struct.pack(">I", 200_000) + (b"\xdc\x00\x64" + b"\xc0" * 100) * 200_000,
-        "at most 250000 are read",
-    ),
     "table of contents": lambda: (many_names(), "60000 entries; at most 50000"),
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SIZES)
 def test_e9_declared_sizes_beyond_the_limit(name: str) -> None:
     """A zip bomb, an array of 4 TB, a list of 20 million: refused by what they declare."""
@@ -356,128 +306,40 @@ def test_limits_can_be_raised_and_lowered() -> None:
         read_legacy(b"\x81\xa1w" * 50_000 + b"\xc0", max_depth=10**6)
 
 
-@pytest.mark.parametrize("content", [nested_complex(2000), bad_name("directory")])
-def test_errors_name_the_file(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    path.write_bytes(content)
-    with pytest.raises(LoadError, match=re.escape(f"`{path}`: ")):
-        read_legacy(path)
-
-
-def test_too_little_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: Any) -> Any:
-        raise MemoryError
-
-    monkeypatch.setattr(zipfile.ZipExtFile, "read", no_memory)
-    with pytest.raises(MemoryError):
-        read_legacy(bytes(archive_of_one()))
-
-
 GOOD = array_of(b"\x91\x02", content=b"\xc4\x08" + bytes(8))
 MALFORMED = {
     "object dtype": (array_of(b"\x91\x01", b"\xa6object"), "`w`: the dtype 'object'"),
-    "str dtype": (array_of(b"\x91\x01", b"\xa4str4"), "the dtype 'str4'"),
-    "void dtype": (array_of(b"\x91\x01", b"\xa6void32"), "the dtype 'void32'"),
     "structured dtype": (array_of(b"\x91\x01", b"\xa5f4,f4"), "the dtype 'f4,f4'"),
-    "datetime dtype": (array_of(b"\x91\x01", b"\xaedatetime64[ns]"), "the dtype 'datetime64"),
     "negative shape": (array_of(b"\x91\xff"), "`w`: expected a shape of at most 32"),
-    "shape of floats": (array_of(b"\x91\xcb" + bytes(8)), "`w`: expected a shape of at most 32"),
-    "shape of booleans": (array_of(b"\x91\xc3"), "`w`: expected a shape of at most 32"),
-    "shape of lists": (array_of(b"\x91\x90"), "`w`: expected a shape of at most 32"),
     "shape overflows": (array_of(b"\x92\xcf\x7f" + b"\xff" * 7 + b"\x02"), "that fits in memory"),
-    "shape overflows to 0": (
-        array_of(b"\x93\x00" + (b"\xcf\x40" + bytes(7)) * 2),
-        "that fits in memory",
-    ),
-    "a size that NumPy has not": (
-        array_of(b"\x92\x00\xcf\x40" + bytes(7)),
-        "`w`: expected a shape .* fits in memory",
-    ),
-    "shape too long": (array_of(b"\xdc\x00\x40" + b"\x01" * 64), "exceeds max_array_len|32"),
     "too few bytes": (array_of(b"\x91\x02", content=b"\xc4\x04" + bytes(4)), "the 4 bytes"),
-    "bytes are a string": (array_of(b"\x91\x00", content=b"\xa0"), "is not an array"),
     "duplicate keys": (b"\x82\xa1w\x01\xa1w\x02", "the key 'w' is there twice"),
-    "number as key": (b"\x81\x01\x02", "a key is not a string"),
-    "bytes as key": (b"\x81\xc4\x01w\x02", "a key is not a string"),
     "trailing bytes": (GOOD + b"\x00", "1 bytes follow after the end"),
-    "trailing bytes of an array": (b"\x81\xa1w\xd5\x01\x93\x90", "`w`: "),
     "cut short": (GOOD[:-1], "`w`: "),
     "no UTF-8": (b"\x81\xa1\xff\x01", "utf-8"),
     "unknown extension": (b"\x81\xa1w\xd4\x05\x00", "the extension 5 is not an array"),
-    "timestamp": (b"\x81\xa1w\xd6\xff" + bytes(4), "timestamps"),
     "a byte of no meaning": (b"\x81\xa1w\xc1", "FormatError"),
-    "complex of strings": (b"\x81\xa1w\xd6\x02\x92\xa0\xa0\xc0", "damaged"),
-    "scalar with a shape": (GOOD.replace(b"\x01\x93", b"\x03\x93"), "the extension 3 is no"),
     "chunks that are none": (packed({"a": {"__msgpack_chunked_array__": True}}), "`a`: "),
     "no dict": (packed([1, 2]), "a single list"),
     "nothing": (b"", "the file is empty"),
     "gzip": (b"\x1f\x8b\x08\x00", "gzip"),
     "npz: object": (zipped({"w.npy": npy("'|O'", "(1,)")}), "`w.npy`: the dtype '|O'"),
-    "npz: structured": (
-        zipped({"w.npy": npy("[('a', '<f4')]", "(1,)", bytes(4))}),
-        "not that of numbers",
-    ),
-    "npz: string": (zipped({"w.npy": npy("'<U4'", "(1,)", bytes(16))}), "the dtype '<U4'"),
-    "npz: negative": (
-        zipped({"w.npy": npy("'<f4'", "(-1,)", bytes(4))}),
-        "expected a shape of at most 32",
-    ),
-    "npz: overflow": (zipped({"w.npy": npy("'<f4'", f"(0, {2**70})")}), "that fits in memory"),
-    "npz: code": (
-        zipped({"w.npy": npy("__import__('os')", "()")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: nested": (
-        zipped({"w.npy": npy("(" * 3000, "()")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: nested too deeply to parse": (
-        zipped({"w.npy": npy("-" * 9000 + "1", "()")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: folders": (
-        zipped({"a/" * 200 + "w.npy": npy("'<f4'", "()", bytes(4))}),
-        "more than 100 folders deep",
-    ),
-    "npz: more keys": (
-        zipped({"w.npy": npy("'<f4'", "()", bytes(4), ", 'x': 1")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
+    "npz: code": (zipped({"w.npy": npy("__import__('os')", "()")}), "did not write its header"),
+    "npz: nested": (zipped({"w.npy": npy("(" * 3000, "()")}), "did not write its header"),
+    "npz: what Python warns of": (zipped({"w.npy": npy("'<f4'", "(1or 2,)")}), "did not write"),
+    "npz: folders": (zipped({"a/" * 200 + "w.npy": npy("'<f4'", "()", bytes(4))}), "folders deep"),
     "npz: trailing": (zipped({"w.npy": npy("'<f4'", "()", bytes(5))}), "takes 4 bytes, not the 5"),
     "npz: no array": (zipped({"readme.txt": b"hello"}), "is not an array"),
     "npz: both array and folder": (
         zipped({"a.npy": npy("'<f4'", "()", bytes(4)), "a/b.npy": npy("'<f4'", "()", bytes(4))}),
         "`a/b`",
     ),
-    "npz: name": (bad_name("directory"), "the archive is damaged.*'utf-8' codec"),
-    "npz: name at the array": (bad_name("array"), "`größe.npy` is damaged.*'utf-8' codec"),
-    "npz: offset": (with_field(16, 2**31), "`größe.npy` is damaged.*negative seek"),
-    "npz: size of the names": (with_field(12, 2**20), "the archive is damaged"),
-    "npz: encrypted": (encrypted(), "`größe.npy` is damaged.*encrypted"),
-    "npz: a size of 6000 digits": (
-        zipped({"w.npy": npy("'<f4'", f"({'9' * 6000},)")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: hexadecimal": (
-        zipped({"w.npy": npy("'<f4'", f"(0x{'f' * 6000},)")}),
-        "`w.npy`: expected a shape .* fits in memory",
-    ),
-    "npz: what Python warns of": (
-        zipped({"w.npy": npy("'<f4'", "(1or 2,)")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: escapes": (
-        zipped({"w.npy": npy("'\\d'", "()")}),
-        "`w.npy`: NumPy did not write its header",
-    ),
-    "npz: a size that NumPy has not": (
-        zipped({"w.npy": npy("'<f4'", f"(0, {2**62})")}),
-        "that fits in memory",
-    ),
+    "npz: name": (bad_name(), "the archive is damaged.*'utf-8' codec"),
     "npz: damaged": (zipped({"w.npy": npy("'<f4'", "()", bytes(4))})[:-30], "no end|damaged"),
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", MALFORMED)
 def test_e10_what_no_optimizer_has(name: str) -> None:
     """Dtypes that are no numbers, impossible shapes, duplicate keys, trailing bytes: errors."""
@@ -488,37 +350,21 @@ def test_e10_what_no_optimizer_has(name: str) -> None:
     assert not warned
 
 
-def test_the_good_one_reads() -> None:
-    """Of which the malformed ones are made."""
-    assert read_legacy(GOOD)["w"].tolist() == [0.0, 0.0]
-    assert read_legacy(zipped({"w.npy": npy("'<f4'", "()", bytes(4))}))["w"] == 0.0
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.data())
-def test_mutated_bytes_raise_typed_errors_only(data: st.DataObject) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(10))
+def test_damaged_bytes_raise_typed_errors_only(seed: int) -> None:
+    rng = random.Random(seed)
     tree = {"target": {"w": np.ones((2, 3)), "b": jnp.ones(2, jnp.bfloat16)}, "step": np.int32(3)}
-    flax_bytes = bytearray(packed({**tree, "c": 1j, "d": [None, True, "x", 2.5]}))
-    file = io.BytesIO()
-    np.savez(file, w=np.ones((2, 3)), step=np.int32(3))
-    content = data.draw(st.sampled_from([flax_bytes, bytearray(file.getvalue())])).copy()
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(content) - 1))
-        content[at] = data.draw(st.integers(0, 255))
-    content = content[: data.draw(st.integers(len(content) // 2, len(content)))]
-    with contextlib.suppress(LoadError):
-        read_legacy(bytes(content))
-
-
-def test_damaged_archives_raise_typed_errors_only() -> None:
-    """Of such, 3 % raised what `zipfile` raises: more than hypothesis finds in 500."""
-    rng = random.Random(0)
+    whole = [packed({**tree, "c": 1j, "d": [None, True, "x", 2.5]}), bytes(archive_of_one())]
     file = io.BytesIO()
     arrays: dict[str, Any] = {"a/b": np.arange(6.0), "größe": np.ones((2, 3), np.int32)}
     np.savez_compressed(file, **arrays)
-    for i in range(3000):
-        content = bytearray((bytes(archive_of_one()), file.getvalue())[i % 2])
+    whole.append(file.getvalue())
+    for i in range(600):
+        content = bytearray(whole[i % 3])
         for _ in range(rng.choice([1, 1, 2, 4])):
             content[rng.randrange(len(content))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del content[rng.randrange(len(content) // 2, len(content)) :]
         with contextlib.suppress(LoadError):
             read_legacy(bytes(content))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from opt_checkpoint import flax_optim_equivalent, restore_legacy
 from opt_checkpoint.errors import EquivalenceError, LoadError, VersionError
 from opt_core import MultiOptimizer, Optimizer
-from opt_core.errors import OptimizerError, RestoreError
+from opt_core.errors import OptimizerError
 from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -69,26 +69,6 @@ def test_the_count_of_a_schedule_is_the_step() -> None:
     assert counts == [STEP, STEP]
 
 
-def test_nothing_of_the_source_is_aliased() -> None:
-    source = saved(*EMAS)
-    restored = restore_legacy(adam(), source)
-    source["state"]["param_states"]["layer"]["kernel"]["grad_ema"][:] = 9.0
-    source["target"]["layer"]["kernel"][:] = 9.0
-    assert restored.state.param_states[0].mu["layer"]["kernel"].max() == 1.0
-    assert restored.target["layer"]["kernel"].max() == 5.0
-
-
-def test_lars_keeps_the_update_and_flax_its_negative() -> None:
-    lars = flax_optim_equivalent("LARS", learning_rate=0.1).create(params())
-    sgd = flax_optim_equivalent("Momentum", learning_rate=0.1).create(params())
-    source = saved("momentum")
-    traces = [
-        next(t["layer"]["bias"].max() for t in _traces(restore_legacy(o, source)))
-        for o in (lars, sgd)
-    ]
-    assert traces == [-3.0, 3.0]
-
-
 def _traces(optimizer: Optimizer) -> list[Any]:
     states: list[Any] = jax.tree.leaves(
         optimizer.state.param_states, is_leaf=lambda s: isinstance(s, optax.TraceState)
@@ -96,57 +76,8 @@ def _traces(optimizer: Optimizer) -> list[Any]:
     return [s.trace for s in states if isinstance(s, optax.TraceState)]
 
 
-def test_who_wrote_it_must_be_known() -> None:
-    """Adam, LAMB and AdaBelief write the same fields; nothing in the file tells them apart."""
-    plain = OptaxWrapper(optax.chain(optax.clip(1.0), optax.adamw(0.1))).create(params())
-    with pytest.raises(EquivalenceError, match="does not say which optimizer wrote it"):
-        restore_legacy(plain, saved(*EMAS))
-    restored = restore_legacy(plain, saved(*EMAS), written_by="Adam")
-    np.testing.assert_array_equal(restored.state.param_states[1][0].mu["layer"]["kernel"], 1.0)
-    with pytest.raises(LoadError, match="grad_ema: has no place"):
-        restore_legacy(plain, saved(*EMAS), written_by="AdaBelief")
-    with pytest.raises(EquivalenceError, match=r"stands for `flax\.optim\.Adam`, and `written_by`"):
-        restore_legacy(adam(), saved(*EMAS), written_by="LAMB")
-    with pytest.raises(EquivalenceError, match="'Adamw' is not one of GradientDescent, "):
-        restore_legacy(plain, saved(*EMAS), written_by="Adamw")
-
-
-def test_nobody_needs_to_say_who_wrote_states_of_optax() -> None:
-    plain = OptaxWrapper(optax.adam(0.1)).create(params())
-    ours = plain.state_dict()
-    train_state = {
-        "params": ours["target"],
-        "opt_state": ours["state"]["param_states"],
-        "step": ours["state"]["step"],
-    }
-    for source in (ours, train_state, {"version": 3, "optimizer": ours}):
-        restore_legacy(plain, source)
-        with pytest.raises(EquivalenceError, match="'Foo' is not one of GradientDescent, "):
-            restore_legacy(plain, source, written_by="Foo")
-        with pytest.raises(
-            EquivalenceError, match=r"is for files of `flax\.optim`.*states of Optax"
-        ):
-            restore_legacy(plain, source, written_by="Adam")
-    with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`"):
-        restore_legacy(groups(), groups().state_dict(), written_by={"biases": "Adam"})
-
-
-def test_state_without_a_place_and_places_without_state() -> None:
-    averaged = OptaxWrapper(optax.chain(optax.adam(0.1), optax.ema(0.9))).create(params())
-    with pytest.raises(LoadError, match="1/ema/layer/kernel: the file has nothing for this"):
-        restore_legacy(averaged, saved(*EMAS), written_by="Adam")
-    with pytest.raises(LoadError, match="has the fields momentum; expected grad_ema, grad_sq_ema"):
-        restore_legacy(adam(), saved("momentum"))
-    plain = OptaxWrapper(optax.adafactor(0.1, min_dim_size_to_factor=1000)).create(params())
-    with pytest.raises(LoadError, match="kernel/m: has no place"):
-        restore_legacy(plain, saved("v_row", "v_col", "v", "m"), written_by="Adafactor")
-    kernels = optax.masked(optax.adam(0.1), {"layer": {"kernel": True, "bias": False}})
-    with pytest.raises(LoadError, match="layer/bias/grad_ema: has no place"):
-        restore_legacy(OptaxWrapper(kernels).create(params()), saved(*EMAS), written_by="Adam")
-    source = saved(*EMAS)
-    source["state"]["param_states"]["layer"]["bias"] = None
-    with pytest.raises(LoadError, match="layer/bias: has no state: frozen when it was saved"):
-        restore_legacy(adam(), source)
+def wrapped(*members: Any) -> Optimizer:
+    return OptaxWrapper(optax.chain(*members)).create(params())
 
 
 def groups() -> Optimizer:
@@ -167,40 +98,83 @@ def saved_groups() -> dict[str, Any]:
 
 
 def test_each_group_gets_its_own() -> None:
-    restored = restore_legacy(groups(), saved_groups(), written_by={"biases": "Adam"})
-    state = restored.state.param_states
-    np.testing.assert_array_equal(state["biases"][0].mu["layer"]["bias"], 3.0)
-    assert int(state["biases"][0].count) == STEP
-    with pytest.raises(EquivalenceError, match=r"wrote it \(group `biases`\)"):
-        restore_legacy(groups(), saved_groups())
-    with pytest.raises(EquivalenceError, match="others is not a group that trains"):
-        restore_legacy(groups(), saved_groups(), written_by={"others": "Adam"})
-    with pytest.raises(EquivalenceError, match="no groups; pass one name"):
-        restore_legacy(adam(), saved(*EMAS), written_by={"kernels": "Adam"})
+    for source in (saved_groups(), listed_groups()):
+        restored = restore_legacy(groups(), source, written_by={"biases": "Adam"})
+        state = restored.state.param_states
+        np.testing.assert_array_equal(state["biases"][0].mu["layer"]["bias"], 3.0)
+        assert int(restored.state.step) == int(state["biases"][0].count) == STEP
 
 
-def test_a_state_of_what_is_frozen_here_is_not_dropped_silently() -> None:
-    kernels = MultiOptimizer((".*kernel", flax_optim_equivalent("Momentum", learning_rate=0.1)))
-    with pytest.raises(LoadError, match="parameters that are frozen here: layer/bias"):
-        restore_legacy(kernels.create(params()), saved("momentum"))
-
-
-def test_lists_of_states() -> None:
-    """As Flax until 0.3.2 wrote groups; other groups, or other steps, are errors."""
+def listed_groups(other_step: int = STEP) -> dict[str, Any]:
+    """As Flax until 0.3.2 wrote groups."""
     source = saved_groups()
     layer = source["state"]["param_states"]["layer"]
-    states = [{"step": STEP, "param_states": {"0": layer[name]}} for name in ("kernel", "bias")]
-    old = {"target": source["target"], "state": {"0": states[0], "1": states[1]}}
-    restored = restore_legacy(groups(), old, written_by={"biases": "Adam"})
-    assert int(restored.state.step) == STEP
-    with pytest.raises(LoadError, match=r"`state`: 2 states.*this optimizer has 0 groups"):
-        restore_legacy(adam(), old)
-    other = {**old, "state": {"0": states[0], "1": {**states[1], "step": 3}}}
-    with pytest.raises(LoadError, match="`state/1/step`: 3, and 7"):
-        restore_legacy(groups(), other, written_by={"biases": "Adam"})
-    fewer = {**old, "state": {"0": {**states[0], "param_states": {}}, "1": states[1]}}
-    with pytest.raises(LoadError, match="`state/0/param_states`: expected one state for each"):
-        restore_legacy(groups(), fewer, written_by={"biases": "Adam"})
+    states = {
+        str(i): {"step": step, "param_states": {"0": layer[name]}}
+        for i, (name, step) in enumerate([("kernel", STEP), ("bias", other_step)])
+    }
+    return {"target": source["target"], "state": states}
+
+
+def frozen_when_saved() -> dict[str, Any]:
+    source = saved(*EMAS)
+    source["state"]["param_states"]["layer"]["bias"] = None
+    return source
+
+
+def test_nobody_needs_to_say_who_wrote_states_of_optax() -> None:
+    plain = wrapped(optax.adam(0.1))
+    ours = plain.state_dict()
+    state = ours["state"]
+    in_train_state = {
+        "params": ours["target"],
+        "opt_state": state["param_states"],
+        "step": state["step"],
+    }
+    for source in (ours, in_train_state, {"version": 3, "optimizer": ours}):
+        restore_legacy(plain, source)
+        with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`.*of Optax"):
+            restore_legacy(plain, source, written_by="Adam")
+
+
+def test_who_wrote_it_may_be_said() -> None:
+    """Adam, LAMB and AdaBelief write the same fields; nothing in the file tells them apart."""
+    plain = wrapped(optax.clip(1.0), optax.adamw(0.1))
+    restored = restore_legacy(plain, saved(*EMAS), written_by="Adam")
+    np.testing.assert_array_equal(restored.state.param_states[1][0].mu["layer"]["kernel"], 1.0)
+
+
+def test_who_wrote_it_must_be_known_and_right() -> None:
+    plain, file = wrapped(optax.adam(0.1)), saved(*EMAS)
+    for match, optimizer, source, by in (
+        ("does not say which optimizer wrote it", plain, file, None),
+        (r"stands for `flax\.optim\.Adam`, and `written_by`", adam(), file, "LAMB"),
+        ("'Adamw' is not one of GradientDescent, ", plain, file, "Adamw"),
+        (r"wrote it \(group `biases`\)", groups(), saved_groups(), None),
+        ("others is not a group that trains", groups(), saved_groups(), {"others": "Adam"}),
+        ("no groups; pass one name", adam(), file, {"kernels": "Adam"}),
+    ):
+        with pytest.raises(EquivalenceError, match=match):
+            restore_legacy(optimizer, source, written_by=by)
+
+
+def test_state_without_a_place_and_places_without_state() -> None:
+    file, momentum = saved(*EMAS), flax_optim_equivalent("Momentum", learning_rate=0.1)
+    kernels = optax.masked(optax.adam(0.1), {"layer": {"kernel": True, "bias": False}})
+    frozen = MultiOptimizer((".*kernel", momentum)).create(params())
+    averaged = wrapped(optax.adam(0.1), optax.ema(0.9))
+    for match, optimizer, source, by in (
+        ("grad_ema: has no place", wrapped(optax.adam(0.1)), file, "AdaBelief"),
+        ("1/ema/layer/kernel: the file has nothing for this", averaged, file, "Adam"),
+        ("fields momentum; expected grad_ema, grad_sq_ema", adam(), saved("momentum"), None),
+        ("layer/bias/grad_ema: has no place", wrapped(kernels), file, "Adam"),
+        ("bias: has no state: frozen when it was saved", adam(), frozen_when_saved(), None),
+        ("that are frozen here: layer/bias", frozen, saved("momentum"), None),
+        (r"`state`: 2 states.*this optimizer has 0 groups", adam(), listed_groups(), None),
+        ("`state/1/step`: 3, and 7", groups(), listed_groups(3), {"biases": "Adam"}),
+    ):
+        with pytest.raises(LoadError, match=match):
+            restore_legacy(optimizer, source, written_by=by)
 
 
 def test_lists_of_states_are_in_the_order_of_the_components() -> None:
@@ -219,58 +193,25 @@ def test_lists_of_states_are_in_the_order_of_the_components() -> None:
         np.testing.assert_array_equal(traces[name]["kernel"], 10 * layer["kernel"])
 
 
+_NO_TUPLE = {"name": "X", "fields": {"0": "a"}, "values": {}}
+
+
 @pytest.mark.parametrize(
-    ("contents", "error", "match"),
+    ("contents", "match"),
     [
-        ({"weights": 1}, LoadError, r"expected the keys `target` and `state`.*found weights"),
-        ({}, LoadError, "found nothing"),
-        ({"version": 4, "optimizer": {}}, VersionError, "this is version 4 of T5X"),
-        ({"version": 3, "optimizer": 5}, LoadError, "`optimizer`: expected a dict"),
-        ({"target": {}, "state": 3}, LoadError, "`state`: expected the state"),
-        (
-            {"target": {}, "state": {}},
-            LoadError,
-            "`state/step`: expected a non-negative int32, found None",
-        ),
-        (
-            {"target": {}, "state": {"step": -1}},
-            LoadError,
-            "expected a non-negative int32, found -1",
-        ),
-        (
-            {"target": {}, "state": {"step": 2**31}},
-            LoadError,
-            "expected a non-negative int32, found 2147483648",
-        ),
-        (
-            {"target": {}, "state": {"step": "7"}},
-            LoadError,
-            "expected a non-negative int32, found '7'",
-        ),
-        (
-            {"target": {"w": "PLACEHOLDER://w"}, "state": {}},
-            LoadError,
-            "`target/w`: the array is not in this file",
-        ),
-        (
-            {"target": {"w": {"driver": "zarr", "kvstore": {}, "metadata": {}}}, "state": {}},
-            LoadError,
-            "`target/w`: the array is not in this file",
-        ),
-        (
-            {
-                "params": {},
-                "step": 1,
-                "opt_state": {"name": "X", "fields": {"0": "a"}, "values": {}},
-            },
-            LoadError,
-            "`state/param_states`: expected a named tuple",
-        ),
+        ({"weights": 1}, r"expected the keys `target` and `state`.*found weights"),
+        ({"version": 3, "optimizer": 5}, "`optimizer`: expected a dict"),
+        ({"target": {}, "state": {}}, "`state/step`: expected a non-negative int32, found None"),
+        ({"target": {}, "state": {"step": 2**31}}, "expected a non-negative int32, found 2147"),
+        ({"target": {"w": "PLACEHOLDER://w"}, "state": {}}, "`target/w`: the array is not in"),
+        ({"params": {}, "step": 1, "opt_state": _NO_TUPLE}, "s`: expected a named tuple"),
     ],
 )
-def test_what_is_no_checkpoint(contents: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
+def test_what_is_no_checkpoint(contents: Any, match: str) -> None:
+    with pytest.raises(LoadError, match=match):
         restore_legacy(adam(), contents)
+    with pytest.raises(VersionError, match="this is version 4 of T5X"):
+        restore_legacy(adam(), {"version": 4, "optimizer": {}})
 
 
 def _accumulating(every_k: Any) -> Optimizer:
@@ -292,42 +233,21 @@ def test_a_window_that_cannot_end_is_refused() -> None:
     assert int(restore_legacy(_accumulating(2), closed).state.param_states.mini_step) == 0
 
 
-def test_parameters_are_checked_like_any() -> None:
-    source = saved(*EMAS)
-    source["target"]["layer"]["extra"] = np.ones(2, np.float32)
-    source["target"]["layer"]["bias"] = np.ones(4, np.float32)
-    with pytest.raises(RestoreError, match=r"(?s)layer/bias: shape.*layer/extra: extra"):
-        restore_legacy(adam(), source)
-
-
 @pytest.mark.parametrize(
     ("name", "given", "match"),
     [
         ("LARS", {"weight_decay": 1e-4}, "its trust ratio"),
         ("Adagrad", {"eps": 1e-3}, r"sqrt\(G\) \+ eps"),
-        ("Adafactor", {"epsilon2": 1e-2}, "`epsilon2`"),
         ("WeightNorm", {}, "no weight normalisation"),
-        ("DynamicScale", {}, "it is not an optimizer"),
         ("MultiOptimizer", {}, r"`opt_core\.MultiOptimizer`"),
         ("Adamax", {}, "`flax.optim` has no `Adamax`"),
+        ("Adam", {"learning_rate": None}, "`learning_rate` is missing"),
         ("Adam", {"b1": 0.8}, r"`flax\.optim\.Adam` has no `b1`; it has `learning_rate`, `beta1`"),
     ],
 )
 def test_no_equal_and_why(name: str, given: dict[str, Any], match: str) -> None:
     with pytest.raises(EquivalenceError, match=match):
-        flax_optim_equivalent(name, learning_rate=0.1, **given)
-
-
-@pytest.mark.parametrize("given", [{}, {"learning_rate": None}])
-def test_a_rate_is_needed(given: dict[str, Any]) -> None:
-    with pytest.raises(EquivalenceError, match="`learning_rate` is missing"):
-        flax_optim_equivalent("Adam", **given)
-
-
-def test_hyper_parameters_that_change_nothing_are_accepted() -> None:
-    flax_optim_equivalent("LARS", learning_rate=0.1, weight_decay=0)
-    flax_optim_equivalent("Adagrad", learning_rate=0.1, eps=1e-8)
-    flax_optim_equivalent("Adafactor", learning_rate=0.1, epsilon2=1e-3)
+        flax_optim_equivalent(name, **{"learning_rate": 0.1, **given})
 
 
 VALUES = st.one_of(
@@ -342,7 +262,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_mutated_state_dicts_raise_typed_errors_only(data: st.DataObject) -> None:
     source = saved(*EMAS, head=data.draw(st.sampled_from(["flax.optim", "t5x"])))

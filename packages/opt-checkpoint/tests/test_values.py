@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +12,9 @@ import opt_optax_bridge as opt
 import optax
 import pytest
 from checkpoint_testing import bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from opt_checkpoint import (
+    Checkpointer,
     Map,
-    NamedState,
     Pad,
     Plan,
     Rename,
@@ -86,29 +81,12 @@ def padded(array: np.ndarray[Any, Any], axis: int, to: int) -> np.ndarray[Any, A
     return np.pad(array, widths)
 
 
-# Growing a vocabulary
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_a_vocabulary_grows_with_its_moments(name: str) -> None:
-    saved = trained(name, {"embed": random((5, 3)), "head": random((3, 5)), "bias": random((3,))})
-    target = DEFINITIONS[name]().create(
-        {"embed": jnp.ones((8, 3)), "head": jnp.ones((3, 8)), "bias": jnp.ones(3)}
-    )
-    plan = planned(saved, target, [("(.*)/embed", Pad(0, 8)), ("(.*)/head", Pad(-1, 8))])
-    expected = {
-        name: padded(array, 0, 8)
-        if name.endswith("embed")
-        else padded(array, 1, 8)
-        if name.endswith("head")
-        else array
-        for name, array in leaves(saved).items()
-    }
-    assert_same(leaves(plan.apply()), expected)
+# Growing
 
 
 # The larger dimension is that of the vocabulary before and after; then another one; then the same
 # one of two that were alike, so that Optax's rows and columns change places.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("before", "after", "swaps"),
     [
@@ -127,12 +105,6 @@ def test_factored_state_grows_or_changes_places(
     target = DEFINITIONS["adafactor"]().create({"w": jnp.ones(after)})
     plan = planned(saved, target, [("(.*)/w", Pad(axis, after[axis]))])
     old, new = leaves(saved), leaves(plan.apply())
-    # The same by the dimensions that Optax averages away, from the sizes.
-    for shape, arrays in ((before, old), (after, new)):
-        order = np.argsort(shape)
-        for field, dropped in (("v_row", order[-1]), ("v_col", order[-2])):
-            kept = tuple(i for i in range(len(shape)) if i != dropped)
-            assert arrays[f"state/factored_rms/{field}/w"].shape == tuple(shape[i] for i in kept)
     fields = ("v_row", "v_col")
     for field, other in zip(fields, fields[::-1], strict=True):
         was = old[f"state/factored_rms/{other if swaps else field}/w"]
@@ -152,17 +124,6 @@ def test_factored_state_grows_or_changes_places(
     )
 
 
-def test_a_grown_matrix_goes_on_as_if_its_new_rows_had_had_no_gradients() -> None:
-    """Not the names of the factors, but what they do: the next step of the old rows is right."""
-    saved = trained("adafactor", {"w": random((6, 8))})
-    target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((12, 8))})
-    restored = planned(saved, target, [("(.*)/w", Pad(0, 12))]).apply()
-    state = leaves(restored)
-    rows, cols = (leaves(saved)[f"state/factored_rms/{f}/w"] for f in ("v_row", "v_col"))
-    assert state["state/factored_rms/v_col/w"].tolist() == [*rows.tolist(), *[0.0] * 6]
-    assert state["state/factored_rms/v_row/w"].tolist() == cols.tolist()
-
-
 def test_what_becomes_factored_by_growing_is_refused() -> None:
     saved = trained("adafactor", {"w": random((3, 8))})
     target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((5, 8))})
@@ -172,35 +133,11 @@ def test_what_becomes_factored_by_growing_is_refused() -> None:
         plan.apply()
 
 
-def test_accumulators_of_sm3_grow() -> None:
-    saved = trained("sm3", {"w": random((4, 4))})
-    target = DEFINITIONS["sm3"]().create({"w": jnp.ones((6, 4))})
-    plan = planned(saved, target, [("(.*)/w", Pad(0, 6))])
-    old = leaves(saved)
-    expected = {
-        **old,
-        **{n: padded(old[n], 0, 6) for n in ("params/w", "state/sm3/nu/w", "state/sm3/mu/0/w")},
-    }
-    assert_same(leaves(plan.apply()), expected)
-    assert (
-        " = state/sm3/mu/1/w float32[4]: it does not keep dimension 0" in plan.diff().splitlines()
-    )
-
-
-def test_memories_with_dimensions_of_their_own_grow() -> None:
-    saved = opt.lbfgs(0.1, memory_size=2, linesearch=None).create({"w": random((4, 4))})
-    target = opt.lbfgs(0.1, memory_size=2, linesearch=None).create({"w": jnp.ones((4, 6))})
-    found = planned(saved, target, [(".*/w", Pad(1, 6))]).apply()
-    memory = "state/lbfgs/diff_params_memory/w"
-    assert_same({"": leaves(found)[memory]}, {"": padded(leaves(saved)[memory], 2, 6)})
-
-
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
         (Pad(0, 7), "dimension 0 of `w` has 6 entries in the target, and a rule pads to 7"),
         (Pad(2, 6), "`w` [6, 3] has no dimension 2 to pad"),
-        (Pad(-3, 6), "`w` [6, 3] has no dimension -3 to pad"),
         (Pad(1, 3), "expected `params/w` of [6, 3], found [4, 3]"),
         (Pad(0, 6, 1j), "float32 cannot hold 1j"),
     ],
@@ -212,6 +149,17 @@ def test_what_cannot_be_padded_is_told(rule: Pad, told: str) -> None:
         planned(saved, target, [(".*/w", rule)]).apply()
     assert told in str(caught.value)
     assert "state/adam/mu/w" in str(caught.value)
+
+
+def test_accumulators_of_sm3_grow() -> None:
+    saved = trained("sm3", {"w": random((4, 4))})
+    target = DEFINITIONS["sm3"]().create({"w": jnp.ones((6, 4))})
+    plan = planned(saved, target, [("(.*)/w", Pad(0, 6))])
+    old = leaves(saved)
+    grown = {n: padded(old[n], 0, 6) for n in ("params/w", "state/sm3/nu/w", "state/sm3/mu/0/w")}
+    assert_same(leaves(plan.apply()), {**old, **grown})
+    told = " = state/sm3/mu/1/w float32[4]: it does not keep dimension 0"
+    assert told in plan.diff().splitlines()
 
 
 def test_nothing_shrinks() -> None:
@@ -233,16 +181,6 @@ def test_a_moment_of_a_padded_parameter_is_not_kept_by_its_size() -> None:
     assert "rows and columns change places" in row.note
 
 
-def test_integers_are_padded_with_what_they_can_hold() -> None:
-    saved = opt.sgd(0.1).create({"n": jnp.arange(2, dtype=jnp.int8)})
-    target = opt.sgd(0.1).create({"n": jnp.zeros(4, jnp.int8)})
-    found = planned(saved, target, [("params/n", Pad(0, 4, 7))]).apply()
-    assert found.target["n"].tolist() == [0, 1, 7, 7]
-    for value in (0.5, 200, 1j):
-        plan = planned(saved, target, [("params/n", Pad(0, 4, value))])
-        assert f"int8 cannot hold {value}" in str(plan)
-
-
 def test_codes_are_not_padded() -> None:
     """What stands for a float in eight bits has no entry that is known to mean 0."""
 
@@ -255,33 +193,6 @@ def test_codes_are_not_padded() -> None:
     assert list(wrong.values()) == [
         "int8 for a parameter of float32 is a code, not a value to pad with"
     ]
-
-
-def test_what_no_dimension_tells_is_refused() -> None:
-    """Means over a dimension of a square, where a checkpoint does not say over which."""
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(lambda p: jnp.zeros(p.shape[0]), params)
-
-    means = OptaxWrapper(optax.GradientTransformation(init, lambda u, s, p=None: (u, s)))
-    named = named_state(means.create({"w": random((4, 4))}))
-    untold = tuple(dataclasses.replace(leaf, dimensions=None) for leaf in named.schema.leaves)
-    saved = NamedState(named.leaves, dataclasses.replace(named.schema, leaves=untold))
-    for rule, shape in ((Pad(0, 6), (6, 4)), (Pad(1, 6), (4, 6))):
-        target = means.create({"w": jnp.ones(shape)})
-        plan = plan_restore(saved, target, rules=[(".*/w", rule)])
-        (told,) = problems(plan).values()
-        assert "needs dimension 0 of the saved parameter, which" in told
-
-
-def test_padded_values_are_cast_where_that_is_admitted() -> None:
-    saved = trained("adamw", {"w": random((2, 3))})
-    target = opt.adamw(1e-2, mu_dtype=jnp.bfloat16).create({"w": jnp.zeros((3, 3))})
-    plan = planned(saved, target, [(".*/w", Pad(0, 3))])
-    assert (plan.is_ok, set(plan.missing_kinds)) == (False, {"cast"})
-    found = planned(saved, target, [(".*/w", Pad(0, 3))], {"cast"}).apply()
-    old = padded(leaves(saved)["state/adam/mu/w"], 0, 3).astype(jnp.bfloat16)
-    assert_same({"": leaves(found)["state/adam/mu/w"]}, {"": old})
 
 
 # Functions
@@ -301,6 +212,7 @@ def fused(size: int = 9, rows: int = 4) -> dict[str, Any]:
     return {"qkv": {"kernel": jnp.ones((rows, size)), "bias": jnp.ones(size)}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FULL)
 def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
     saved = trained(name, {"a": attention()})
@@ -323,20 +235,6 @@ def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
     ]
     again = planned(together, DEFINITIONS[name]().create({"a": attention()}), split).apply()
     assert_same(leaves(again), old)
-
-
-def test_a_plan_says_what_a_function_makes() -> None:
-    def fuse(*given: jax.Array) -> jax.Array:
-        return jnp.concatenate(given, axis=-1)
-
-    saved = named_state(trained("sgd_momentum", attention()))
-    target = DEFINITIONS["sgd_momentum"]().create(fused())
-    plan = plan_restore(saved, target, rules=[("(.*)/qkv/(.*)", Map(QKV, fuse))])
-    assert plan.diff().splitlines()[1] == (
-        " ~ params/qkv/kernel float32[4, 9] <- params/q/kernel .. params/v/kernel (3): "
-        "`fuse` of float32[4, 3], float32[4, 3], float32[4, 3]"
-    )
-    assert plan.to_data()["rows"][0]["by"] == {"source": QKV, "fn": "fuse"}
 
 
 def test_a_parameter_is_mapped_with_its_moments_or_not_at_all() -> None:
@@ -379,46 +277,12 @@ def test_a_function_for_a_parameter_does_not_make_its_factors() -> None:
     assert list(problems(plan)) == factors
     assert "is made by the rule for `params/qkv/kernel`" in str(plan)
 
-    one_rule: list[Rule] = [
-        ("(state/factored_rms/v_.*)/qkv/(.*)", along_rows),
-        ("(.*)/qkv/(.*)", along_rows),
-    ]
-    assert list(problems(planned(saved, target, one_rule))) == factors
-
-    named: list[Rule] = [
-        # Rows of 24 x 8 are means over its 24, which are those over each 8.
-        (
-            "state/factored_rms/v_row/qkv/(.*)",
-            Map(
-                tuple(rf"state/factored_rms/v_col/{n}/\1" for n in "qkv"),
-                lambda *given: sum(given) / 3,
-            ),
-        ),
-        (
-            "state/factored_rms/v_col/qkv/(.*)",
-            Map(
-                tuple(rf"state/factored_rms/v_row/{n}/\1" for n in "qkv"),
-                lambda *given: jnp.concatenate(given),
-            ),
-        ),
-        ("(.*)/qkv/(.*)", along_rows),
-    ]
-    plan = planned(saved, target, named)
-    old, new = leaves(saved), leaves(plan.apply())
-    row, col = (
-        [old[f"state/factored_rms/{f}/{n}/kernel"] for n in "qkv"] for f in ("v_row", "v_col")
-    )
-    np.testing.assert_allclose(new[factors[0]], np.mean(col, 0), rtol=1e-6)
-    assert_same({"": new[factors[1]]}, {"": np.concatenate(row)})
-    assert new["state/factored_rms/v/qkv/kernel"].shape == (1,)
-
 
 @pytest.mark.parametrize(
     ("fn", "told"),
     [
         (lambda x: x, "is [2, 3], expected [3, 2]"),
         (lambda x: (x.T,), "returns tuple, not one array"),
-        (lambda x, y: x, "raises TypeError"),
         (lambda x: jnp.concatenate([x, x.T]), "raises TypeError"),
     ],
 )
@@ -428,12 +292,6 @@ def test_the_plan_says_what_is_wrong_with_a_function(fn: Any, told: str) -> None
     plan = planned(saved, target, [("(.*)/w", Map(r"\1/w", fn))])
     assert set(problems(plan)) == {"params/w", "state/trace/trace/w"}
     assert all(told in why for why in problems(plan).values())
-
-
-def test_a_missing_source_is_named() -> None:
-    saved = trained("sgd_momentum", {"w": random((2, 3))})
-    plan = planned(saved, saved, [("(.*)/w", Map((r"\1/w", r"\1/u"), jnp.add))])
-    assert problems(plan)["params/w"] == "the checkpoint has no `params/u`, as a rule says"
 
 
 def test_another_dtype_has_to_be_admitted() -> None:
@@ -456,35 +314,9 @@ def test_a_function_may_need_values() -> None:
     assert "checked when it is applied" in str(plan)
     expected = {n: v.T if n.endswith("w") else v for n, v in leaves(saved).items()}
     assert_same(leaves(plan.apply()), expected)
-
-    for fn, told in (
-        (lambda x: np.asarray(x), r"`params/w`: `<lambda>` returns float32\[2, 3\], expected"),
-        (
-            lambda x: np.asarray(x).T.astype("float16"),
-            r"returns float16\[3, 2\], expected one array float32",
-        ),
-        (lambda x: [np.asarray(x)], "`params/w`: `<lambda>` returns list, expected one array"),
-        (lambda x: np.asarray(x) / {}, "`params/w`: `<lambda>` raises TypeError"),
-    ):
-        with pytest.raises(errors.LeafError, match=told):
-            planned(saved, target, [("(.*)/w", Map(r"\1/w", fn))]).apply()
-
-
-@pytest.mark.parametrize(
-    ("action", "told"),
-    [
-        (Map((), jnp.add), "the source of a `Map` must be a name or a tuple of names"),
-        (Map(("a", 3), jnp.add), "the source of a `Map` must be a name or a tuple of names"),  # type: ignore[arg-type]
-        (Map("a", "b"), "the `fn` of a `Map` must be a function"),  # type: ignore[arg-type]
-        (Pad(0.5, 3), "`axis` of a `Pad` must be an integer"),  # type: ignore[arg-type]
-        (Pad(0, -1), "`to` a non-negative one"),
-        (Pad(0, 3, "0"), "`value` of a `Pad` must be a number"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_is_no_rule_is_an_error(action: Any, told: str) -> None:
-    saved = opt.sgd(0.1).create({"a": jnp.ones(2)})
-    with pytest.raises(TypeError, match=told):
-        planned(saved, saved, [("params/a", action)])
+    wrong = Map(r"\1/w", lambda x: np.asarray(x).T.astype("float16"))
+    with pytest.raises(errors.LeafError, match=r"`params/w`: .* returns float16\[3, 2\], expected"):
+        planned(saved, target, [("(.*)/w", wrong)]).apply()
 
 
 # Layers
@@ -526,7 +358,7 @@ def stacked(count: int = 3, shape: tuple[int, ...] = (6, 4), axis: int = 0) -> d
     return {"layers": {"w": jnp.ones(w), "b": jnp.ones(b)}}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*FULL, "adafactor"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
@@ -567,36 +399,6 @@ def test_a_mean_over_layers_is_refused() -> None:
     assert row.note == "rows and columns change places: dimension 0 of the saved parameter"
 
 
-def test_the_step_of_stacked_layers_is_that_of_each() -> None:
-    """Rows are columns of the larger first dimension; what they do to an update is the same."""
-    definition = OptaxWrapper(
-        optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(-0.1))
-    )
-    for shape in ((6, 4), (4, 6), (5, 5)):
-        params = {f"layers_{i}": {"w": random(shape, i)} for i in range(3)}
-        grads = {f"layers_{i}": {"w": random(shape, 7 + i)} for i in range(3)}
-        one: Optimizer = definition.create(params).apply_gradient(grads)
-        target = definition.create({"layers": {"w": jnp.ones((3, *shape))}})
-        other = planned(one, target, STACK).apply()
-
-        def joined(tree: Any) -> Any:
-            return jnp.stack([tree[f"layers_{i}"]["w"] for i in range(3)])
-
-        after = other.apply_gradient({"layers": {"w": joined(grads) + 1}})
-        single = one.apply_gradient(jax.tree.map(lambda g: g + 1, grads))
-        found, expected = after.target["layers"]["w"], joined(single.target)
-        np.testing.assert_allclose(found, expected, rtol=2e-6)
-
-
-def test_layers_that_are_factored_only_together_are_refused() -> None:
-    saved = trained("adafactor", layers(5, (6, 3)))
-    target = DEFINITIONS["adafactor"]().create(stacked(5, (6, 3)))
-    wrong = problems(planned(saved, target, STACK))
-    assert "state/factored_rms/v_row/layers/w" in wrong
-    assert "state/factored_rms/v/layers/w" in wrong
-    assert "another choice of what is factored" in wrong["state/factored_rms/v/layers/w"]
-
-
 def test_accumulators_of_sm3_cover_all_layers() -> None:
     saved = trained("sm3", layers())
     plan = planned(saved, DEFINITIONS["sm3"]().create(stacked()), STACK)
@@ -610,101 +412,256 @@ def test_accumulators_of_sm3_cover_all_layers() -> None:
         {str(d): new[f"state/sm3/mu/{d}/layers/w"] for d in range(3)},
         {"0": rows.max(1), "1": rows.max(0), "2": cols.max(0)},
     )
-    bias = each("mu/0/layers_{i}/b")
-    assert_same(
-        {str(d): new[f"state/sm3/mu/{d}/layers/b"] for d in range(2)},
-        {"0": bias.max(1), "1": bias.max(0)},
-    )
     assert_same({"": new["state/sm3/nu/layers/w"]}, {"": each("nu/layers_{i}/w")})
     assert "the maximum over the layers" in str(plan)
-    # What each accumulator says of an entry is at most what is now said of it.
-    covers = [new[f"state/sm3/mu/{d}/layers/w"] for d in range(3)]
-    now: Any = functools.reduce(np.minimum, np.ix_(*covers))
-    assert (now >= np.minimum(rows[:, :, None], cols[:, None, :])).all()
-
     apart = planned(plan.apply(), DEFINITIONS["sm3"]().create(layers()), UNSTACK)
     assert "`sm3` accumulates over all slices together" in str(apart)
     assert all("/mu/" in name for name in problems(apart))
 
 
-# Properties
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.data())
-def test_what_was_padded_is_there_when_it_is_cut_off(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    to = shape[axis] + data.draw(st.integers(0, 3))
-    value = data.draw(st.sampled_from([0, 1.5, -2]))
-    name = data.draw(st.sampled_from(["sgd_momentum", "lion", "sm3"]))
-    saved = trained(name, {"w": random(shape)}, steps=1)
-    grown = list(shape)
-    grown[axis] = to
-    target = DEFINITIONS[name]().create({"w": jnp.ones(grown)})
-    found = leaves(planned(saved, target, [("(.*)/w", Pad(axis, to, value))]).apply())
-    cut = {n: v[tuple(slice(0, k) for k in leaves(saved)[n].shape)] for n, v in found.items()}
-    assert_same(cut, leaves(saved))
-    fresh = leaves(DEFINITIONS[name]().create({"w": jnp.full(grown, float(value))}))
-    for name, leaf in found.items():
-        if leaf.shape == tuple(grown):
-            new = range(shape[axis], to)
-            assert bits(leaf.take(new, axis)) == bits(fresh[name].take(new, axis))
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from(sorted(DEFINITIONS)), st.integers(1, 6), st.integers(1, 6))
-def test_a_map_of_nothing_is_a_rename(name: str, rows: int, cols: int) -> None:
-    saved = trained(name, {"a": random((rows, cols))}, steps=1)
-    target = DEFINITIONS[name]().create({"b": jnp.ones((rows, cols))})
-    mapped = [
-        ("(.*v_row)/b", Map(r"\1/a", lambda x: x)),
-        ("(.*v_col)/b", Map(r"\1/a", lambda x: x)),
-    ]
-    mapped += [("(.*mu/0)/b", Map(r"\1/a", lambda x: x)), ("(.*mu/1)/b", Map(r"\1/a", lambda x: x))]
-    everything: list[Rule] = [("(.*)/b", Map(r"\1/a", lambda x: x))]
-    names = leaves(target)
-    used = [rule for rule in mapped if any(re.fullmatch(rule[0], n) for n in names)]
-    one = planned(saved, target, [*used, *everything]).apply()
-    other = planned(saved, target, [("(.*)/b", Rename(r"\1/a"))]).apply()
-    assert_same(leaves(one), leaves(other))
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.data())
-def test_stacking_and_unstacking_is_the_identity(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted({*DEFINITIONS} - {"sm3"})))
-    count = data.draw(st.integers(1, 3))
-    shape = tuple(data.draw(st.lists(st.integers(4, 7), min_size=1, max_size=2)))
-    axis = data.draw(st.integers(0, len(shape)))
-    one = {f"layers_{i}": {"w": random(shape, i)} for i in range(count)}
-    grown = (*shape[:axis], count, *shape[axis:])
-    saved = trained(name, one, steps=1)
-    rules: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))]
-    target = DEFINITIONS[name]().create({"layers": {"w": jnp.ones(grown)}})
-    together = planned(saved, target, rules).apply()
-    apart: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))]
-    again = planned(together, DEFINITIONS[name]().create(one), apart).apply()
-    assert_same(leaves(again), leaves(saved))
-
-
 @pytest.mark.parametrize(
-    ("names", "rules"),
+    "rules",
     [
-        ("ab", [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))]),
-        ("bz", [("params/z", Rename("params/a"))]),
-        ("ab", [("params/a", Map("params/a", jnp.flip))]),
-        ("ab", [("params/a", Pad(0, 4))]),
+        [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))],
+        [("params/a", Map("params/a", jnp.flip))],
     ],
 )
-def test_moments_of_parameters_one_after_the_other(names: str, rules: Any) -> None:
+def test_moments_of_parameters_one_after_the_other(rules: Any) -> None:
     """`flatten` keeps one vector, in the order of the names: no rule for a parameter moves that."""
     wrap = OptaxWrapper(optax.flatten(optax.trace(0.9)))
-    saved = named_state(wrap.create({name: jnp.ones(4) for name in "ab"}))
-    target = wrap.create({name: jnp.ones(4) for name in names})
-    plan = plan_restore(saved, target, rules=rules)
+    target = wrap.create({name: jnp.ones(4) for name in "ab"})
+    plan = plan_restore(named_state(target), target, rules=rules)
     assert plan.missing_kinds == {"initialise", "drop"}
     assert "concatenates parameters" in str(plan)
-    same = [("params/c", Rename("params/b"))]
     renamed = wrap.create({"a": jnp.ones(4), "c": jnp.ones(4)})
-    assert plan_restore(saved, renamed, rules=same).is_ok
+    same = [("params/c", Rename("params/b"))]
+    assert plan_restore(named_state(target), renamed, rules=same).is_ok
+
+
+# The words of rules
+
+
+def created(**arrays: Any) -> Optimizer:
+    made: Optimizer = opt.sgd(0.1).create(arrays)
+    return made
+
+
+def restored(saved: Optimizer, target: Optimizer, rules: Any, allow: Any = ()) -> dict[str, Any]:
+    result = plan_restore(named_state(saved), target, rules=rules, allow=allow).apply()
+    return {name: leaf.tolist() for name, leaf in result.target.items()}
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    saved, target = (
+        created(a=jnp.ones(1), b=jnp.zeros(1)),
+        created(a=jnp.full(1, 5.0), b=jnp.ones(1)),
+    )
+    rules = [("params/a", "keep"), ("params/.*", "initialise")]
+    assert restored(saved, target, rules) == {"a": [5.0], "b": [1.0]}
+    assert restored(saved, target, rules[::-1])["a"] == [5.0]
+    renamed = [("params/a", Rename("params/b")), rules[1]]
+    assert restored(saved, target, renamed, {"drop"}) == {"a": [0.0], "b": [1.0]}
+
+
+def test_two_leaves_may_come_from_one() -> None:
+    saved, target = created(a=jnp.ones(2)), created(a=jnp.zeros(2), b=jnp.zeros(2))
+    result = plan_restore(
+        named_state(saved), target, rules=[("params/b", Rename("params/a"))]
+    ).apply()
+    assert result.target["b"].tolist() == [1.0, 1.0]
+    one, other = (result.target[name].unsafe_buffer_pointer() for name in "ab")
+    assert one != other
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_stacks_along_any_axis(axis: int) -> None:
+    layers = {f"l{i}": jnp.arange(2.0) + 10 * i for i in range(3)}
+    target = created(l=jnp.stack(list(layers.values()), axis))
+    rule = ("params/l", Stack("params/l{i}", axis))
+    assert restored(created(**layers), created(l=target.target["l"] * 0), [rule])["l"] == (
+        target.target["l"].tolist()
+    )
+    back = (r"params/l(\d)", Unstack("params/l", r"\1", axis))
+    zeros = {name: jnp.zeros(2) for name in layers}
+    assert restored(target, created(**zeros), [back]) == {
+        name: layer.tolist() for name, layer in layers.items()
+    }
+
+
+def test_a_word_admits_its_leaves_alone() -> None:
+    saved = created(a=jnp.ones(2), b=jnp.ones(2))
+    target = created(a=jnp.zeros(2, jnp.bfloat16), b=jnp.zeros(2, jnp.bfloat16))
+    plan = plan_restore(named_state(saved), target, rules=[("params/a", "cast")])
+    assert [row.is_ok for row in plan.rows] == [True, False, True]
+    assert plan.missing_kinds == {"cast"}
+
+
+WRONG: list[tuple[Any, list[Any], type[Exception], str]] = [
+    ("initialise", [], TypeError, "`allow` must be a set of words; .* give `{'initialise'}`"),
+    ({"init"}, [], ValueError, "`allow`: expected words among"),
+    ((), [("params/a", "forget")], ValueError, "`rules`: expected one of .*; found 'forget'"),
+    ((), [("params/a", None)], TypeError, "NoneType is not an action"),
+    ((), [("params/(", "drop")], ValueError, "'params/\\(' is not a regular expression"),
+    ((), [("params/a", Rename(r"params/\2"))], ValueError, "params/a"),
+    ((), [("params/a", Stack("params/b"))], ValueError, "source of a `Stack` must have"),
+    ((), [("params/a", Map((), jnp.add))], TypeError, "must be a name or a tuple of names"),
+    ((), [("params/a", Map("a", "b"))], TypeError, "the `fn` of a `Map` must be a function"),  # type: ignore[arg-type]
+    ((), [("params/a", Pad(0.5, 3))], TypeError, "`axis` of a `Pad` must be an integer"),  # type: ignore[arg-type]
+    ((), [(3, "drop")], TypeError, "`rules`"),
+]
+
+
+@pytest.mark.parametrize(("allow", "rules", "error", "told"), WRONG)
+def test_what_is_no_policy_is_refused(allow: Any, rules: Any, error: Any, told: str) -> None:
+    saved = created(a=jnp.ones(1))
+    with pytest.raises(error, match=told):
+        plan_restore(named_state(saved), saved, allow=allow, rules=rules)
+
+
+# A vocabulary that grows: its new rows have the state that `init` makes for them
+
+OLD, NEW, WIDTH = 3, 5, 4
+
+# Everything here treats the rows of a matrix apart, but for its counts.
+ROWS: dict[str, Any] = {
+    "rprop": optax.rprop(0.1),
+    "cocob": contrib.cocob(),
+    "adagrad": optax.adagrad(0.1, initial_accumulator_value=0.5),
+    "yogi": optax.yogi(0.1),
+    "rmsprop": optax.rmsprop(0.1, initial_scale=2.0),
+    "rmsprop centered": optax.rmsprop(0.1, initial_scale=2.0, centered=True, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adafactor": optax.adafactor(0.1, multiply_by_parameter_scale=False, clipping_threshold=None),
+    "several": optax.chain(optax.scale_by_rss(2.0), optax.masked(optax.trace(0.9), {"w": True})),
+}
+
+
+def wrapped(tx: Any, rows: int, value: float = 1.0) -> Optimizer:
+    return OptaxWrapper(tx).create({"w": jnp.full((rows, WIDTH), value)})
+
+
+def grads(rows: int, step: int) -> dict[str, jax.Array]:
+    key = jax.random.fold_in(jax.random.key(0), step)
+    return {"w": jax.random.normal(key, (NEW, WIDTH))[NEW - rows :]}
+
+
+def stepped(optimizer: Optimizer, steps: int, first: int = 0) -> Optimizer:
+    rows = len(optimizer.target["w"])
+    for step in range(first, first + steps):
+        optimizer = optimizer.apply_gradient(grads(rows, step))
+    return optimizer
+
+
+def grown(tx: Any, value: float = 0.25) -> tuple[Optimizer, Optimizer, Plan[Any]]:
+    """A trained optimizer, what it becomes with more rows, and the plan."""
+    saved = stepped(wrapped(tx, OLD), 4)
+    plan = plan_restore(
+        named_state(saved), wrapped(tx, NEW, 7.0), rules=[(".*/w", Pad(0, NEW, value))]
+    )
+    return saved, plan.apply(), plan
+
+
+def rows_of_a_new_run(tx: Any, value: float, counts: Optimizer) -> Optimizer:
+    """A fresh optimizer that has only the counts of another."""
+    fresh = wrapped(tx, NEW, value)
+    like = named_state(counts)
+    leaves = [
+        like[leaf.name] if leaf.parameter is None else named_state(fresh)[leaf.name]
+        for leaf in like.schema.leaves
+        if leaf.kind == "state"
+    ]
+    return fresh.replace(state=jax.tree.unflatten(jax.tree.structure(fresh.state), leaves))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ROWS)
+def test_old_rows_stay_and_new_rows_train_as_those_of_a_new_run(name: str) -> None:
+    saved, found, plan = grown(ROWS[name])
+    assert "params/w: 3 -> 5 along 0 with 0.25" in plan.diff()
+    before, after = (named_state(x) for x in (saved, found))
+    for leaf_name, leaf in before.items():
+        now = np.asarray(after[leaf_name])
+        np.testing.assert_array_equal(now[:OLD] if now.shape else now, leaf, err_msg=leaf_name)
+    fresh = rows_of_a_new_run(ROWS[name], 0.25, found)
+    found, fresh = (stepped(x, 3, first=4) for x in (found, fresh))
+    assert np.isfinite(found.target["w"]).all()
+    assert not np.array_equal(found.target["w"][OLD:], np.full((NEW - OLD, WIDTH), 0.25))
+    for leaf in named_state(found).schema.leaves:
+        if leaf.shape == (NEW, WIDTH):
+            ours, theirs = (np.asarray(named_state(x)[leaf.name])[OLD:] for x in (found, fresh))
+            np.testing.assert_array_equal(ours, theirs, err_msg=leaf.name)
+
+
+def test_factors_grow_by_those_of_a_new_matrix() -> None:
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    saved, found, _ = grown(tx)
+    names = [f"state/factored_rms/{field}/w" for field in ("v_row", "v_col")]
+    (was,), (now,), (fresh,) = (
+        [leaf for name in names if (leaf := named_state(x)[name]).shape == (rows,)]
+        for x, rows in ((saved, OLD), (found, NEW), (wrapped(tx, NEW), NEW))
+    )
+    np.testing.assert_array_equal(now[:OLD], was)
+    np.testing.assert_array_equal(now[OLD:], fresh[OLD:])
+    assert np.isfinite(stepped(found, 3).target["w"]).all()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("make", [contrib.schedule_free_adamw, contrib.dog, optax.lbfgs])
+def test_a_copy_of_a_parameter_grows_as_that_does(make: Any) -> None:
+    tx = make(0.1)
+    saved = OptaxWrapper(tx).create({"w": jnp.ones((OLD, 2)), "b": jnp.ones(2)})
+    target = OptaxWrapper(tx).create({"w": jnp.full((NEW, 2), 7.0), "b": jnp.ones(2)})
+    plan = plan_restore(named_state(saved), target, rules=[(".*/w", Pad(0, NEW, 0.25))])
+    found = plan.apply()
+    copies = {"z", "init_params", "params"} & {f for r in plan.rows for f in r.leaf.field}
+    assert copies
+    for name, leaf in named_state(found).items():
+        if copies & {*name.split("/")[:-1]} and name.endswith("/w"):
+            assert np.all(np.asarray(leaf)[OLD:] == 0.25), name
+    assert "along 0 as its parameter" in str(plan)
+
+
+def test_rows_of_a_moment_in_another_dtype_are_not_rounded_twice() -> None:
+    def rss(dtype: Any) -> Any:
+        return optax.chain(optax.scale_by_rss(0.1), optax.trace(0.9, accumulator_dtype=dtype))
+
+    saved = stepped(wrapped(rss(jnp.bfloat16), OLD), 2)
+    plan = plan_restore(
+        named_state(saved),
+        wrapped(rss(jnp.float32), NEW),
+        allow={"cast"},
+        rules=[(".*/w", Pad(-2, NEW))],
+    )
+    found = named_state(plan.apply())
+    assert found["state/trace/trace/w"].dtype == jnp.float32
+    assert (found["state/rss/sum_of_squares/w"][OLD:] == jnp.float32(0.1)).all()
+
+
+def test_a_step_on_disk_and_an_abstract_target(tmp_path: Any) -> None:
+    tx = optax.rprop(0.1)
+    saved = stepped(wrapped(tx, OLD), 4)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, saved)
+        checkpointer.wait()
+        target = jax.eval_shape(lambda: wrapped(tx, NEW))
+        found = checkpointer.restore(4, target, rules=[(".*/w", Pad(0, NEW))])
+        plan = plan_restore(checkpointer.at(4), target, rules=[(".*/w", Pad(0, NEW))])
+    assert (named_state(found)["state/rprop/step_sizes/w"][OLD:] == jnp.float32(0.1)).all()
+    assert "state/rprop/step_sizes/w: 3 -> 5 along 0 as `init` makes it" in plan.diff()
+
+
+def test_state_that_init_does_not_make_is_refused() -> None:
+    def grows(is_late: bool) -> Any:
+        def init(params: Any) -> Any:
+            made = {"m": jax.tree.map(jnp.ones_like, params)}
+            return {**made, "n": made["m"]} if is_late else made
+
+        return optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+
+    saved, later = wrapped(grows(False), OLD), wrapped(grows(True), NEW)
+    target = later.replace(optimizer_def=OptaxWrapper(grows(False)))
+    plan = plan_restore(
+        named_state(saved), target, allow={"initialise"}, rules=[(".*/w", Pad(0, NEW))]
+    )
+    with pytest.raises(errors.PlanError, match="`init` makes 2 leaves, the target's state has 3"):
+        plan.apply()
