@@ -1,6 +1,5 @@
 """`with_average`: its numbers, and the steps that leave it alone."""
 
-import pickle
 from typing import Any
 
 import chex
@@ -10,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from opt_accumulate import AverageState, MultiSteps, Spike, guard, skip_not_finite, with_average
-from opt_accumulate.errors import OptionError
 
 PARAMS: Any = {"w": jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]]), "b": jnp.array([0.5, -0.5])}
 STEPS = 40
@@ -211,13 +209,6 @@ def test_a_guard_leaves_it_alone(outside: bool) -> None:
     assert int(seen[4][2]) == 3
 
 
-def test_inside_of_a_window_it_sees_emissions_alone() -> None:
-    inside = MultiSteps(with_average(ADAM, 0.5), 2)
-    outside = with_average(MultiSteps(ADAM, 2), 0.5)
-    one, other = trajectory(inside, 6)[1], trajectory(outside, 6)[1]
-    chex.assert_trees_all_close(one.inner_opt_state.average, other.average, rtol=1e-6)
-
-
 def test_groups_have_windows_of_their_own() -> None:
     tx = optax.partition(
         {"w": with_average(MultiSteps(ADAM, 2), 0.5), "b": with_average(ADAM, 0.5)},
@@ -317,58 +308,3 @@ def test_one_program_and_one_type_for_every_step() -> None:
         params, state = step(params, state, gradient(index))
     chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
-
-
-def test_scan_and_vmap() -> None:
-    tx = with_average(ADAM, 0.9, every=2)
-
-    def run(scale: Any) -> Any:
-        def one(carry: Any, step: Any) -> Any:
-            params, state = carry
-            grads = jax.tree.map(lambda p: scale * jnp.cos(3 * p + step), PARAMS)
-            return tx.apply(params, state, grads), ()
-
-        return jax.lax.scan(one, (PARAMS, tx.init(PARAMS)), jnp.arange(5.0))[0][1].average
-
-    both = jax.jit(jax.vmap(run))(jnp.array([1.0, 2.0]))
-    alone = [run(1.0), run(2.0)]
-    chex.assert_trees_all_close(
-        both, jax.tree.map(lambda *x: jnp.stack(x), *alone), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_it_is_a_transformation_of_optax() -> None:
-    tx = with_average(ADAM, 0.9)
-    assert isinstance(tx, optax.GradientTransformationExtraArgs)
-    chained = optax.chain(optax.clip(1.0), tx)
-    state: Any = chained.update(gradient(0), chained.init(PARAMS), PARAMS)[1]
-    assert isinstance(state[1], AverageState)
-
-
-def test_transformations_can_be_copied() -> None:
-    tx = with_average(optax.identity(), 0.9)
-    again = type(tx)(*pickle.loads(pickle.dumps((len, max, min))))
-    assert again.__getnewargs__() == (len, max, min)
-    assert pickle.loads(pickle.dumps(again)).apply is min
-
-
-MASK: Any = {"other": True}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "`decay` is missing"),
-    ({"decay": 1.0}, "`decay` must be at least 0 and less than 1, found 1.0"),
-    ({"decay": 0.9, "form": "mean"}, "`form` must be one of ema, polyak, found 'mean'"),
-    ({"decay": 0.9, "form": "polyak"}, "takes neither `decay` nor `warmup`"),
-    ({"form": "polyak", "warmup": True}, "takes neither `decay` nor `warmup`"),
-    ({"decay": 0.9, "start": -1}, "`start` must be an integer of at least 0, found -1"),
-    ({"decay": 0.9, "every": 0}, "`every` must be an integer of at least 1, found 0"),
-    ({"decay": 0.9, "every": True}, "`every` must be an integer"),
-    ({"decay": 0.9, "dtype": jnp.bfloat16}, "`dtype` must be float32 or float64"),
-    ({"decay": 0.9, "dtype": "text"}, "`dtype` must be float32 or float64"),
-    ({"decay": 0.9, "select": MASK}, "`select` must be one value for all, or a tree like b, w"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG)
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        with_average(ADAM, **options).init(PARAMS)

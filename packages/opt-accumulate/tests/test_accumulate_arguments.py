@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from opt_accumulate._microbatches.accumulate import accumulate_gradients
-from opt_accumulate.errors import OptionError
 
 ROWS = 12
 P = jax.sharding.PartitionSpec
@@ -226,56 +225,3 @@ def test_positional_arguments_before_the_key_are_as_they_were() -> None:
 
 
 # Errors
-
-
-def plain(w: Any, batch: Any, temperature: Any = 1.0) -> Sums:
-    return (w * batch * temperature).sum(), jnp.int32(batch.shape[0])
-
-
-def keyed(w: Any, batch: Any, key: Any, train: bool = False) -> Sums:
-    return key_last(w, batch, key)
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "args", "kwargs", "words"),
-    [
-        (plain, (), {"w": 1.0}, "`w` was given, but by position it gets the parameters already"),
-        (plain, (), {"batch": 1.0}, "`batch` was given, but by position it gets the microbatch al"),
-        (
-            plain,
-            (2.0,),
-            {"temperature": 1.0},
-            "but by position it gets argument 1 after `batch` alread",
-        ),
-        (plain, (), {"trian": True}, "`trian` was given, but `loss_fn` takes (w: Any, batch: Any,"),
-        (plain, (), {"has_aux": True}, "Give it to `accumulate_gradients(has_aux=...)`."),
-        (keyed, (), {"key": 1.0}, "by position it gets the key of this microbatch already"),
-    ],
-)
-def test_keywords_that_cannot_arrive(loss_fn: Any, args: Any, kwargs: Any, words: str) -> None:
-    vg = accumulate_gradients(loss_fn, num_microbatches=2, rng=loss_fn is keyed)
-    key = jax.random.key(0) if loss_fn is keyed else None
-    with pytest.raises(OptionError) as error:
-        vg(jnp.float32(1), jnp.ones(4), *args, rng=key, **kwargs)
-    assert words in str(error.value)
-
-
-def test_one_key_for_all_is_a_further_argument() -> None:
-    vg = accumulate_gradients(key_last, num_microbatches=2)
-    with pytest.raises(OptionError, match="pass it by position, or by another name"):
-        vg(jnp.float32(1), jnp.ones(4), rng=jax.random.key(0))
-    loss, _ = vg(jnp.float32(1), jnp.ones(4), jax.random.key(0))
-    assert float(loss) == float(draws(jax.random.key(0)))
-
-
-def test_functions_that_do_not_say_what_they_take_are_left_to_python() -> None:
-    class Silent:
-        __signature__ = "none"
-
-        def __call__(self, w: Any, batch: Any, *, train: bool) -> Sums:
-            return plain(w, batch)
-
-    vg = accumulate_gradients(Silent(), num_microbatches=2)
-    assert float(vg(jnp.float32(1), jnp.ones(4), train=True)[0]) == 1.0
-    with pytest.raises(TypeError, match="unexpected keyword argument 'trian'"):
-        vg(jnp.float32(1), jnp.ones(4), trian=True)
