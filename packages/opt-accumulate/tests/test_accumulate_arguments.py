@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_accumulate._microbatches.accumulate import accumulate_gradients
+from opt_accumulate import accumulate_gradients
 
 ROWS = 12
-P = jax.sharding.PartitionSpec
 
 Tree = Any
 Sums = tuple[jax.Array, jax.Array]
@@ -69,7 +68,7 @@ def whole_batch(batch: Tree, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.
     options=st.sampled_from([{}, {"reduce": "deferred", "mesh": make_mesh()}, {"weights": None}]),
     jit=st.booleans(),
 )
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 def test_keywords_and_scalars_against_the_whole_batch(
     factor: Any, args: Any, kwargs: Any, size: int, options: Any, jit: bool
 ) -> None:
@@ -86,26 +85,6 @@ def test_keywords_and_scalars_against_the_whole_batch(
 
 
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_static_keywords_stay_what_they_are_and_others_become_arrays(reduce: Any) -> None:
-    seen = []
-
-    def loss_fn(w: Any, batch: Any, *, train: Any, depth: Any, act: Any = jnp.tanh) -> Sums:
-        seen.append((train, isinstance(depth, jax.Array)))
-        return act(w * batch["x"] * depth).sum(), jnp.int32(batch["x"].shape[0])
-
-    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce=reduce, mesh=make_mesh())
-    compiled = jax.jit(vg, static_argnames=("train", "act"))
-    x = jnp.arange(4.0)
-    for act in (jnp.tanh, jnp.sin):
-        found = compiled(jnp.float32(0.5), {"x": x}, train=True, depth=2, act=act)
-        expected = jax.value_and_grad(lambda w, act=act: act(w * x * 2).sum() / 4)
-        np.testing.assert_allclose(found, expected(jnp.float32(0.5)), rtol=1e-6)
-    vg(jnp.float32(0.5), {"x": x}, train=True, depth=2)
-    assert all(train is True for train, _ in seen)
-    assert {is_array for _, is_array in seen} == {True, False}
-
-
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_python_scalars_of_a_batch_stay_so_outside_of_jit(reduce: Any) -> None:
     seen = []
 
@@ -119,15 +98,6 @@ def test_python_scalars_of_a_batch_stay_so_outside_of_jit(reduce: Any) -> None:
     assert seen
     assert all(value is True for value in seen)
     assert (float(loss), float(grad), grad.dtype) == (6.0, 3.0, jnp.float32)
-
-
-def test_every_example_counts_once_beside_scalars() -> None:
-    def mean(w: Any, batch: Any) -> Any:
-        return jnp.mean(w * batch["x"]) * batch["a_scalar_first"]
-
-    vg = accumulate_gradients(mean, microbatch_size=3, smaller_last=True, weights="examples")
-    loss, grad = vg(jnp.float32(2), {"a_scalar_first": 2.0, "x": jnp.arange(4.0)})
-    assert (float(loss), float(grad)) == (6.0, 3.0)
 
 
 def test_gradients_do_not_flow_to_scalars_but_outputs_may_hold_them() -> None:
@@ -187,7 +157,7 @@ def renamed(w: Any, batch: Any, k: Any, train: Any) -> Sums:
     return key_after_keyword(w, batch, train, k)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "loss_fn",
     [

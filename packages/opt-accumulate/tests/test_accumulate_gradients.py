@@ -10,9 +10,8 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from opt_accumulate._microbatches.accumulate import accumulate_gradients
+from opt_accumulate import accumulate_gradients
 
 ROWS = 12
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
@@ -85,7 +84,7 @@ def in_microbatches(size: int) -> Any:
     mask=st.lists(st.booleans(), min_size=2 * ROWS, max_size=2 * ROWS).filter(any),
     size=st.integers(1, ROWS),
 )
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 def test_ragged_masks_give_the_gradient_of_the_whole_batch_bit_for_bit(
     mask: list[bool], size: int
 ) -> None:
@@ -94,7 +93,7 @@ def test_ragged_masks_give_the_gradient_of_the_whole_batch_bit_for_bit(
         assert_equal(in_microbatches(size)(params, batch), whole_batch(params, batch))
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 6, 12, np.int64(3), jnp.int32(3)])
+@pytest.mark.parametrize("num", [1, 12, np.int64(3), jnp.int32(4)])
 def test_any_number_of_microbatches_is_the_same(num: int) -> None:
     params, batch = make_params(), make_batch()
     vg = jax.jit(accumulate_gradients(loss_sum, num_microbatches=num))
@@ -111,23 +110,6 @@ def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool)
     assert (" while(" in program) == (unroll is not True)
 
 
-def test_rounding_is_that_of_float32() -> None:
-    """Real numbers through a nonlinear loss, against float64 of the whole batch."""
-    random = np.random.RandomState(2)
-    w, x = random.randn(5, 7), random.randn(64, 5)
-    mask = random.rand(64) < 0.3
-    grad64 = x.T @ (mask[:, None] * (1 - np.tanh(x @ w) ** 2)) / mask.sum()
-
-    def loss_fn(w: jax.Array, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        losses = jnp.tanh(batch["x"] @ w).sum(-1)
-        return jnp.where(batch["mask"], losses, 0.0).sum(), batch["mask"].sum()
-
-    batch = {"x": jnp.asarray(x, jnp.float32), "mask": jnp.asarray(mask)}
-    _, grad = accumulate_gradients(loss_fn, num_microbatches=16)(jnp.float32(w), batch)
-    # 64 terms of magnitude 1, each rounded a few times, divided by about 20.
-    np.testing.assert_allclose(grad, grad64, atol=64 / 20 * 4 * FLOAT32_EPS)
-
-
 def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
     mask = np.ones((ROWS, 2))
     mask[1::2, 0] = 0  # microbatch 0 has two tokens in a row, microbatch 1 one
@@ -141,28 +123,7 @@ def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
     assert abs(loss - true) > 0.03 * true
 
 
-@pytest.mark.skipif(not hasattr(optax, "microbatching"), reason="Optax has it since 0.2.7")
-def test_optax_microbatching_averages_means_and_agrees_on_sums() -> None:
-    mask = np.ones((ROWS, 2))
-    mask[1::2, 0] = 0
-    params, batch = make_params(), make_batch(mask)
-    true = whole_batch(params, batch)[1]
-    kinds = optax.microbatching.AccumulationType
-
-    def microbatched(grad_fn: Callable[..., Any], kind: Any) -> Tree:
-        run = optax.microbatching.microbatch(grad_fn, 1, ROWS // 2, kind)
-        return run(params, batch)
-
-    sums = microbatched(jax.grad(loss_sum, has_aux=True), kinds.SUM)
-    means = microbatched(jax.grad(mean_over_tokens), kinds.MEAN)
-    ours = accumulate_gradients(loss_sum, num_microbatches=2)(params, batch)[1]
-    assert_equal(ours, true)
-    assert_equal(jax.tree.map(lambda g: g / sums[1].astype(jnp.float32), sums[0]), true)
-    off = jnp.abs(means["w"] - true["w"]).max() / jnp.abs(true["w"]).max()
-    assert off > 0.01  # Optax has no weights for its means
-
-
-@pytest.mark.parametrize("size", [5, 8, 12, 20])
+@pytest.mark.parametrize("size", [5, 20])
 def test_every_example_counts_the_same_in_a_smaller_last_microbatch(size: int) -> None:
     params, batch = make_params(), make_batch()
 
@@ -205,7 +166,7 @@ def test_no_weight_at_all_gives_zeros_and_says_so(fn: Callable[..., Any]) -> Non
 LARGE_COUNT = 600_000_000
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
 @pytest.mark.parametrize("rule", ["returned", "function"])
 def test_counts_that_int32_does_not_hold_together_do_not_wrap(dtype: Any, rule: str) -> None:
     def loss_fn(w: jax.Array, batch: Tree) -> Any:
@@ -251,10 +212,9 @@ def loss_and_aux(params: Tree, batch: Tree) -> tuple[Any, Tree]:
     return loss_sum(params, batch), aux
 
 
-@pytest.mark.parametrize("sizes", [{"num_microbatches": 3}, {"microbatch_size": 4}])
-def test_auxiliary_outputs_are_stacked(sizes: dict[str, Any]) -> None:
+def test_auxiliary_outputs_are_stacked() -> None:
     params, batch = make_params(), make_batch()
-    vg = accumulate_gradients(loss_and_aux, has_aux=True, **sizes)
+    vg = accumulate_gradients(loss_and_aux, num_microbatches=3, has_aux=True)
     (loss, aux), _ = vg(params, batch)
     assert float(loss) == float(whole_batch(params, batch)[0])
     for i in range(3):
@@ -324,7 +284,7 @@ def test_each_microbatch_has_its_own_key(make_key: Callable[[int], jax.Array]) -
     np.testing.assert_array_equal(data, expected)
 
 
-@pytest.mark.parametrize("size", [3, 4, 6, 12])
+@pytest.mark.parametrize("size", [3, 12])
 def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
     def loss_fn(w: jax.Array, x: jax.Array, scale: jax.Array, rng: jax.Array) -> tuple[Any, Any]:
         noise = jax.vmap(jax.random.normal)(rng)
@@ -349,7 +309,8 @@ def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
 # Dropped microbatches.
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("rule", ["returned", "callable"])
 def test_a_microbatch_that_is_not_finite_is_as_if_it_were_not_there(bad: float, rule: str) -> None:
     weights: Any
@@ -433,6 +394,7 @@ def test_dropped_microbatches_leave_sums_and_means_of_outputs_alone() -> None:
 # Trees.
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 @pytest.mark.parametrize("out", ["none", "one", "tree"])
 def test_parameters_with_none_as_jax_has_them(reduce: Any, out: str) -> None:

@@ -64,6 +64,7 @@ def assert_bit_equal(one: Any, other: Any) -> None:
 # What is skipped
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_what_is_not_finite_is_skipped_once(bad: float, where: str) -> None:
@@ -229,12 +230,6 @@ def test_max_consecutive() -> None:
         jax.jit(lambda s: check_skips(s))(carried[0][1])
 
 
-def test_a_guard_without_a_limit_is_never_stuck() -> None:
-    _, state = steps_of(DEFAULT, [NAN] * 5)[-1]
-    assert not report(state).stuck
-    assert int(report(state).consecutive) == 5
-
-
 def test_nonfinite_apply_makes_the_step_and_remembers_nothing_of_it() -> None:
     tx = guard(INNER, nonfinite="apply", loss=QUICK)
     carried = steps_of(tx, [1.0, NAN, 1.0])
@@ -273,7 +268,8 @@ def test_two_guards_have_two_reports() -> None:
 
 
 def test_one_program_and_one_type_for_every_step() -> None:
-    tx = guard(INNER, loss=QUICK, update_norm=QUICK, max_consecutive=2)
+    average = with_average(INNER, lambda t: 1 / (t + 1), start=2, every=2)
+    tx = guard(average, loss=QUICK, update_norm=QUICK, max_consecutive=2)
     step = jax.jit(chex.assert_max_traces(lambda p, s, g, x: tx.apply(p, s, g, loss=x), 1))
     params, before = PARAMS, tx.init(PARAMS)
     state = before
@@ -294,6 +290,7 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
 LARGE = float(np.finfo(np.float32).max)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("spike", [None, QUICK])
 @pytest.mark.parametrize(
     ("values", "is_finite"),
@@ -328,7 +325,7 @@ def test_large_finite_updates_are_judged_by_their_norm() -> None:
     np.testing.assert_allclose(updates, params * 1e20)
 
 
-@pytest.mark.parametrize("grads", [[3e30], [[3e30]], [3e30 + 4e30j], [1.0, 3e30]])
+@pytest.mark.parametrize("grads", [[3e30], [3e30 + 4e30j]])
 def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
     """Alone in its array a number was squared apart from the factor that makes it small."""
     arrays = [jnp.asarray(value) for value in grads]
