@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
 from opt_checkpoint._planning import apply
 from opt_checkpoint.errors import PlanError
-from opt_core import MultiOptimizer, Optimizer, describe_state, leaf_groups, regroup, storage
+from opt_core import MultiOptimizer, Optimizer, leaf_groups, storage
 
 P = PartitionSpec
 SHAPES = {"bias": (3,), "kernel": (64, 256)}
@@ -72,7 +72,7 @@ def assert_same(one: Any, other: Any) -> None:
 EXACT, BITS16, BITS8 = 1e-6, 0.004, 0.08
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("old", "new", "params_error", "moments_error"),
     [
@@ -174,14 +174,6 @@ def test_digits_are_lost_only_where_that_is_admitted() -> None:
         plan_restore(saved, trained("8 bits", 0), allow=ALL - {"cast"}).check()
 
 
-def test_codes_of_decoded_codes_are_the_same() -> None:
-    once = plan_restore(named_state(trained("float32")), trained("8 bits", 0), allow=ALL).apply()
-    wide = plan_restore(named_state(once), trained("float32", 0), allow=ALL).apply()
-    again = plan_restore(named_state(wide), trained("8 bits", 0), allow=ALL).apply()
-    for one, other in zip(*(jax.tree.leaves(o.state) for o in (once, again)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=3e-7)
-
-
 def test_parameters_without_their_remainder_reset_it() -> None:
     saved: Optimizer = opt.adamw(1e-3).create(params(jnp.bfloat16))
     plan = plan_restore(named_state(saved), trained("remainder"), allow=ALL)
@@ -203,6 +195,7 @@ def test_what_is_stored_alike_is_carried_bit_by_bit() -> None:
         assert_same(restored, saved)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["8 bits", "remainder", "kahan"])
 def test_files_have_every_code(name: str, tmp_path: Path) -> None:
     saved = trained(name)
@@ -210,23 +203,6 @@ def test_files_have_every_code(name: str, tmp_path: Path) -> None:
         checkpointer.save(2, saved)
     found = Checkpointer(tmp_path, read_only=True).restore_latest(trained(name, 0))
     assert_same(found, saved)
-
-
-def test_surgery_moves_codes_with_their_parameter() -> None:
-    groups = MultiOptimizer.from_rules(
-        [("one", "bias", definition("remainder")), ("two", "kernel", definition("remainder"))]
-    )
-    optimizer: Optimizer = groups.create(params(jnp.bfloat16))
-    optimizer = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, optimizer.target))
-    moved, report = regroup(
-        optimizer,
-        MultiOptimizer.from_rules([("all", ".*", definition("remainder"))]),
-        allow={"regroup", "optimizer"},
-    )
-    assert {change.action for change in report.changes} <= {"kept", "renamed"}
-    known = {(leaf.field, leaf.parameter): x for o in (optimizer,) for leaf, x in rows_of(o)}
-    for leaf, x in rows_of(moved):
-        assert_same(x, known[leaf.field, leaf.parameter])
 
 
 def test_groups_store_their_leaves_each_in_its_own_way() -> None:
@@ -244,11 +220,6 @@ def test_groups_store_their_leaves_each_in_its_own_way() -> None:
     assert jax.tree.map(jax.typeof, restored) == jax.tree.map(jax.typeof, target)
     for (_, was), (_, now) in zip(*map(leaf_groups, (saved, restored)), strict=True):
         assert_same(*(op.master_of(o.state.param_states, o.target) for o in (was, now)))
-
-
-def rows_of(optimizer: Optimizer) -> Any:
-    leaves = jax.tree.leaves(optimizer.state.param_states)
-    return zip(describe_state(optimizer).leaves, leaves, strict=True)
 
 
 def mesh_of(number: int) -> Any:
