@@ -62,17 +62,6 @@ def test_the_cpu_has_the_same_numbers(name: str) -> None:
     assert_close(found, expected)
 
 
-def test_mini_steps_are_those_of_optax() -> None:
-    found, _ = train(MultiSteps(ADAMW, 2), some_grads(5))
-    theirs = optax.MultiSteps(ADAMW, 2)
-    expected: Any = make_params()
-    state, update = theirs.init(expected), jax.jit(theirs.update)
-    for grads in some_grads(5):
-        updates, state = update(grads, state, expected)
-        expected = optax.apply_updates(expected, updates)
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_mini_step_that_is_not_finite_leaves_no_trace() -> None:
     steps = MultiSteps(ADAMW, 2, should_skip_update_fn=skip_not_finite)
     good = some_grads(4)

@@ -12,7 +12,6 @@ import numpy as np
 import opt_optax_bridge as opt
 import opt_partition
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import accumulate_gradients
 from opt_accumulate.errors import BatchError, OptionError
@@ -222,31 +221,6 @@ def test_no_row_leaves_its_device(reduce: Reduce, mesh: jax.sharding.Mesh) -> No
     assert kinds == {"all-reduce"}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("reduce", "kind"),
-    [
-        ("auto", AxisType.Auto),
-        ("deferred", AxisType.Auto),
-        # "auto" on an Explicit mesh: the loss function itself has to gather, by its types.
-        ("deferred", AxisType.Explicit),
-    ],
-)
-def test_parameters_sharded_over_the_data_axis_too(reduce: Reduce, kind: AxisType) -> None:
-    mesh = make_mesh(kind)
-    vg = accumulate_gradients(
-        loss_fn,
-        num_microbatches=NUM,
-        reduce=reduce,
-        mesh=mesh if reduce == "deferred" else None,
-        out_shardings=on(mesh, ZERO2),
-    )
-    params, batch = make_params(), make_batch()
-    with use(mesh):
-        result = jax.jit(vg)(put(params, mesh, ZERO2), put(batch, mesh, P("data")))
-    assert_equal(result, whole_batch(params, batch))
-
-
 def test_tensor_parallel_layers_with_their_reductions_inside() -> None:
     """Partial sums over `model` in the forward pass; `data` still waits for the end."""
     mesh = make_mesh(AxisType.Auto)
@@ -377,42 +351,6 @@ def test_what_is_not_finite_is_dropped_with_its_part(
 # Used as people use it.
 
 
-def test_closures_and_calls_outside_jit() -> None:
-    mesh = make_mesh(AxisType.Auto)
-    scale = jnp.float32(2)
-
-    def scaled(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        total, weight = loss_fn(params, batch)
-        return total * scale, weight * 2
-
-    params, batch = make_params(), make_batch()
-    vg = accumulate_gradients(scaled, num_microbatches=NUM, reduce="deferred", mesh=mesh)
-    args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
-    assert_equal(vg(*args), whole_batch(params, batch))
-    assert_equal(vg(params, batch), whole_batch(params, batch))  # all on one device at first
-
-
-def test_nnx_by_its_state() -> None:
-    rngs = nnx.Rngs(0)
-    layers = nnx.Linear(16, 8, rngs=rngs), jax.nn.relu, nnx.Linear(8, 4, rngs=rngs)
-    graph, state = nnx.split(nnx.Sequential(*layers))
-    batch = make_batch()
-
-    def loss_fn(state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        out = nnx.merge(graph, state)(batch["x"])
-        return jnp.square(out).sum(where=batch["mask"][:, None]), batch["mask"].sum()
-
-    def whole(state: Tree) -> jax.Array:
-        total, weight = loss_fn(state, batch)
-        return total / weight
-
-    mesh = make_mesh(AxisType.Auto)
-    vg = accumulate_gradients(loss_fn, num_microbatches=NUM, reduce="deferred", mesh=mesh)
-    loss, grads = jax.jit(vg)(state, put(batch, mesh, P("data")))
-    assert isinstance(grads, type(state))
-    _assert_close((loss, grads), jax.value_and_grad(whole)(state))
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_wrapped_optimizer_with_a_layout(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
@@ -482,20 +420,6 @@ def test_gradients_lie_like_parameters_that_are_sharded_over_the_data_axis(num: 
         assert grads[name].sharding.spec == spec
     found = [c for c in moved(program, mesh) if c.kind == "reduce-scatter"]
     assert [(c.axes, c.count) for c in found] == [(("data",), 1)] * 2
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_gradients_lie_like_concrete_parameters(reduce: Reduce) -> None:
-    """Outside of `jit` shardings are known on Auto meshes too."""
-    mesh = make_mesh(AxisType.Auto)
-    options: Any = {"reduce": reduce, "mesh": mesh, "num_microbatches": NUM}
-    params, batch = make_params(), make_batch()
-    args = put(params, mesh, ZERO2), put(batch, mesh, P("data"))
-    loss, grads = accumulate_gradients(loss_fn, **options)(*args)
-    assert_equal((loss, grads), whole_batch(params, batch))
-    for name, spec in ZERO2.items():
-        assert grads[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
 def test_rows_that_would_be_gathered_are_an_error_where_the_mesh_is_known() -> None:

@@ -82,6 +82,7 @@ def temporaries(program: Any) -> float:
     return float(program.memory_analysis().temp_size_in_bytes) / BYTES
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", INNER)
 def test_a_mini_step_that_does_not_emit_does_the_bare_accumulation(inner: str) -> None:
     expected = entry(bare_accumulation())
@@ -105,7 +106,7 @@ SKIPS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("skip", "read"), SKIPS, ids=["not finite", "outliers", "both"])
 def test_skipping_adds_no_pass_that_writes(skip: Any, read: Any) -> None:
     def guarded(acc: Any, count: jax.Array, grads: Any) -> Any:
@@ -128,12 +129,14 @@ def test_windows_of_one_take_the_memory_of_the_bare_step() -> None:
     assert temporaries(optax_step(ADAMW, 1)) > 2.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", INNER)
 def test_an_emission_takes_the_memory_of_the_bare_step(inner: str) -> None:
     assert temporaries(ours(INNER[inner])) < temporaries(bare_step(INNER[inner])) + 0.05
     assert temporaries(optax_step(INNER[inner])) > 2.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [{}, {"should_skip_update_fn": skip_not_finite}], ids=["plain", "skipping"]
 )
@@ -155,6 +158,7 @@ def test_one_program_for_every_mini_step() -> None:
     assert int(carried[1].gradient_step) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["update", "apply"])
 def test_the_inner_update_is_traced_once(name: str) -> None:
     adam, traces = optax.adam(1e-3), []

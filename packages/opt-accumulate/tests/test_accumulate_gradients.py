@@ -93,6 +93,7 @@ def test_ragged_masks_give_the_gradient_of_the_whole_batch_bit_for_bit(
         assert_equal(in_microbatches(size)(params, batch), whole_batch(params, batch))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num", [1, 12, np.int64(3), jnp.int32(4)])
 def test_any_number_of_microbatches_is_the_same(num: int) -> None:
     params, batch = make_params(), make_batch()
@@ -100,6 +101,7 @@ def test_any_number_of_microbatches_is_the_same(num: int) -> None:
     assert_equal(vg(params, batch), whole_batch(params, batch))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("unroll", [2, True])
 def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool) -> None:
     params, batch = make_params(), make_batch()
@@ -110,6 +112,7 @@ def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool)
     assert (" while(" in program) == (unroll is not True)
 
 
+@pytest.mark.slow
 def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
     mask = np.ones((ROWS, 2))
     mask[1::2, 0] = 0  # microbatch 0 has two tokens in a row, microbatch 1 one
@@ -123,6 +126,7 @@ def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
     assert abs(loss - true) > 0.03 * true
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [5, 20])
 def test_every_example_counts_the_same_in_a_smaller_last_microbatch(size: int) -> None:
     params, batch = make_params(), make_batch()
@@ -135,6 +139,7 @@ def test_every_example_counts_the_same_in_a_smaller_last_microbatch(size: int) -
     chex.assert_trees_all_close(vg(params, batch), expected, rtol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("weights", ["returned", "callable"])
 def test_microbatches_without_tokens_are_as_nothing(weights: str) -> None:
     rule: Any
@@ -153,6 +158,7 @@ def test_microbatches_without_tokens_are_as_nothing(weights: str) -> None:
     assert np.isnan(mean_over_tokens(params, jax.tree.map(lambda leaf: leaf[1::3], batch)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [loss_sum, mean_over_tokens])
 def test_no_weight_at_all_gives_zeros_and_says_so(fn: Callable[..., Any]) -> None:
     params, batch = make_params(), make_batch(np.zeros((ROWS, 2)))
@@ -166,6 +172,7 @@ def test_no_weight_at_all_gives_zeros_and_says_so(fn: Callable[..., Any]) -> Non
 LARGE_COUNT = 600_000_000
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
 @pytest.mark.parametrize("rule", ["returned", "function"])
 def test_counts_that_int32_does_not_hold_together_do_not_wrap(dtype: Any, rule: str) -> None:
@@ -273,6 +280,7 @@ def draw(params: jax.Array, batch: jax.Array, rng: jax.Array) -> tuple[jax.Array
     return params * batch.mean(), jax.random.key_data(rng)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_each_microbatch_has_its_own_key(make_key: Callable[[int], jax.Array]) -> None:
     key = make_key(7)
@@ -284,6 +292,7 @@ def test_each_microbatch_has_its_own_key(make_key: Callable[[int], jax.Array]) -
     np.testing.assert_array_equal(data, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [3, 12])
 def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
     def loss_fn(w: jax.Array, x: jax.Array, scale: jax.Array, rng: jax.Array) -> tuple[Any, Any]:
@@ -309,7 +318,7 @@ def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
 # Dropped microbatches.
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("rule", ["returned", "callable"])
 def test_a_microbatch_that_is_not_finite_is_as_if_it_were_not_there(bad: float, rule: str) -> None:
@@ -394,7 +403,7 @@ def test_dropped_microbatches_leave_sums_and_means_of_outputs_alone() -> None:
 # Trees.
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 @pytest.mark.parametrize("out", ["none", "one", "tree"])
 def test_parameters_with_none_as_jax_has_them(reduce: Any, out: str) -> None:
@@ -519,6 +528,7 @@ def test_loss_function_is_traced_a_fixed_number_of_times() -> None:
     assert len(traced) == 2  # once for the shapes of its outputs, once for the loop
 
 
+@pytest.mark.slow
 def test_checkpointed_loss_functions_and_vmapped_parameters() -> None:
     params, batch = make_params(), make_batch()
     rematerialised = accumulate_gradients(jax.checkpoint(loss_sum), num_microbatches=3)
@@ -540,6 +550,7 @@ def test_deferred_over_one_device_is_the_same() -> None:
     assert_equal(jax.jit(vg)(params, batch), whole_batch(params, batch))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_further_arguments_that_are_no_arrays(reduce: Any) -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -94,7 +94,7 @@ def test_polyak_is_the_plain_mean_without_the_initial_parameters() -> None:
     assert_close(state.average, expected, 3e-7)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ["ema", "polyak"])
 @pytest.mark.parametrize(("start", "every"), [(0, 3), (7, 1), (7, 3), (100, 4)])
 def test_start_and_every(form: Any, start: int, every: int) -> None:
@@ -169,6 +169,7 @@ def test_integers_are_not_averaged() -> None:
 # Steps that are none
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("steps", [MultiSteps, optax.MultiSteps])
 @pytest.mark.parametrize("chained", [False, True])
 def test_only_emitting_mini_steps_count(steps: Any, chained: bool) -> None:

@@ -57,6 +57,7 @@ def test_the_inner_optimizer_runs_only_to_emit(kind: Any) -> None:
     assert len(calls) == (2 if kind is MultiSteps else 8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_apply_is_update_and_addition(form: Form) -> None:
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -87,7 +88,7 @@ def test_parameters_stay_the_same_to_the_bit_between_steps() -> None:
 # Non-finite values
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("bad", "position"), [(jnp.inf, 0), (jnp.nan, 0), (-jnp.inf, 1)])
 @pytest.mark.parametrize("mean", [True, False])
@@ -127,6 +128,7 @@ def test_inner_updates_do_not_leak_before_the_emission(form: Form) -> None:
 # has_updated
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transform", ["update", "apply"])
 def test_has_updated_after_a_skipped_mini_step(transform: str) -> None:
     steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
@@ -198,6 +200,7 @@ def test_functions_and_trees_reach_the_inner_optimizer(form: Form) -> None:
     assert float(updates["b"]) == 3.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_means_over_the_window(form: Form) -> None:
     steps: Any = MultiSteps(
@@ -261,6 +264,7 @@ def seen_by_inner(seen: list[Any]) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_64_bfloat16_gradients_reach_the_inner_optimizer_in_float32(kind: Any) -> None:
     params = {"a": jnp.zeros(256, jnp.bfloat16)}
@@ -300,7 +304,7 @@ DTYPES = [  # parameters, `accumulator_dtype`, accumulator
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "asked", "expected"), DTYPES)
 def test_dtypes_of_the_accumulator(dtype: Any, asked: Any, expected: Any) -> None:
     params = {"a": jnp.ones((2, 3), dtype), "b": jnp.ones((), dtype)}
@@ -340,6 +344,7 @@ def test_an_accumulator_of_bfloat16_hands_on_float32() -> None:
 # JAX's transformations
 
 
+@pytest.mark.slow
 def test_vmap_over_windows_that_end_at_different_mini_steps() -> None:
     steps: Any = MultiSteps(SGD, 2)
     state = steps.init(PARAMS)
@@ -351,6 +356,7 @@ def test_vmap_over_windows_that_end_at_different_mini_steps() -> None:
     assert new.mini_step.tolist() == [1, 0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["cond", "select"])
 def test_reverse_derivatives(form: Form) -> None:
     def loss(rate: jax.Array, form: Form) -> Any:
@@ -378,6 +384,7 @@ def test_donation_of_states_that_keep_the_parameters(form: Form) -> None:
     assert int(carried[1].mini_step) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "copy", [lambda x: x, lambda x: jax.jit(lambda y: y)(x), lambda x: x.addressable_shards[0].data]
 )

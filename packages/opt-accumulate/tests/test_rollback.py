@@ -30,6 +30,7 @@ def as_bytes(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_come_back_bit_for_bit(kind: str | None) -> None:
     good, carried, seen = rollback(keep=2, memory_kind=kind), start(), {}
