@@ -401,6 +401,17 @@ def test_rows_that_do_not_divide_over_the_devices() -> None:
         vg(make_params(), short)
 
 
+def test_microbatches_smaller_than_the_devices_on_an_explicit_mesh() -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    vg = accumulate_gradients(loss_fn, num_microbatches=32)
+    with use(mesh), pytest.raises(BatchError) as error:
+        vg(put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data")))
+    assert str(error.value) == (
+        "Microbatches have 2 rows, which do not divide over the 4 devices that the rows of `batch` "
+        "lie over (mask: 'data'). Take fewer microbatches, of a multiple of 4 rows."
+    )
+
+
 # Where gradients lie, and where rows do.
 
 
@@ -473,6 +484,16 @@ def test_meshes_with_axes_of_both_types(
     assert_equal(result, whole_batch(params, batch))
     expected = NamedSharding(mesh, SPECS["w"] if out is None else out)
     assert result[1]["w"].sharding.is_equivalent_to(expected, 2)
+
+
+def test_one_dimension_over_axes_of_both_types() -> None:
+    kinds = AxisType.Explicit, AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    out = {"w": NamedSharding(mesh, P(None, ("data", "model"))), "v": None}
+    vg = accumulate_gradients(loss_fn, num_microbatches=NUM, out_shardings=out)
+    words = r"together, which JAX cannot do:\n  w: None, \('data', 'model'\)\nSplit it over axes of"
+    with use(mesh), pytest.raises(OptionError, match=words):
+        jax.jit(vg)(make_params(), make_batch())
 
 
 # Inside `jax.shard_map`s of others.

@@ -14,9 +14,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from opt_accumulate import MultiSteps
 from opt_checkpoint import named_state, plan_restore
 from opt_checkpoint.errors import PlanError
 from opt_core import MultiOptimizer, Optimizer, describe
+from opt_precision.errors import OrderError
 
 
 def wrapped(learning_rate: Any) -> Any:
@@ -141,6 +143,11 @@ def test_a_group_continues_in_another_precision() -> None:
     one, other = (op.decode(each.state.param_states) for each in (saved, found))
     for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-8)
+
+
+def test_windows_belong_outside() -> None:
+    with pytest.raises(OrderError, match="`quantize_state` is around `MultiSteps`"):
+        op.quantize_state(MultiSteps(optax.adam(1e-3), 2), op.dynamic8())
 
 
 def test_nnx_optimizers() -> None:
