@@ -85,10 +85,6 @@ def test_a_map_that_is_called_as_a_schedule() -> None:
     assert np.allclose(updates["w"], -0.1)
 
 
-
-
-
-
 def test_the_global_norm_of_huge_gradients() -> None:
     def stepped(size: float, **options: Any) -> Any:
         grads = {"a": jnp.asarray([size, size]), "b": jnp.ones(2)}

@@ -59,7 +59,7 @@ def test_the_identity_changes_nothing(name: str) -> None:
         assert bits(state.inner) == bits(raw)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:

@@ -110,7 +110,7 @@ def test_temporaries_are_at_most_what_is_said(codec: op.Codec, name: str) -> Non
 
 
 @is_old
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_small_leaves_share_the_temporaries_of_one(dtype: Any) -> None:
     shapes = [jax.ShapeDtypeStruct((64, 64), dtype) for _ in range(24)]
@@ -122,6 +122,7 @@ def test_small_leaves_share_the_temporaries_of_one(dtype: Any) -> None:
 
 
 @is_old
+@pytest.mark.slow
 def test_one_of_the_leaves_that_are_computed_whole_is_there_at_once() -> None:
     tx = stochastic_weights(
         quantize_state(contrib.muon(1e-3), op.dynamic8(), chunk_bytes=1024 * 512 * 4 // 64)
