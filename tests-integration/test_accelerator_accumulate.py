@@ -24,7 +24,6 @@ from opt_accumulate import (
     MultiSteps,
     Reason,
     accumulate_gradients,
-    eval_params,
     guard,
     report,
     rollback,
@@ -63,17 +62,6 @@ def test_the_cpu_has_the_same_numbers(name: str) -> None:
     assert_close(found, expected)
 
 
-def test_mini_steps_are_those_of_optax() -> None:
-    found, _ = train(MultiSteps(ADAMW, 2), some_grads(5))
-    theirs = optax.MultiSteps(ADAMW, 2)
-    expected: Any = make_params()
-    state, update = theirs.init(expected), jax.jit(theirs.update)
-    for grads in some_grads(5):
-        updates, state = update(grads, state, expected)
-        expected = optax.apply_updates(expected, updates)
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_mini_step_that_is_not_finite_leaves_no_trace() -> None:
     steps = MultiSteps(ADAMW, 2, should_skip_update_fn=skip_not_finite)
     good = some_grads(4)
@@ -95,15 +83,6 @@ def test_a_bad_step_leaves_every_bit(spoilt: str, loss: float) -> None:
     assert Reason(int(report(skipped).reason)) == Reason.NONFINITE
     moved, _ = step(after, skipped, grads, loss=jnp.float32(1.0))
     assert np.abs(np.asarray(moved["w"] - params["w"])).min() > 0
-
-
-def test_an_average_is_that_of_the_parameters() -> None:
-    tx, params = with_average(ADAMW, 0.5), make_params()
-    state, step, average = tx.init(params), jax.jit(tx.apply), jax.device_get(params)
-    for grads in some_grads(4):
-        params, state = step(params, state, grads)
-        average = {k: (average[k] + np.asarray(params[k])) / 2 for k in params}
-    assert_close(eval_params(state, params), average, rtol=1e-6, atol=1e-7)
 
 
 def test_a_rollback_brings_states_back_from_the_host() -> None:

@@ -65,25 +65,6 @@ def test_the_cpu_has_the_same_numbers(name: str) -> None:
     assert_near(found, expected, tolerance=1e-4)
 
 
-def test_bases_of_soap_are_orthogonal() -> None:
-    params = {"w": normal(0, 32, 64)}
-    mesh = mesh_of(1)
-    tx = scale_by_soap(params, over(mesh).spec, mesh, refresh_every=1)
-    state, update = tx.init(params), jax.jit(tx.update)
-    with jax.default_matmul_precision("highest"):
-        for number in range(3):
-            updates, state = update({"w": normal(number, 32, 64)}, state, params)
-    assert np.isfinite(updates["w"]).all()
-    for name, side in (("left_basis", 32), ("right_basis", 64)):
-        (basis,) = (
-            np.asarray(leaf)[0]
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-            if name in jax.tree_util.keystr(path)
-        )
-        np.testing.assert_allclose(basis @ basis.T, np.eye(side), atol=1e-5)
-        assert np.abs(basis - np.eye(side)).max() > 0.1
-
-
 def test_iterations_in_bfloat16_end_near_orthogonal_matrices() -> None:
     x = jnp.asarray(normal(0, 4, 128, 256))
     with jax.default_matmul_precision("highest"):

@@ -158,19 +158,6 @@ def test_two_steps_in_one_program_round_twice(name: str) -> None:
     assert_equal(both(params, state, grads), step(*step(params, state, grads), grads))
 
 
-def test_updates_move_parameters_as_a_step_in_place_does() -> None:
-    tx = op.stochastic_weights(op.quantize_state(EXACT_ADAMW, op.dynamic8()))
-    params = make_params(jnp.bfloat16)
-    state, grads = tx.init(params), make_grads(0, params)
-
-    @jax.jit
-    def plain(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    assert_equal(plain(params, state, grads), jax.jit(tx.apply)(params, state, grads))
-
-
 @pytest.mark.parametrize(
     ("weights", "name"),
     [*(("stochastic", name) for name in CODECS), ("kahan", "dynamic8"), ("remainder", "dynamic8")],

@@ -62,6 +62,7 @@ def by_slot(tree: Any, slot: str) -> Any:
     return {path: getattr(state, slot) for path, state in tree.items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("respect", [False, True])
 def test_both_ways_to_derive_the_axes_agree(respect: bool) -> None:
     definition, tx = make(respect_rank2_rules=respect)
@@ -80,16 +81,6 @@ def test_both_ways_to_derive_the_axes_agree(respect: bool) -> None:
     assert tuple(axes.v_row["square"]) == ("embed",)  # not its columns, of the same size
 
 
-def test_axes_in_a_chain_and_of_the_scaling_alone() -> None:
-    scale = ada.scale_by_generalized_factored_rms(
-        logical_factor_rules=RULES, param_axes=AXES, min_dim_size_to_factor=8
-    )
-    tx = optax.chain(optax.clip_by_global_norm(1.0), scale, optax.scale(-0.1))
-    axes = opt_partition.derive_logical_axes(tx, jax.eval_shape(params_of), AXES, strict=True)
-    assert tuple(axes[1].v_row["query"]) == ("embed", "layers")
-    assert tuple(axes[1].v_col["embedding"]) == ("vocab",)
-
-
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def mesh(request: pytest.FixtureRequest) -> Mesh:
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(request.param,) * 2)
@@ -99,6 +90,7 @@ def on_mesh(spec: Any) -> P:
     return P(*(TO_MESH.get(axis) for axis in spec or ()))
 
 
+@pytest.mark.sample(1)
 def test_sharded_statistics_make_the_same_updates(mesh: Mesh) -> None:
     definition, _ = make(clipping_threshold=0.5)
     plain = definition.create(params_of())
@@ -129,20 +121,6 @@ def test_sharded_statistics_make_the_same_updates(mesh: Mesh) -> None:
     for found, expected in zip(jax.tree.leaves(sharded), jax.tree.leaves(plain), strict=True):
         scale = float(jnp.max(jnp.abs(expected)))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * scale)
-
-
-def test_the_state_is_born_sharded(mesh: Mesh) -> None:
-    _, tx = make()
-    axes = opt_partition.derive_logical_axes(tx, jax.eval_shape(params_of), AXES)
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, on_mesh(spec)), axes, is_leaf=lambda x: isinstance(x, P)
-    )
-    placed = {k: NamedSharding(mesh, on_mesh(spec)) for k, spec in AXES.items()}
-    with jax.set_mesh(mesh):
-        params = jax.device_put(params_of(), placed)
-        state = opt_partition.init_sharded(tx, params, shardings)
-    assert {s.data.shape for s in state.v_row["wi"].addressable_shards} == {(4, 4)}
-    assert {s.data.shape for s in state.m["wi"].addressable_shards} == {(4, 4, 16)}
 
 
 def test_wrapped_for_run_time_hyper_parameters() -> None:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from opt_adafactor import Adafactor, standard_logical_factor_rules
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
-from opt_core.errors import HyperParamError, RestoreError
+from opt_core.errors import HyperParamError
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 from opt_optax_bridge import t5x
 
@@ -149,6 +149,7 @@ def assert_groups_are(optimizer: Optimizer, singles: Mapping[str, Optimizer]) ->
 every_mixture = pytest.mark.parametrize("mixture", MIXTURES)
 
 
+@pytest.mark.sample(1)
 @every_mixture
 def test_every_group_is_its_definition_alone(mixture: str) -> None:
     """Bit for bit, op by op; what is frozen keeps its buffer and needs no gradient."""
@@ -167,6 +168,7 @@ def test_every_group_is_its_definition_alone(mixture: str) -> None:
     assert kernels["stack"]["wi"]["kernel"].v_row.shape == (16, 4)
 
 
+@pytest.mark.sample(1)
 @every_mixture
 def test_compiled_once_with_the_rates_traced(mixture: str) -> None:
     optimizer = plain = definition_of(mixture).create(make_params())
@@ -187,6 +189,7 @@ def test_compiled_once_with_the_rates_traced(mixture: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
 
 
+@pytest.mark.sample(1)
 @every_mixture
 def test_overrides_for_all_for_one_group_and_for_one_inside(mixture: str) -> None:
     optimizer = definition_of(mixture).create(make_params())
@@ -248,6 +251,7 @@ def through_msgpack(state_dict: Any) -> Any:
     return flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(state_dict))
 
 
+@pytest.mark.sample(2)
 @every_mixture
 @pytest.mark.parametrize("api", [MultiOptimizer, t5x.MultiOptimizer], ids=["opt_core", "t5x"])
 def test_through_a_checkpoint(mixture: str, api: Any) -> None:
@@ -268,30 +272,10 @@ def test_through_a_checkpoint(mixture: str, api: Any) -> None:
         assert by_path(states["stack"]).keys() == by_path(alike).keys()
 
 
-@every_mixture
-def test_a_checkpoint_that_does_not_fit_says_where(mixture: str) -> None:
-    optimizer = definition_of(mixture).create(make_params())
-    written = through_msgpack(optimizer.state_dict())
-    prefix = "" if mixture == "adafactors" else "stack/"
-    inner = "kernels/" if mixture == "mixed inside" else ""
-    states = written["state"]["param_states"]
-    for name in f"{prefix}{inner}stack/wi".split("/"):
-        states = states[name]
-    states["kernel"]["v_row"] = states["kernel"]["v_row"][:8]
-    del states["kernel"]["m"]
-    path = f"state/param_states/{prefix}{inner}stack/wi/kernel"
-    with pytest.raises(RestoreError) as caught:
-        optimizer.restore_state(written)
-    report = caught.value.report
-    assert {m.path: m.kind.value for m in report.mismatches} == {
-        f"{path}/v_row": "shape",
-        f"{path}/m": "missing",
-    }
-
-
 # Logical axes, and where the state lies.
 
 
+@pytest.mark.sample(1)
 @every_mixture
 def test_logical_axes_are_those_of_each_group_alone(mixture: str) -> None:
     abstract = jax.eval_shape(definition_of(mixture).create, make_params())
@@ -327,6 +311,7 @@ def layout_of(definition: Any, mesh: Any) -> opt_partition.Layout:
     return opt_partition.logical_to_mesh(axes, TO_MESH, mesh, abstract, on_unknown="replicate")
 
 
+@pytest.mark.sample(1)
 @every_mixture
 def test_on_eight_devices_with_donation(mixture: str, mesh: Mesh) -> None:
     definition = definition_of(mixture)
@@ -366,14 +351,3 @@ def test_on_eight_devices_with_donation(mixture: str, mesh: Mesh) -> None:
     pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(sharded), strict=True)
     assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
     assert_identical(jax.device_get(restored), jax.device_get(plain))
-
-
-def test_the_statistics_are_sharded_as_their_parameters() -> None:
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    specs: Any = layout_of(definition_of("adafactors"), mesh).specs
-    states = specs.state.param_states["stack"]["kernels"]["stack"]
-    assert states["wi"]["kernel"].v_row == P("data", None)
-    assert states["wi"]["kernel"].v_col == P(None, "model")
-    assert states["query"]["kernel"].v_col == P(None, "model", None)
-    assert states["query"]["kernel"].m == P("data", None, "model", None)
-    assert states["wi"]["kernel"].v == P(None)  # the placeholder

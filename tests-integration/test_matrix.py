@@ -1,7 +1,6 @@
 """Muon on eight devices: the planned collectives and no other, the numbers of one device."""
 
 import math
-import re
 from typing import Any
 
 import jax
@@ -85,7 +84,7 @@ def expected() -> Any:
     return EXPECTED[0]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("shape", "spec"),
@@ -117,24 +116,7 @@ def test_two_collectives_and_optax_numbers(
     close(found, expected())
 
 
-def test_one_and_four_devices_give_the_numbers_of_eight() -> None:
-    rng = np.random.default_rng(11)
-    params = {f"w{n}": rng.normal(size=(8, 16)).astype(np.float32) for n in range(5)}
-    results = []
-    for devices in 1, 4, 8:
-        mesh = jax.make_mesh(
-            (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-        )
-        sharding = NamedSharding(mesh, P("x"))
-        plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32)
-        assert plan.groups[0].padding == -5 % devices
-        tx = muon(0.1, matrices=RANK2, plan=plan)
-        results.append(ten_steps(tx, params, lambda tree, to=sharding: jax.device_put(tree, to)))
-    close(results[1], results[0])
-    close(results[2], results[0])
-
-
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P(("y", "x")), P("y", "x"), P()])
 def test_other_layouts(spec: Any) -> None:
     mesh = mesh_of((4, 2))
@@ -157,7 +139,7 @@ def orthogonal(plan: MatrixPlan, params: Any, sharding: Any) -> Any:
     return jax.device_get(jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P(("x", "y"))])
 @pytest.mark.parametrize("gram", [False, True])
@@ -203,7 +185,7 @@ def test_stacks_experts_heads_and_fused_matrices() -> None:
     close(found, alone.update(params, alone.init(params))[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "spec", "is_stack", "fn"),
     [
@@ -253,9 +235,7 @@ def test_layers_share_the_iteration() -> None:
 
 
 ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], dict[str, Any]]] = {
-    "one matrix": ((4, 2), {"w": ((16, 32), P("x", "y"))}, {}),
     "smaller than the mesh": ((8,), {"w": ((4, 4), P()), "v": ((3, 5), P())}, {}),
-    "rows and columns": ((8,), {"w": ((1, 16), P(None, "x")), "v": ((16, 1), P("x"))}, {}),
     "one shape, three layouts": (
         (4, 2),
         {"a": ((16, 16), P()), "b": ((16, 16), P("x", "y")), "c": ((2, 16, 16), P(None, "y"))},
@@ -268,14 +248,12 @@ ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], di
         {},
     ),
     "no layers": ((8,), {"a": ((0, 8, 16), P(None, None, "x")), "b": ((8, 16), P("x"))}, {}),
-    "axes of one device": ((8, 1, 1), {"w": ((8, 16), P("x", ("y", "z")))}, {}),
     "three axes": (
         (2, 2, 2),
         {"a": ((8, 16), P(("z", "x"), "y")), "b": ((3, 8, 16), P(None, "z", "y"))},
         {},
     ),
     "no room": ((4, 2), {"w": ((3, 8, 16), P(None, "x", "y"))}, {"max_group_bytes": 1}),
-    "nowhere to hand out": ((4, 2), {"w": ((3, 8, 16), P(None, "x", "y"))}, {"world_axes": ()}),
     "handed out and split": ((4, 2), {"w": ((3, 8, 16), P(None, "x", "y"))}, {"split_axes": ["y"]}),
     "few on axes that replicate": (
         (2, 4),
@@ -314,17 +292,6 @@ def test_odd_trees_have_the_numbers_of_optax(name: str) -> None:
         np.testing.assert_allclose(x, results[1][path], atol=1e-5)
 
 
-def test_what_is_not_a_number_stays_with_its_matrix() -> None:
-    mesh = mesh_of((8,))
-    params = many(3, 8, 16)
-    params["w01"] = np.full((8, 16), np.nan, np.float32)
-    plan = plan_matrices(params, P(None, "x"), mesh, RANK2, fn=F32)
-    assert len(plan.groups) == 1
-    tx: Any = scale_by_muon(plan=plan)
-    found, _ = jax.jit(tx.update)(params, tx.init(params))
-    assert [name for name, x in found.items() if np.isnan(x).any()] == ["w01"]
-
-
 def test_a_mesh_that_types_say_half_of_needs_a_plan() -> None:
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
     params, spec = many(3, 8, 16), P("x", "y")
@@ -356,19 +323,6 @@ def test_check_fails_where_more_moves_than_planned() -> None:
 
 def _two(params: Any) -> Any:
     return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
-
-
-def test_bfloat16_travels_as_bfloat16() -> None:
-    mesh = mesh_of((4, 2))
-    sharding = NamedSharding(mesh, P("x", "y"))
-    params = many(8, 32, 256)
-    # Steps that converge: Keller's make what bfloat16 rounds away larger.
-    narrow, wide = (newton_schulz(8, "polar_express", dtype) for dtype in (jnp.bfloat16, None))
-    plan = plan_matrices(params, sharding, mesh, RANK2, fn=narrow)
-    found = orthogonal(plan, params, sharding)
-    alone: Any = scale_by_muon(orthogonalize=wide)
-    for name, wanted in alone.update(params, alone.init(params))[0].items():
-        assert np.linalg.norm(found[name] - wanted) <= 3e-2 * np.linalg.norm(wanted)
 
 
 def test_state_stays_with_its_matrices() -> None:
@@ -416,26 +370,6 @@ def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
     plan.check(apply.lower(params, state, params).compile())
 
 
-def test_a_sum_that_xla_combines_with_another_is_as_planned() -> None:
-    mesh = mesh_of((8,))
-    params = {name: jnp.ones((16, 16)) for name in "qkv"}
-    sharding = NamedSharding(mesh, P())
-    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32)
-    tx = muon(0.1, matrices=RANK2, plan=plan)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        return tx.update(params, state, params), jnp.sum(batch)
-
-    state = jax.eval_shape(tx.init, params)
-    batch = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("x")))
-    program = jax.jit(step, in_shardings=(sharding, sharding, None), out_shardings=sharding)
-    built = program.lower(params, state, batch).compile()
-    assert len(re.findall(r" all-reduce\(", built.as_text() or "")) == 1
-    plan.check(built)
-    with pytest.raises(PlanMismatchError, match="nothing that was planned"):
-        plan.check(built, exclusive=True)
-
-
 def normuon_reference(grads: list[Any], fn: Any) -> Any:
     """The paper's lines, one matrix at a time."""
     found = {}
@@ -480,7 +414,7 @@ def soap_reference(grads: list[Any], every: int) -> Any:
     return found
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["normuon", "soap"])
 @pytest.mark.parametrize(
     ("shape", "spec", "kind"),
@@ -511,6 +445,7 @@ def test_normuon_and_soap_equal_plain_references(
     close(found, wanted, 1e-3)
 
 
+@pytest.mark.slow
 def test_first_bases_of_soap_on_covariances_of_low_rank_do_not_depend_on_the_mesh() -> None:
     rng = np.random.default_rng(12)
     grads = {
@@ -535,7 +470,7 @@ def test_first_bases_of_soap_on_covariances_of_low_rank_do_not_depend_on_the_mes
                 np.testing.assert_allclose(same, np.eye(len(same)), atol=2e-3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("normuon", AxisType.Auto), ("normuon", AxisType.Explicit), ("soap", AxisType.Auto)],

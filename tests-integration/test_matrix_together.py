@@ -14,20 +14,14 @@ import opt_optax_bridge as opt
 import optax
 import optax.contrib
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from opt_accumulate import MultiSteps
 from opt_checkpoint import Stack, Unstack, named_state, plan_restore
 from opt_core import MultiOptimizer
-from opt_matrix import Matrices, muon, newton_schulz, plan_matrices
-from opt_partition import memory_plan, read_collectives
-from opt_precision import dynamic8, quantize_state
+from opt_matrix import Matrices, muon, newton_schulz
 
 contrib: Any = optax.contrib
 RNG = np.random.default_rng(0)
 F32 = newton_schulz(dtype=None)
 LAYERS = 3
-ALL = Matrices.by_path({".*": (-2, -1)})
 UNROLLED = Matrices.by_path({".*/wi": (-2, -1), ".*/b|head": None})
 
 
@@ -115,45 +109,6 @@ def test_groups_and_a_learning_rate_at_run_time() -> None:
         moved = params[name]["wi"] - whole[name]["wi"]
         close(params[name]["wi"] - halved[name]["wi"], 0.5 * moved, 1e-5)
     close(whole["head"], params["head"] - 0.1 * grads["head"], 1e-6)
-
-
-def test_momentum_in_eight_bits() -> None:
-    params = {f"w{n}": normal(64, 64) for n in range(2)}
-    tx = muon(0.1, matrices=Matrices.by_rank2(), orthogonalize=F32)
-    narrow = quantize_state(tx, dynamic8())
-    states = [tx.init(params), narrow.init(params)]
-    for _ in range(3):
-        grads = {name: normal(64, 64) for name in params}
-        found = []
-        for n, each in enumerate((tx, narrow)):
-            updates, states[n] = jax.jit(each.update)(grads, states[n], params)
-            found.append(updates)
-    wide, low = (sum(x.nbytes for x in jax.tree.leaves(state)) for state in states)
-    assert low < 0.3 * wide
-    for name in params:
-        error = jnp.linalg.norm(found[1][name] - found[0][name])
-        assert error < 0.1 * jnp.linalg.norm(found[0][name])
-
-
-def test_the_plan_of_the_state_and_its_momentum() -> None:
-    params = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
-    mesh = jax.make_mesh((4, 2), ("x", "y"))
-    tx = muon(0.1, matrices=Matrices.by_rank2())
-    plan = memory_plan(tx, params, {"w": ("embed", "mlp")}, [("embed", "x"), ("mlp", "y")], mesh)
-    assert plan.state_fields["MuonState.mu"] == 64 * 128 * 4 // 8
-
-
-def test_nothing_is_handed_out_in_steps_that_do_not_emit() -> None:
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, P("x"))
-    params = jax.device_put({f"w{n}": normal(16, 32) for n in range(8)}, sharding)
-    plan = plan_matrices(params, sharding, mesh, Matrices.by_rank2(), fn=F32)
-    steps = MultiSteps(muon(0.1, matrices=Matrices.by_rank2(), plan=plan), 4)
-    state = jax.jit(steps.init)(params)
-    program = jax.jit(steps.apply).lower(params, state, params).compile()
-    rows = [row for row in read_collectives(program) if "opt_matrix." in row.op_name]
-    assert len(rows) == 2
-    assert all(row.conditional or row.per_iteration for row in rows)
 
 
 DECODER = """

@@ -14,9 +14,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
-from opt_checkpoint._planning import apply
 from opt_checkpoint.errors import PlanError
-from opt_core import MultiOptimizer, Optimizer, describe_state, leaf_groups, regroup, storage
+from opt_core import MultiOptimizer, Optimizer, describe_state, regroup
 
 P = PartitionSpec
 SHAPES = {"bias": (3,), "kernel": (64, 256)}
@@ -72,7 +71,7 @@ def assert_same(one: Any, other: Any) -> None:
 EXACT, BITS16, BITS8 = 1e-6, 0.004, 0.08
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("old", "new", "params_error", "moments_error"),
     [
@@ -117,32 +116,6 @@ def test_a_state_continues_as_it_is_stored_now(
     restored.apply_gradient(jax.tree.map(jnp.ones_like, restored.target))
 
 
-def test_rounding_on_a_mesh_takes_a_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
-    start = params(jnp.float32)
-    held = {name: jax.device_put(start[name], NamedSharding(mesh, P())) for name in start}
-    held["kernel"] = jax.device_put(start["kernel"], NamedSharding(mesh, P("a")))
-    saved: Optimizer = definition("float32").create(start)
-    saved = saved.apply_gradient(jax.tree.map(jnp.cos, start))
-    plan = plan_restore(named_state(saved), definition("8 bits").create(held), allow=ALL)
-    restored = plan.apply()
-    wide, codes = adam(saved).nu["kernel"], restored.state.param_states.inner[0].nu["kernel"]
-    near = storage.decode(codes.leaf_storage(), *jax.device_get((codes.codes, codes.scale)))
-    before, sizes = sum(x.nbytes for x in jax.live_arrays()), []
-
-    def measured(*leaves: Any) -> Any:
-        sizes.append(sum(x.nbytes for x in jax.live_arrays()) - before)
-        return storage.largest_change(*leaves)
-
-    monkeypatch.setattr(apply, "largest_change", measured)
-    found = plan.rounding(restored)
-    expected = float(jnp.abs(near - wide).max() / wide.max())
-    np.testing.assert_allclose(found["state/adam/nu/kernel"], expected, rtol=1e-6)
-    assert 0 < expected < BITS8
-    assert len(sizes) == len(found) == 2
-    assert max(sizes) < 3 * wide.nbytes
-
-
 @pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="no state on the host")
 def test_codes_on_the_host_are_made_and_read() -> None:
     plain = optax.sgd(0.1, momentum=0.9)
@@ -174,14 +147,6 @@ def test_digits_are_lost_only_where_that_is_admitted() -> None:
         plan_restore(saved, trained("8 bits", 0), allow=ALL - {"cast"}).check()
 
 
-def test_codes_of_decoded_codes_are_the_same() -> None:
-    once = plan_restore(named_state(trained("float32")), trained("8 bits", 0), allow=ALL).apply()
-    wide = plan_restore(named_state(once), trained("float32", 0), allow=ALL).apply()
-    again = plan_restore(named_state(wide), trained("8 bits", 0), allow=ALL).apply()
-    for one, other in zip(*(jax.tree.leaves(o.state) for o in (once, again)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=3e-7)
-
-
 def test_parameters_without_their_remainder_reset_it() -> None:
     saved: Optimizer = opt.adamw(1e-3).create(params(jnp.bfloat16))
     plan = plan_restore(named_state(saved), trained("remainder"), allow=ALL)
@@ -203,6 +168,7 @@ def test_what_is_stored_alike_is_carried_bit_by_bit() -> None:
         assert_same(restored, saved)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["8 bits", "remainder", "kahan"])
 def test_files_have_every_code(name: str, tmp_path: Path) -> None:
     saved = trained(name)
@@ -212,6 +178,7 @@ def test_files_have_every_code(name: str, tmp_path: Path) -> None:
     assert_same(found, saved)
 
 
+@pytest.mark.slow
 def test_surgery_moves_codes_with_their_parameter() -> None:
     groups = MultiOptimizer.from_rules(
         [("one", "bias", definition("remainder")), ("two", "kernel", definition("remainder"))]
@@ -227,23 +194,6 @@ def test_surgery_moves_codes_with_their_parameter() -> None:
     known = {(leaf.field, leaf.parameter): x for o in (optimizer,) for leaf, x in rows_of(o)}
     for leaf, x in rows_of(moved):
         assert_same(x, known[leaf.field, leaf.parameter])
-
-
-def test_groups_store_their_leaves_each_in_its_own_way() -> None:
-    def groups(one: Any, two: Any) -> Optimizer:
-        rules = [
-            (name, name, opt.OptaxWrapper(op.master_weights(optax.sgd(0.1), storage=storage)))
-            for name, storage in (("bias", one), ("kernel", two))
-        ]
-        made: Optimizer = MultiOptimizer.from_rules(rules).create(params(jnp.bfloat16))
-        return made
-
-    step = jax.jit(lambda x: x.apply_gradient(jax.tree.map(jnp.ones_like, x.target)))
-    saved, target = step(groups("remainder", "kahan")), groups("f32", "remainder")
-    restored = plan_restore(named_state(saved), target, allow=ALL).apply()
-    assert jax.tree.map(jax.typeof, restored) == jax.tree.map(jax.typeof, target)
-    for (_, was), (_, now) in zip(*map(leaf_groups, (saved, restored)), strict=True):
-        assert_same(*(op.master_of(o.state.param_states, o.target) for o in (was, now)))
 
 
 def rows_of(optimizer: Optimizer) -> Any:

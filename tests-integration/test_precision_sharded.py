@@ -98,7 +98,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("codec", [op.dynamic8(), op.log8()], ids=["dynamic8", "log8"])
 def test_every_mesh_makes_the_same_codes(codec: Any, kind: Any) -> None:
@@ -113,6 +113,7 @@ def test_every_mesh_makes_the_same_codes(codec: Any, kind: Any) -> None:
         assert not _COLLECTIVE.findall(text)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
     expected, _ = run(wrapped(op.dynamic8()), params())
@@ -132,6 +133,7 @@ def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
     assert_same(found, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ["lamb", "clipped after"])
 def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
@@ -153,21 +155,6 @@ def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
         assert np.mean(np.asarray(one) != np.asarray(other)) <= 1e-3
     assert {kind for kind, _ in _COLLECTIVE.findall(text)} == {"all-reduce"}
     assert len(_COLLECTIVE.findall(text)) <= len(_COLLECTIVE.findall(theirs))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_blocks_that_cross_devices_come_back_to_their_places(kind: Any) -> None:
-    mesh = mesh_of(8, kind)
-    lies = {name: NamedSharding(mesh, spec) for name, spec in CROSSED.items()}
-    with jax.set_mesh(mesh):
-        held = jax.device_put(params(), lies)
-        tx = wrapped(op.dynamic8(), lies if kind == AxisType.Auto else None)
-        state = tx.init(held)
-        made, new = jax.jit(tx.apply)(held, state, jax.device_put(grads(0), lies))
-    for tree in (made, new.inner.inner[0].mu, new.inner.inner[0].nu):
-        for name, leaf in tree.items():
-            codes = leaf.codes if isinstance(leaf, op.Encoded) else leaf
-            assert codes.sharding.is_equivalent_to(lies[name], codes.ndim)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -205,30 +192,6 @@ def test_explicit_meshes_need_no_context(inner: Any) -> None:
                 np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-2
             )
         assert made[0]["wide"].sharding.is_equivalent_to(lies["wide"], 2)
-
-
-def test_every_mesh_trains_the_model_of_the_guide_alike() -> None:
-    key = jax.random.key(0)
-    start = {
-        "hidden": 0.06 * jax.random.normal(key, (256, 512), jnp.bfloat16),
-        "out": 0.04 * jax.random.normal(key, (512, 256), jnp.bfloat16),
-    }
-    given = [
-        {name: (0.1 * jax.random.normal(k, leaf.shape)) for name, leaf in start.items()}
-        for k in jax.random.split(key, 20)
-    ]
-    found = []
-    for number in (1, 2, 8):
-        mesh = jax.make_mesh((number,), ("x",), devices=jax.devices()[:number])
-        lies = NamedSharding(mesh, P("x"))
-        tx: Any = op.stochastic_weights(op.quantize_state(optax.adamw(1e-3), op.dynamic8()))
-        held = jax.device_put(start, lies)
-        state, step = tx.init(held), jax.jit(tx.apply)
-        for one in given:
-            held, state = step(held, state, jax.device_put(one, lies))
-        found.append(jax.tree.leaves((held, state)))
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
 
 
 def test_parts_of_arrays_in_a_function_of_each_device() -> None:

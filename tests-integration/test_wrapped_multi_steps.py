@@ -8,7 +8,7 @@ import numpy as np
 import opt_optax_bridge as opt
 import optax
 import pytest
-from opt_accumulate import MultiSteps, skip_not_finite
+from opt_accumulate import MultiSteps
 from opt_core import Optimizer, describe_state
 from opt_core.protocols import UpdatesParams
 
@@ -31,6 +31,7 @@ def rising(step: Any) -> Any:
     return step + 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("every_k", [3, np.int64(3), rising])
 @pytest.mark.parametrize("mean", [True, False])
 def test_it_is_described_as_optax_describes_its_own(every_k: Any, mean: bool) -> None:
@@ -44,17 +45,6 @@ def test_it_is_described_as_optax_describes_its_own(every_k: Any, mean: bool) ->
     assert (steps.name, steps.bearing) == (optax_steps.name, optax_steps.bearing)
     for name in steps.bearing:
         assert steps.settings[name] == optax_steps.settings[name]
-
-
-def test_it_is_updated_as_optax_updates_its_own() -> None:
-    ours, theirs = run(MultiSteps(optax.adamw(0.1), 3)), run(optax.MultiSteps(optax.adamw(0.1), 3))
-    found: Any = jax.tree.structure(ours.state)
-    assert found == jax.tree.structure(theirs.state)
-    assert jax.tree.map(jnp.shape, ours.state_dict()) == jax.tree.map(
-        jnp.shape, theirs.state_dict()
-    )
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)  # other fused multiply-adds
 
 
 def test_state_dicts_go_between_the_two() -> None:
@@ -83,17 +73,3 @@ def test_apply_is_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     stepped = optimizer.apply_gradient(gradients(0))
     for a, b in zip(jax.tree.leaves(stepped.target), jax.tree.leaves(PARAMS), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_a_bad_mini_step_is_as_if_it_never_happened() -> None:
-    tx = MultiSteps(optax.adamw(0.1), 2, should_skip_update_fn=skip_not_finite)
-    optimizer = opt.OptaxWrapper(tx).create(PARAMS)
-    bad = jax.tree.map(lambda p: p.at[0].set(jnp.inf), gradients(9))
-    for grads in (gradients(0), bad, gradients(1)):
-        optimizer = optimizer.apply_gradient(grads)
-    for a, b in zip(
-        jax.tree.leaves(optimizer.target),
-        jax.tree.leaves(run(MultiSteps(optax.adamw(0.1), 2), 2).target),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)

@@ -1,7 +1,7 @@
 """`eval_params`: the one answer, wherever it is, and no answer where there are two."""
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -49,6 +49,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("nesting", NESTED)
 def test_an_average_is_found_in_any_nesting(nesting: str) -> None:
     expected_params, state = trained(AVERAGED)
@@ -140,29 +141,18 @@ def test_parameters_of_another_model_are_an_error() -> None:
         eval_params(state, {"w": PARAMS["w"]})
 
 
-@jax.tree_util.register_pytree_node_class
-class Holder:
+class Master(NamedTuple):
     """A state of another package, which imports nothing of this one."""
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    held: Any
 
-    def tree_flatten(self) -> Any:
-        return (self.held,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: Any, children: Any) -> Any:
-        return cls(*children)
-
-
-@jax.tree_util.register_pytree_node_class
-class Master(Holder):
     def master_params(self, params: Any) -> Any:
         return jax.tree.map(lambda p, m: m if p.ndim else p, params, self.held)
 
 
-@jax.tree_util.register_pytree_node_class
-class Provider(Holder):
+class Provider(NamedTuple):
+    held: Any
+
     def eval_params(self, params: Any) -> Any:
         return jax.tree.map(jnp.add, params, self.held)
 

@@ -39,7 +39,13 @@ def compiled(tx: Any) -> Any:
     return jax.jit(lambda p, s, g, loss: tx.apply(p, s, g, loss=loss))
 
 
-DEFAULT = guard(INNER)
+@functools.cache
+def guarded(**options: Any) -> Any:
+    """The same one for the same options, so that it is compiled once."""
+    return guard(INNER, **options)
+
+
+DEFAULT = guarded()
 
 
 def steps_of(tx: Any, losses: list[float], norms: list[float] | None = None) -> list[Any]:
@@ -64,6 +70,7 @@ def assert_bit_equal(one: Any, other: Any) -> None:
 # What is skipped
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_what_is_not_finite_is_skipped_once(bad: float, where: str) -> None:
@@ -94,7 +101,7 @@ def test_a_skipped_step_is_bit_equal() -> None:
 
 
 def test_update_skips_what_apply_skips() -> None:
-    tx = guard(INNER, loss=QUICK)
+    tx = guarded(loss=QUICK)
     losses = [1.0, 1.1, 0.9, 1.0, 50.0, NAN, 1.0]
     params, state = START, tx.init(PARAMS)
     update = jax.jit(lambda g, s, p, loss: tx.update(g, s, p, loss=loss))
@@ -108,19 +115,17 @@ def test_update_skips_what_apply_skips() -> None:
 
 
 def test_there_is_no_decision_before_32_values() -> None:
-    tx = guard(INNER, grad_norm=None)
+    tx = guarded(grad_norm=None)
     losses = [1.0] * 31 + [100.0] + [1.0] * 3
     assert not any(skips(tx, losses))
     assert skips(tx, [1.0] * 32 + [100.0])[-1]
 
 
 def test_low_values_and_small_changes_are_no_spikes() -> None:
-    tx = guard(INNER, loss=QUICK, grad_norm=QUICK)
+    tx = guarded(loss=QUICK, grad_norm=QUICK)
     losses = [2.0] * 5 + [0.1, 2.05, 2.0]
     assert not any(skips(tx, losses))
-    assert skips(
-        guard(INNER, loss=dataclasses.replace(QUICK, min_deviation=0)), [2.0] * 5 + [2.05]
-    )[-1]
+    assert skips(guarded(loss=dataclasses.replace(QUICK, min_deviation=0)), [2.0] * 5 + [2.05])[-1]
 
 
 def test_the_threshold_is_mean_and_deviation_of_the_last_accepted() -> None:
@@ -128,7 +133,7 @@ def test_the_threshold_is_mean_and_deviation_of_the_last_accepted() -> None:
     losses = [float(x) for x in rng.normal(3.0, 0.1, 40).astype(np.float32)]
     losses[20], losses[30] = 9.0, NAN
     spike = dataclasses.replace(QUICK, sigma=4.0, min_deviation=0.0)
-    carried = steps_of(guard(INNER, loss=spike, grad_norm=None), losses)
+    carried = steps_of(guarded(loss=spike, grad_norm=None), losses)
     accepted: list[float] = []
     for loss, (_, before), (_, after) in zip(losses, carried, carried[1:], strict=False):
         last = np.array(accepted[-spike.window :], np.float64)
@@ -142,12 +147,12 @@ def test_the_threshold_is_mean_and_deviation_of_the_last_accepted() -> None:
 
 
 def test_squares_that_are_no_float32_are_judged() -> None:
-    tx = guard(INNER, loss=QUICK, grad_norm=None)
+    tx = guarded(loss=QUICK, grad_norm=None)
     assert skips(tx, [1e30, 1.1e30, 1e30, 1e30, 1.2e30, 9e30, 1e30])[-3:] == [False, True, False]
 
 
 def test_a_level_that_has_come_to_stay_is_accepted() -> None:
-    tx = guard(INNER, loss=Spike(), grad_norm=None)
+    tx = guarded(grad_norm=None)
     losses = [1.0] * 40 + [5.0] * 60
     found = skips(tx, losses)
     assert found == [False] * 40 + [True] * 16 + [False] * 44
@@ -157,7 +162,7 @@ def test_a_level_that_has_come_to_stay_is_accepted() -> None:
 
 
 def test_spikes_apart_are_no_new_level() -> None:
-    tx = guard(INNER, loss=QUICK, grad_norm=None)  # patience of 3
+    tx = guarded(loss=QUICK, grad_norm=None)  # patience of 3
     losses = [1.0] * 6 + [9.0, 9.0, 1.0, 9.0, NAN, 9.0, 1.0, 9.0]
     assert skips(tx, losses)[6:] == [True, True, False, True, True, True, False, True]
     # A NaN between two spikes neither counts nor ends the row.
@@ -165,7 +170,7 @@ def test_spikes_apart_are_no_new_level() -> None:
 
 
 def test_all_reasons_are_told() -> None:
-    tx = guard(INNER, loss=QUICK, grad_norm=QUICK)
+    tx = guarded(loss=QUICK, grad_norm=QUICK)
     _, state = steps_of(tx, [1.0] * 5 + [9.0], [1.0] * 5 + [20.0])[-1]
     assert Reason(int(report(state).reason)) == Reason.LOSS | Reason.GRAD_NORM
 
@@ -183,6 +188,7 @@ class Jumping:
         return jax.tree.map(lambda g: -g * jump, grads), state + 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["apply", "update"])
 def test_spikes_of_the_update_norm(form: str) -> None:
     jumping: Any = Jumping()
@@ -206,7 +212,7 @@ def test_spikes_of_the_update_norm(form: str) -> None:
 
 
 def test_an_update_that_was_not_computed_is_not_judged() -> None:
-    tx = guard(INNER, loss=QUICK, update_norm=QUICK)
+    tx = guarded(loss=QUICK, update_norm=QUICK)
     carried = steps_of(tx, [1.0] * 5 + [9.0, 1.0])
     assert_bit_equal(carried[6][1].update_norm, carried[5][1].update_norm)
     assert int(carried[7][1].update_norm.count) == 6
@@ -216,7 +222,7 @@ def test_an_update_that_was_not_computed_is_not_judged() -> None:
 
 
 def test_max_consecutive() -> None:
-    tx = guard(INNER, max_consecutive=3)
+    tx = guarded(max_consecutive=3)
     carried = steps_of(tx, [1.0, NAN, NAN, 1.0, NAN, NAN, NAN, NAN, 1.0])
     assert [bool(report(s).stuck) for _, s in carried] == [False] * 7 + [True, True, False]
     check_skips(carried[6][1])
@@ -229,14 +235,8 @@ def test_max_consecutive() -> None:
         jax.jit(lambda s: check_skips(s))(carried[0][1])
 
 
-def test_a_guard_without_a_limit_is_never_stuck() -> None:
-    _, state = steps_of(DEFAULT, [NAN] * 5)[-1]
-    assert not report(state).stuck
-    assert int(report(state).consecutive) == 5
-
-
 def test_nonfinite_apply_makes_the_step_and_remembers_nothing_of_it() -> None:
-    tx = guard(INNER, nonfinite="apply", loss=QUICK)
+    tx = guarded(nonfinite="apply", loss=QUICK)
     carried = steps_of(tx, [1.0, NAN, 1.0])
     assert not any(bool(s.was_skipped) for _, s in carried)
     assert int(carried[-1][1].loss.count) == 2
@@ -246,7 +246,7 @@ def test_nonfinite_apply_makes_the_step_and_remembers_nothing_of_it() -> None:
 
 
 def test_in_a_window_it_judges_what_is_emitted() -> None:
-    tx = MultiSteps(guard(INNER, loss=QUICK), 2, window_means=("loss",))
+    tx = MultiSteps(guarded(loss=QUICK), 2, window_means=("loss",))
     params, state = START, tx.init(PARAMS)
     apply = jax.jit(lambda p, s, g, loss: tx.apply(p, s, g, loss=loss))
     for loss in [1.0] * 8 + [1.0, 30.0] + [1.0] * 2:
@@ -273,7 +273,8 @@ def test_two_guards_have_two_reports() -> None:
 
 
 def test_one_program_and_one_type_for_every_step() -> None:
-    tx = guard(INNER, loss=QUICK, update_norm=QUICK, max_consecutive=2)
+    average = with_average(INNER, lambda t: 1 / (t + 1), start=2, every=2)
+    tx = guard(average, loss=QUICK, update_norm=QUICK, max_consecutive=2)
     step = jax.jit(chex.assert_max_traces(lambda p, s, g, x: tx.apply(p, s, g, loss=x), 1))
     params, before = PARAMS, tx.init(PARAMS)
     state = before
@@ -282,15 +283,6 @@ def test_one_program_and_one_type_for_every_step() -> None:
     assert isinstance(state, GuardState)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
-
-
-def test_vmapped_runs_are_judged_each_by_itself() -> None:
-    tx = guard(optax.sgd(0.1), loss=None, grad_norm=None)
-    params, grads = jnp.ones((2, 3)), jnp.array([[1.0] * 3, [1.0, NAN, 1.0]])
-    state = jax.vmap(tx.init)(params)
-    after, state = jax.jit(jax.vmap(tx.apply))(params, state, grads)
-    assert state.was_skipped.tolist() == [False, True]
-    np.testing.assert_allclose(after, [[0.9] * 3, [1.0] * 3])
 
 
 def test_bfloat16_gradients_are_summed_in_float32() -> None:
@@ -303,6 +295,7 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
 LARGE = float(np.finfo(np.float32).max)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("spike", [None, QUICK])
 @pytest.mark.parametrize(
     ("values", "is_finite"),
@@ -328,12 +321,6 @@ def test_finite_gradients_are_finite_whatever_their_squares(
         assert float(state.grad_norm.values[0]) == pytest.approx(min(exact, LARGE), rel=1e-5)
 
 
-def test_large_finite_gradients_are_spikes_and_not_infinite() -> None:
-    carried = steps_of(guard(INNER, loss=None, grad_norm=QUICK), [0.0] * 7, [1.0] * 5 + [3e19, 1.0])
-    assert [bool(state.was_skipped) for _, state in carried[1:]] == [False] * 5 + [True, False]
-    assert Reason(int(carried[-1][1].reason)) == Reason.GRAD_NORM
-
-
 def test_large_finite_updates_are_judged_by_their_norm() -> None:
     tx = guard(optax.scale(1e20), loss=None, grad_norm=None, update_norm=QUICK)
     params = jnp.ones(4)
@@ -343,7 +330,8 @@ def test_large_finite_updates_are_judged_by_their_norm() -> None:
     np.testing.assert_allclose(updates, params * 1e20)
 
 
-@pytest.mark.parametrize("grads", [[3e30], [[3e30]], [3e30 + 4e30j], [1.0, 3e30]])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("grads", [[3e30], [3e30 + 4e30j]])
 def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
     """Alone in its array a number was squared apart from the factor that makes it small."""
     arrays = [jnp.asarray(value) for value in grads]
@@ -400,43 +388,3 @@ def large_in_entry(lowered: Any) -> list[str]:
     made = [line.partition(" = ")[2].partition("(")[0] for line in body.splitlines()]
     opcodes = [of.split()[-1] for of in made if "[256,256]" in of]
     return [opcode for opcode in opcodes if opcode not in moves_nothing]
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"loss": 6.0}, "`loss` must be a `Spike` or None, found 6.0"),
-    ({"update_norm": True}, "`update_norm` must be a `Spike` or None, found True"),
-    ({"nonfinite": "raise"}, "`nonfinite` must be 'skip' or 'apply', found 'raise'"),
-    ({"max_consecutive": 0}, "`max_consecutive` must be an integer of at least 1, found 0"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG)
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        guard(INNER, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 1}, "`window` must be an integer of at least 2, found 1"),
-        ({"warmup": 1}, "`warmup` must be an integer of at least 2"),
-        ({"window": 16}, "`warmup` must be at most `window`, 16, found 32"),
-        ({"patience": 0}, "`patience` must be an integer of at least 1"),
-        ({"sigma": 0.0}, "`sigma` must be positive, found 0.0"),
-        ({"sigma": NAN}, "`sigma` must be positive, found nan"),
-        ({"min_deviation": -1.0}, "`min_deviation` must not be negative"),
-    ],
-)
-def test_wrong_spikes_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        Spike(**options)
-
-
-def test_the_loss_has_to_be_given_and_a_scalar() -> None:
-    tx = DEFAULT
-    state = tx.init(PARAMS)
-    with pytest.raises(TypeError, match="`update` needs the argument `loss`"):
-        tx.update(PARAMS, state, PARAMS)
-    with pytest.raises(ValueError, match=r"must be a real scalar; found an array of shape \(2,\)"):
-        tx.apply(PARAMS, state, PARAMS, loss=jnp.ones(2))

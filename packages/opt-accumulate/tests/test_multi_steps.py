@@ -1,8 +1,7 @@
 """Where `MultiSteps` must be better than Optax's: each test shows what Optax does beside it."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import chex
 import jax
@@ -10,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from opt_accumulate._emission import Form
-from opt_accumulate._multi_steps.multi_steps import MultiSteps
-from opt_accumulate._skip.functions import skip_not_finite
+from opt_accumulate import MultiSteps, skip_not_finite
 from optax.contrib._prodigy import prodigy
-from optax.contrib._reduce_on_plateau import reduce_on_plateau
 
 BOTH = pytest.mark.parametrize("kind", [MultiSteps, optax.MultiSteps])
+Form = Literal["loop", "cond", "select"]
 FORMS = get_args(Form)
 PARAMS = {"a": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.25)}
 SGD = optax.sgd(1.0)
@@ -60,6 +57,7 @@ def test_the_inner_optimizer_runs_only_to_emit(kind: Any) -> None:
     assert len(calls) == (2 if kind is MultiSteps else 8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_apply_is_update_and_addition(form: Form) -> None:
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -90,7 +88,7 @@ def test_parameters_stay_the_same_to_the_bit_between_steps() -> None:
 # Non-finite values
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("bad", "position"), [(jnp.inf, 0), (jnp.nan, 0), (-jnp.inf, 1)])
 @pytest.mark.parametrize("mean", [True, False])
@@ -117,6 +115,7 @@ def test_a_bad_mini_step_that_is_skipped_never_happened(kind: Any) -> None:
     assert run(steps, [1.0, jnp.nan, 3.0, jnp.inf, 1.0, 1.0])[0] == [0, 0, -2.0, 0, 0, -1.0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_inner_updates_do_not_leak_before_the_emission(form: Form) -> None:
     inner = optax.sgd(lambda count: 1 / count)  # the first step is bad, nothing before it
@@ -129,6 +128,7 @@ def test_inner_updates_do_not_leak_before_the_emission(form: Form) -> None:
 # has_updated
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transform", ["update", "apply"])
 def test_has_updated_after_a_skipped_mini_step(transform: str) -> None:
     steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
@@ -144,15 +144,6 @@ def test_has_updated_after_a_skipped_mini_step(transform: str) -> None:
         read_by_optax.append(bool(theirs.has_updated(state)))
     assert read == [False, True, False, False, False, True]
     assert read_by_optax == [False, True, True, True, False, True]
-
-
-def test_has_updated_on_a_state_of_optax() -> None:
-    theirs = optax.MultiSteps(SGD, 2, should_skip_update_fn=optax.skip_not_finite)
-    _, updated = run(theirs, [1.0, 1.0])
-    _, skipped = run(theirs, [jnp.nan], updated)
-    ours = MultiSteps(SGD, 2)
-    assert (bool(ours.has_updated(updated)), bool(ours.has_updated(skipped))) == (True, False)
-    assert bool(theirs.has_updated(skipped))
 
 
 # Extra arguments
@@ -194,6 +185,7 @@ def test_extra_arguments_pass_a_chain(kind: Any) -> None:
     assert added == ([0.0, 14.0, 0.0, 22.0] if kind is MultiSteps else dropped)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_functions_and_trees_reach_the_inner_optimizer(form: Form) -> None:
     tx = in_chain(MultiSteps(takes_value(), 1, form=form))
@@ -208,11 +200,7 @@ def test_functions_and_trees_reach_the_inner_optimizer(form: Form) -> None:
     assert float(updates["b"]) == 3.0
 
 
-def test_an_inner_optimizer_without_extra_arguments_is_spared_them() -> None:
-    updates, _ = MultiSteps(SGD, 1).update(grads_of(1.0), MultiSteps(SGD, 1).init(PARAMS), value=1)
-    assert float(updates["b"]) == -1.0
-
-
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_means_over_the_window(form: Form) -> None:
     steps: Any = MultiSteps(
@@ -236,25 +224,10 @@ def test_means_over_the_window(form: Form) -> None:
     assert float(state.skip_state["window_means"]["value"]) == 0.0
 
 
-def test_what_window_means_cannot_be() -> None:
-    steps = MultiSteps(SGD, 2, window_means=("value",))
-    state = steps.init(PARAMS)
-    with pytest.raises(TypeError, match="`update` needs the argument `value`: `window_means` asks"):
-        steps.update(grads_of(1.0), state)
-    with pytest.raises(ValueError, match=r"`value` must be a real scalar.*shape \(2,\) and dtype"):
-        steps.update(grads_of(1.0), state, value=jnp.ones(2))
-    with pytest.raises(TypeError, match=r"`window_means` must be a sequence of names"):
-        MultiSteps(SGD, 2, window_means="value")
-    other = optax.MultiSteps(SGD, 2).init(PARAMS)
-    with pytest.raises(ValueError, match="must hold the `window_means` value; found none"):
-        steps.update(grads_of(1.0), other, value=1.0)
-    with pytest.raises(ValueError, match="must hold the `window_means` loss; found value"):
-        MultiSteps(SGD, 2, window_means=("loss",)).update(grads_of(1.0), state, loss=1.0)
-
-
 # flush
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mean", [True, False])
 def test_flush_emits_what_the_window_holds(mean: bool, form: Form) -> None:
@@ -291,6 +264,7 @@ def seen_by_inner(seen: list[Any]) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_64_bfloat16_gradients_reach_the_inner_optimizer_in_float32(kind: Any) -> None:
     params = {"a": jnp.zeros(256, jnp.bfloat16)}
@@ -309,25 +283,15 @@ def test_64_bfloat16_gradients_reach_the_inner_optimizer_in_float32(kind: Any) -
     assert error < 1e-6 if kind is MultiSteps else error > 1e-3
 
 
-@BOTH
-def test_complex_gradients_keep_their_imaginary_parts(kind: Any) -> None:
+def test_complex_gradients_keep_their_imaginary_parts() -> None:
     params = {"z": jnp.zeros(1, jnp.complex64)}
-    steps = kind(SGD, 2)
-    state = steps.init(params)
-    if kind is optax.MultiSteps:
-        if hasattr(steps, "_accumulator_dtype"):  # new in 0.2.7
-            with pytest.warns(Warning, match="complex"):
-                assert _two_complex(steps, state).tolist() == [-1 - 1j]
-        return
-    assert _two_complex(steps, state).tolist() == [-1 - 2j]
-    theirs = optax.MultiSteps(SGD, 2).init(params)  # float32
-    assert _two_complex(steps, theirs).tolist() == [-1 - 2j]
-
-
-def _two_complex(steps: Any, state: Any) -> Any:
     grads = {"z": jnp.array([1 + 2j], jnp.complex64)}
-    _, state = steps.update(grads, state)
-    return steps.update(grads, state)[0]["z"]
+    for of_optax in (False, True):  # whose accumulator is real
+        steps = MultiSteps(SGD, 2)
+        state: Any = (optax.MultiSteps(SGD, 2) if of_optax else steps).init(params)
+        _, state = steps.update(grads, state)
+        updates: Any = steps.update(grads, state)[0]
+        assert updates["z"].tolist() == [-1 - 2j]
 
 
 DTYPES = [  # parameters, `accumulator_dtype`, accumulator
@@ -340,7 +304,7 @@ DTYPES = [  # parameters, `accumulator_dtype`, accumulator
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "asked", "expected"), DTYPES)
 def test_dtypes_of_the_accumulator(dtype: Any, asked: Any, expected: Any) -> None:
     params = {"a": jnp.ones((2, 3), dtype), "b": jnp.ones((), dtype)}
@@ -358,26 +322,15 @@ def test_dtypes_of_the_accumulator(dtype: Any, asked: Any, expected: Any) -> Non
         state = new
 
 
-def enable_x64() -> Any:
-    modules: tuple[Any, ...] = (jax, jax.experimental)  # it has moved
-    (context,) = [module.enable_x64 for module in modules if hasattr(module, "enable_x64")][:1]
-    return context(True)
-
-
 def test_float64_is_not_truncated() -> None:
     exact = 1 + 2.0**-40
-    with enable_x64():
+    enable_x64: Any = jax.enable_x64
+    with enable_x64(True):
         params, grads = {"a": jnp.zeros(1)}, {"a": jnp.full(1, exact)}
-        ours, theirs = MultiSteps(SGD, 2), optax.MultiSteps(SGD, 2)
-        assert ours.init(params).acc_grads["a"].dtype == jnp.float64
-        assert float(_two_float64(ours, ours.init(params), grads)) == -exact
-        if hasattr(theirs, "_accumulator_dtype"):  # new in 0.2.7
-            assert float(_two_float64(theirs, theirs.init(params), grads)) != -exact
-
-
-def _two_float64(steps: Any, state: Any, grads: Any) -> Any:
-    _, state = steps.update(grads, state)
-    return steps.update(grads, state)[0]["a"][0]
+        steps = MultiSteps(SGD, 2)
+        _, state = steps.update(grads, steps.init(params))
+        updates: Any = steps.update(grads, state)[0]
+        assert float(updates["a"][0]) == -exact
 
 
 def test_an_accumulator_of_bfloat16_hands_on_float32() -> None:
@@ -391,37 +344,7 @@ def test_an_accumulator_of_bfloat16_hands_on_float32() -> None:
 # JAX's transformations
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_scan_and_vmap(form: Form) -> None:
-    inner = optax.adam(0.1)
-    values = jax.random.normal(jax.random.key(0), (4, 7))
-
-    def train(steps: Any, values: jax.Array) -> Any:
-        def mini_step(carry: Any, value: jax.Array) -> Any:
-            params, state = carry
-            updates, state = steps.update(grads_of(1.0) | {"b": value}, state, params)
-            return (optax.apply_updates(params, updates), state), updates["b"]
-
-        return jax.lax.scan(mini_step, (PARAMS, steps.init(PARAMS)), values)
-
-    ours, theirs = MultiSteps(inner, 3, form=form), optax.MultiSteps(inner, 3)
-    expected = [train(theirs, row) for row in values]
-    for index, row in enumerate(values):
-        # Scans are compiled differently: fused multiply-adds round otherwise.
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
-            train(ours, row),
-            expected[index],
-        )
-    batched = jax.vmap(functools.partial(train, ours))(values)
-    for index in range(len(values)):
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
-            jax.tree.map(lambda x, index=index: x[index], batched),
-            expected[index],
-        )
-
-
+@pytest.mark.slow
 def test_vmap_over_windows_that_end_at_different_mini_steps() -> None:
     steps: Any = MultiSteps(SGD, 2)
     state = steps.init(PARAMS)
@@ -433,6 +356,7 @@ def test_vmap_over_windows_that_end_at_different_mini_steps() -> None:
     assert new.mini_step.tolist() == [1, 0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["cond", "select"])
 def test_reverse_derivatives(form: Form) -> None:
     def loss(rate: jax.Array, form: Form) -> Any:
@@ -448,6 +372,7 @@ def test_reverse_derivatives(form: Form) -> None:
         grad(jnp.float32(0.5), "loop")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_donation_of_states_that_keep_the_parameters(form: Form) -> None:
     params = jax.tree.map(jnp.copy, PARAMS)
@@ -459,40 +384,22 @@ def test_donation_of_states_that_keep_the_parameters(form: Form) -> None:
     assert int(carried[1].mini_step) == 1
 
 
-def keeping(copy: Callable[[jax.Array], jax.Array]) -> optax.GradientTransformation:
-    """An inner optimizer that keeps the parameters, as `copy` returns them, twice."""
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(copy, params), jax.tree.map(copy, params)
-
-    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "copy",
-    [
-        lambda x: x,
-        lambda x: jax.device_put(x, x.sharding),
-        lambda x: jnp.reshape(x, x.shape),
-        lambda x: jax.jit(lambda y: y)(x),
-        lambda x: x.addressable_shards[0].data,
-    ],
-    ids=["itself", "device_put", "reshape", "jit", "shard"],
+    "copy", [lambda x: x, lambda x: jax.jit(lambda y: y)(x), lambda x: x.addressable_shards[0].data]
 )
 def test_init_shares_no_buffer_however_the_inner_state_is_made(copy: Any) -> None:
+    """An inner optimizer that keeps the parameters, as `copy` returns them, twice."""
     params = {"w": jnp.arange(3.0)}
-    state = MultiSteps(keeping(copy), 2).init(params)
+    keeping = optax.GradientTransformation(
+        lambda params: (jax.tree.map(copy, params), jax.tree.map(copy, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+    state = MultiSteps(keeping, 2).init(params)
     touch = jax.jit(lambda *trees: jax.tree.map(lambda x: x + 1, trees), donate_argnums=(0, 1))
     new_params, new_state = touch(params, state)
-    assert new_params["w"].tolist() == [1.0, 2.0, 3.0]
-    for kept in new_state.inner_opt_state:
+    for kept in (new_params, *new_state.inner_opt_state):
         assert kept["w"].tolist() == [1.0, 2.0, 3.0]
-
-
-def test_init_copies_nothing_that_is_not_shared() -> None:
-    kept = jnp.ones(3)
-    tx = optax.GradientTransformation(lambda params: kept, lambda u, s, p=None: (u, s))
-    assert MultiSteps(tx, 2).init({"w": jnp.ones(3)}).inner_opt_state is kept
 
 
 def test_counters_stay_at_their_largest_value() -> None:
@@ -509,54 +416,6 @@ def test_counters_stay_at_their_largest_value() -> None:
 # Errors
 
 
-def test_gradients_that_do_not_fit() -> None:
-    steps = MultiSteps(SGD, 2)
-    state = steps.init(PARAMS)
-    with pytest.raises(ValueError, match=r"(?s)`updates` do not look.*a: expected shape \(3,\), "):
-        steps.update({"a": jnp.ones(()), "b": jnp.ones(())}, state)
-    with pytest.raises(ValueError, match=r"(?s)b: expected a leaf.*c: expected none, found a leaf"):
-        steps.update({"a": jnp.ones(3), "c": jnp.ones(())}, state)
-    with pytest.raises(ValueError, match=r"containers: expected .*found "):
-        steps.update(tuple(PARAMS.values()), steps.init(list(PARAMS.values())))
-
-
-def test_inner_optimizers_that_change_their_state() -> None:
-    def grows(updates: Any, state: Any, params: Any = None) -> Any:
-        return updates, {"seen": updates} if state == {} else {"seen": jnp.ones(7)}
-
-    def steps(first: Any) -> MultiSteps:
-        return MultiSteps(optax.GradientTransformation(lambda params: first, grows), 2)
-
-    with pytest.raises(TypeError, match=r"(?s)`opt` returned another state.*expected .*found "):
-        steps({}).update(grads_of(1.0), steps({}).init(PARAMS))
-    first = {"seen": jnp.ones(2)}
-    with pytest.raises(TypeError, match=r"seen: expected shape \(2,\), found \(7,\)"):
-        steps(first).update(grads_of(1.0), steps(first).init(PARAMS))
-
-
-def test_arguments_that_are_not_possible() -> None:
-    with pytest.raises(
-        ValueError, match=r"`form` must be one of loop, cond, select, found 'while'"
-    ):
-        MultiSteps(SGD, 2, form="while")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`opt` must be a gradient transformation, .*found 0.1"):
-        MultiSteps(0.1, 2)
-    for dtype in (jnp.int32, jnp.float8_e4m3fn, "nothing"):
-        with pytest.raises(ValueError, match="`accumulator_dtype` must be None, or a dtype"):
-            MultiSteps(SGD, 2, accumulator_dtype=dtype)
-
-
-def test_arguments_in_another_order() -> None:
-    steps = MultiSteps(SGD, 2)
-    words = (
-        r"`state` must be an `optax.MultiStepsState`, found dict. Mind the order: `update\(grads, "
-    )
-    with pytest.raises(TypeError, match=words):
-        steps.apply(PARAMS, grads_of(1.0), steps.init(PARAMS))
-    with pytest.raises(TypeError, match=words):
-        steps.flush(PARAMS, steps.init(PARAMS))  # type: ignore[arg-type]
-
-
 def test_an_empty_tree() -> None:
     steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
     state = steps.init({})
@@ -569,30 +428,13 @@ def test_an_empty_tree() -> None:
 def test_optimizers_that_are_written_for_one_dtype() -> None:
     """Those run under `optax.MultiSteps`, which rounds gradients before it hands them on."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    for name, inner in {
-        "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-3), 3),
-        "novograd": optax.novograd(0.1),
-    }.items():
-        steps = MultiSteps(inner, 2)
-        state = steps.init(params)
-        theirs = optax.MultiSteps(inner, 2)
-        expected: Any
-        expected, _ = theirs.update(params, theirs.init(params)._replace(mini_step=1), params)
-        with pytest.warns(UserWarning, match="`opt` cannot take gradients in the accumulator's fl"):
-            updates, _ = steps.update(params, state._replace(mini_step=jnp.int32(1)), params)
-        for path, leaf in updates.items():
-            np.testing.assert_allclose(
-                np.asarray(leaf, np.float32),
-                np.asarray(expected[path], np.float32),
-                rtol=2**-6,
-                err_msg=f"{name} {path}",
-            )
+    inner = optax.novograd(0.1)
+    steps, theirs = MultiSteps(inner, 1), optax.MultiSteps(inner, 1)
+    expected: Any
+    expected, _ = theirs.update(params, theirs.init(params), params)
+    with pytest.warns(UserWarning, match="`opt` cannot take gradients in the accumulator's fl"):
+        updates, _ = steps.update(params, steps.init(params), params)
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-6)
     own = MultiSteps(optax.apply_if_finite(optax.adamw(1e-3), 3), 2, accumulator_dtype=None)
     own.update(params, own.init(params), params)  # without a warning, which would be an error
-
-
-def test_errors_of_the_inner_optimizer_are_its_own() -> None:
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    steps = MultiSteps(reduce_on_plateau(), 1)
-    with pytest.raises(TypeError, match="value"):
-        steps.update(params, steps.init(params), params)

@@ -112,30 +112,12 @@ def test_ignored_rules_are_warned_about_once_and_only_where_it_matters(
     assert "`respect_rank2_rules=True` honours them" in message
 
 
-def test_rules_are_read_once_for_a_tree() -> None:
-    definition = Adafactor(0.1, factor_map=HParamMap([("", HEURISTIC_RULE)]))
-    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(3)}
-    plan = definition._plan(params)
-    traced: list[Any] = []
-    jax.eval_shape(lambda p: traced.append(definition._plan(p)), params)
-    assert traced[0] is plan
-    assert definition._plan(jax.tree.map(jnp.zeros_like, params)) is plan
-    assert definition._plan({"w": jnp.ones((4, 5)), "b": jnp.ones(3)}) is not plan
-
-
 def test_a_rank_above_2_needs_a_rule() -> None:
     for letters in ("no map", HEURISTIC_RULE):
         with pytest.raises(FactorRuleError, match=r"`w` has shape \(2, 3, 4\)") as caught:
             shapes((2, 3, 4), letters)
         assert "`factor_map`" in str(caught.value)
         assert "`None` not to factor" in str(caught.value)
-
-
-def test_rules_given_but_axes_forgotten() -> None:
-    # google-research/t5x#243: nobody could tell what was missing.
-    definition = Adafactor(0.1, logical_factor_rules={"embed": "row"})
-    with pytest.raises(FactorRuleError, match=r"no axes yet: call `with_param_axes`"):
-        definition.create({"w": jnp.ones((2, 3, 4))})
 
 
 def test_a_rule_must_fit() -> None:

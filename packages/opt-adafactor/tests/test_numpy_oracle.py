@@ -53,7 +53,7 @@ def expected(params: dict[str, Any], grads: list[Any], roles: dict[str, Any], o:
     return tensors
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from(PAIRS), min_size=1, max_size=3),
     OPTIONS,

@@ -139,16 +139,7 @@ def test_a_plan_for_one_device_changes_nothing() -> None:
     chex.assert_trees_all_equal_shapes_and_dtypes(state, same)
 
 
-def test_hyper_parameters_at_run_time() -> None:
-    injected = optax.inject_hyperparams(muon, static_args=("orthogonalize", "nesterov"))
-    tx = injected(learning_rate=0.1, matrices=Matrices.by_rank2(), orthogonalize=F32)
-    state: Any = tx.init(PARAMS)
-    updates, _ = tx.update(GRADS[0], state, PARAMS)
-    state.hyperparams["learning_rate"] = 0.2
-    doubled, _ = tx.update(GRADS[0], state, PARAMS)
-    chex.assert_trees_all_close(doubled, jax.tree.map(lambda x: 2 * x, updates), rtol=1e-4)
-
-
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_momentum_at_run_time(is_planned: bool) -> None:
     params = {"w": PARAMS["wi"]}

@@ -11,7 +11,7 @@ import optax
 import pytest
 from opt_precision import _bits, _maps
 from opt_precision._codecs import Role
-from opt_precision._formats import _rank, decode, encode
+from opt_precision._formats import decode, encode
 from precision_testing import CODECS, EIGHT_BITS, quantize_state
 
 QUIET = {0.95: 1000, 0.99: 2000, 0.999: 6000}
@@ -44,20 +44,21 @@ def exact(b2: float) -> float:
     return high * b2**quiet + 0.005**2 * (1 - b2**quiet)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("b2", [0.95, 0.99, 0.999])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_second_moments_come_down_again(codec: op.Codec, b2: float) -> None:
     assert second(codec, b2) == pytest.approx(exact(b2), rel=0.05)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("codec", [op.bfloat16(v="nearest"), op.dynamic8(v="nearest")])
 def test_rounded_to_nearest_they_do_not(codec: op.Codec) -> None:
     assert second(codec, 0.999) > 100 * exact(0.999)
 
 
 DEAD_FROM, DEAD_STEPS = 200, 1200
-DECAYS = [(0.5, 0.9), (0.9, 0.95), (0.9, 0.99), (0.9, 0.999), (0.95, 0.99), (0.99, 0.999)]
+DECAYS = [(0.5, 0.9), (0.9, 0.95), (0.9, 0.999), (0.99, 0.999)]
 
 
 def walks_of_dead_units(tx: Any) -> tuple[Any, Any]:
@@ -99,7 +100,7 @@ def walks_of_dead_units(tx: Any) -> tuple[Any, Any]:
     return most, jax.tree.map(lambda a, b: float(jnp.abs(b - a).max()), almost, end)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("b1", "b2"), DECAYS)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_dead_units_stop(codec: op.Codec, b1: float, b2: float) -> None:
@@ -110,6 +111,26 @@ def test_dead_units_stop(codec: op.Codec, b1: float, b2: float) -> None:
     for name, limit in exact.items():
         assert walked[name] <= 2.5 * limit, name
         assert late[name] <= 0.1, name  # in float32 0.006 at most
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_first_moments_come_down_to_nothing(codec: op.Codec) -> None:
+    """Those whose gradients end, beside others whose gradients go on."""
+    tx = quantize_state(optax.ema(0.9, debias=False), codec)
+    g = jnp.asarray(np.random.default_rng(0).normal(size=(16, 256)), jnp.float32)
+    is_dead = jnp.arange(256) % 3 == 0
+
+    def step(state: Any, i: Any) -> Any:
+        own = jnp.where(is_dead & (i >= 20), 0.0, g)
+        return tx.update({"w": own}, state)[1], None
+
+    def run() -> Any:
+        return jax.lax.scan(step, tx.init({"w": g}), jnp.arange(220))[0]
+
+    moment = np.asarray(op.decode(jax.jit(run)()).inner.ema["w"])
+    largest = np.abs(g).max()
+    assert np.abs(moment[:, is_dead]).max() < 1e-3 * largest
+    np.testing.assert_allclose(moment[:, ~is_dead], g[:, ~is_dead], atol=0.1 * largest)
 
 
 def largest_ratios(
@@ -137,6 +158,7 @@ def largest_ratios(
     return np.abs(ours).max() / np.abs(raw).max(), rms, cosine
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("codec", EIGHT_BITS.values(), ids=EIGHT_BITS)
 def test_updates_do_not_explode_over_seven_decades(codec: op.Codec) -> None:
     assert largest_ratios(codec, 7)[0] <= 2.5
@@ -149,6 +171,7 @@ def test_stochastic_first_moments_do_not_explode_either() -> None:
     assert cosine >= 0.8  # rounded everywhere 0.33
 
 
+@pytest.mark.slow
 def test_first_moments_of_long_memory_keep_their_direction_in_sixteen_bits() -> None:
     mixed = {"moment": op.bfloat16(), "second_moment": op.dynamic8()}
     codecs = (op.dynamic8(m="stochastic"), op.dynamic8(), mixed)
@@ -167,7 +190,8 @@ def test_updates_are_right_over_four_decades() -> None:
 ROLES: tuple[Role, ...] = ("moment", "slow_moment", "second_moment")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.internals
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("shape", [(4, 256), (4, 1000), (4, 100)])
 def test_decoded_codes_are_encoded_to_themselves(codec: op.Codec, shape: tuple[int, int]) -> None:
@@ -187,6 +211,7 @@ def test_decoded_codes_are_encoded_to_themselves(codec: op.Codec, shape: tuple[i
         np.testing.assert_allclose(once, again, rtol=3e-7)
 
 
+@pytest.mark.internals
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_zeros_are_zeros(codec: op.Codec) -> None:
@@ -203,6 +228,7 @@ def test_zeros_are_zeros(codec: op.Codec) -> None:
         assert not np.asarray(zeros).view(np.uint32).any()
 
 
+@pytest.mark.internals
 def test_a_second_moment_among_others_has_no_zero() -> None:
     for codec in EIGHT_BITS.values():
         form = codec.form("second_moment", (64, 256), jnp.float32)
@@ -211,6 +237,7 @@ def test_a_second_moment_among_others_has_no_zero() -> None:
         assert (np.asarray(decode(form, *encode(form, v, None))) > 0).all()
 
 
+@pytest.mark.internals
 def test_stochastic_codes_keep_the_mean() -> None:
     v = jnp.asarray(np.random.default_rng(0).uniform(size=(16, 256)) ** 2, jnp.float32)
     index = _bits.global_index(v.shape, (0, 0), (256, 1))
@@ -226,6 +253,8 @@ def test_stochastic_codes_keep_the_mean() -> None:
         assert float(means.mean()) == pytest.approx(float(v.mean()), rel=2e-3)
 
 
+@pytest.mark.internals
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("codec", EIGHT_BITS.values(), ids=EIGHT_BITS)
 @pytest.mark.parametrize("role", ROLES)
 def test_nearest_codes_are_those_of_a_search(role: Role, codec: op.Codec) -> None:
@@ -241,16 +270,7 @@ def test_nearest_codes_are_those_of_a_search(role: Role, codec: op.Codec) -> Non
     np.testing.assert_allclose(np.abs(found - x), best, rtol=1e-5, atol=1e-6 * np.abs(x).max())
 
 
-@pytest.mark.parametrize("table", [_maps.dynamic_roots, _maps.dynamic_magnitudes, _maps.e4m3])
-def test_ranks_are_those_of_a_search(table: Any) -> None:
-    values = table()
-    y = np.random.default_rng(0).uniform(size=100_000).astype(np.float32) ** 4
-    y = np.concatenate([y, values, np.nextafter(values, 2), np.nextafter(values, -2)]).clip(0, 1)
-    floors = np.asarray(_rank(_maps.floors(table), jnp.asarray(y)))
-    expected = np.searchsorted(values, y, side="right") - 1
-    np.testing.assert_array_equal(floors, expected.clip(0, len(values) - 2))
-
-
+@pytest.mark.internals
 def test_the_maps_are_those_of_bitsandbytes() -> None:
     assert len(_maps.dynamic_roots()) == 256
     assert _maps.dynamic_roots()[1] == pytest.approx(3.25e-7)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from typing import Any
 
 import jax
@@ -44,24 +43,10 @@ def test_what_is_cut_over_all_axes_is_handed_out_in_two_collectives(mesh: Any, s
     assert len(group.leaves) == 16
 
 
-def test_bfloat16_halves_what_is_sent() -> None:
-    wide, narrow = (
-        planned(many(8, 64, 64), P("x", "y"), fn=newton_schulz(dtype=dtype)).bytes_per_device
-        for dtype in (None, "bfloat16")
-    )
-    assert wide == 2 * narrow
-
-
 def test_an_axis_that_replicates_takes_part_and_is_gathered_once() -> None:
     (group,) = planned(many(16, 256, 512), P("x")).groups
     assert (group.choice, group.collectives) == ("all_to_all", 3)
     assert group.axes == ("y", "x")
-    assert group.flops_per_device == group.ideal_flops
-
-
-def test_replicated_matrices_are_gathered_once() -> None:
-    (group,) = planned(many(16, 256, 512), P()).groups
-    assert group.collectives == 1
     assert group.flops_per_device == group.ideal_flops
 
 
@@ -126,7 +111,8 @@ def test_the_smallest_bound_is_met_and_the_next_smaller_one_is_not() -> None:
     assert json.loads(below.to_json())["min_group_bytes"] == least
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9, 31, 64, 65, 300, 600])
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("count", [1, 2, 9, 64, 65, 600])
 @pytest.mark.parametrize("spec", [P("fsdp"), P("fsdp", "tp"), P("tp"), P(), P(("dp", "fsdp"))])
 def test_more_devices_never_cost_more_than_they_save(count: int, spec: Any) -> None:
     mesh = AbstractMesh((16, 8, 4), ("dp", "fsdp", "tp"))
@@ -189,36 +175,6 @@ def test_a_plan_says_all_of_it() -> None:
     assert data["rest"] == ["b"]
     assert data["groups"][0]["choice"] == "all_to_all"
     assert data["groups"][0]["bytes_per_device"] == plan.groups[0].bytes_per_device
-
-
-def decoder(layers: int, d: int, ff: int, heads: int, kv: int, size: int) -> tuple[Any, Any, Any]:
-    shapes = {
-        "q": ((d, heads, size), ("embed", "heads", "kv")),
-        "k": ((d, kv, size), ("embed", "kv_heads", "kv")),
-        "v": ((d, kv, size), ("embed", "kv_heads", "kv")),
-        "o": ((heads, size, d), ("heads", "kv", "embed")),
-        "gate": ((d, ff), ("embed", "mlp")),
-        "up": ((d, ff), ("embed", "mlp")),
-        "down": ((ff, d), ("mlp", "embed")),
-    }
-    names = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"}
-    layer = {name: leaf(*shape) for name, (shape, _) in shapes.items()}
-    specs = {name: P(*map(names.get, axes)) for name, (_, axes) in shapes.items()}
-    axes = {name: P(*axes) for name, (_, axes) in shapes.items()}
-    return tuple({f"layer_{n}": tree for n in range(layers)} for tree in (layer, specs, axes))  # type: ignore[return-value]
-
-
-def test_a_decoder_of_70_billion_parameters_on_4096_devices() -> None:
-    params, specs, axes = decoder(80, 8192, 28672, 64, 8, 128)
-    start = time.process_time()
-    plan = planned(
-        params, specs, AbstractMesh((512, 8), ("fsdp", "tp")), Matrices.by_logical_axes(axes)
-    )
-    assert time.process_time() - start < 5
-    assert len(plan.layouts) == 560
-    for group in plan.groups:  # fewer matrices than devices: no device has more than one
-        assert group.flops_per_device == plan.fn.flops(*group.shape)
-    assert len(str(plan).splitlines()) < 20
 
 
 @pytest.mark.parametrize(

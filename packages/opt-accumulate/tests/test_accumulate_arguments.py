@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_accumulate._microbatches.accumulate import accumulate_gradients
-from opt_accumulate.errors import OptionError
+from opt_accumulate import accumulate_gradients
 
 ROWS = 12
-P = jax.sharding.PartitionSpec
 
 Tree = Any
 Sums = tuple[jax.Array, jax.Array]
@@ -70,7 +68,7 @@ def whole_batch(batch: Tree, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.
     options=st.sampled_from([{}, {"reduce": "deferred", "mesh": make_mesh()}, {"weights": None}]),
     jit=st.booleans(),
 )
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 def test_keywords_and_scalars_against_the_whole_batch(
     factor: Any, args: Any, kwargs: Any, size: int, options: Any, jit: bool
 ) -> None:
@@ -87,26 +85,6 @@ def test_keywords_and_scalars_against_the_whole_batch(
 
 
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_static_keywords_stay_what_they_are_and_others_become_arrays(reduce: Any) -> None:
-    seen = []
-
-    def loss_fn(w: Any, batch: Any, *, train: Any, depth: Any, act: Any = jnp.tanh) -> Sums:
-        seen.append((train, isinstance(depth, jax.Array)))
-        return act(w * batch["x"] * depth).sum(), jnp.int32(batch["x"].shape[0])
-
-    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce=reduce, mesh=make_mesh())
-    compiled = jax.jit(vg, static_argnames=("train", "act"))
-    x = jnp.arange(4.0)
-    for act in (jnp.tanh, jnp.sin):
-        found = compiled(jnp.float32(0.5), {"x": x}, train=True, depth=2, act=act)
-        expected = jax.value_and_grad(lambda w, act=act: act(w * x * 2).sum() / 4)
-        np.testing.assert_allclose(found, expected(jnp.float32(0.5)), rtol=1e-6)
-    vg(jnp.float32(0.5), {"x": x}, train=True, depth=2)
-    assert all(train is True for train, _ in seen)
-    assert {is_array for _, is_array in seen} == {True, False}
-
-
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_python_scalars_of_a_batch_stay_so_outside_of_jit(reduce: Any) -> None:
     seen = []
 
@@ -120,15 +98,6 @@ def test_python_scalars_of_a_batch_stay_so_outside_of_jit(reduce: Any) -> None:
     assert seen
     assert all(value is True for value in seen)
     assert (float(loss), float(grad), grad.dtype) == (6.0, 3.0, jnp.float32)
-
-
-def test_every_example_counts_once_beside_scalars() -> None:
-    def mean(w: Any, batch: Any) -> Any:
-        return jnp.mean(w * batch["x"]) * batch["a_scalar_first"]
-
-    vg = accumulate_gradients(mean, microbatch_size=3, smaller_last=True, weights="examples")
-    loss, grad = vg(jnp.float32(2), {"a_scalar_first": 2.0, "x": jnp.arange(4.0)})
-    assert (float(loss), float(grad)) == (6.0, 3.0)
 
 
 def test_gradients_do_not_flow_to_scalars_but_outputs_may_hold_them() -> None:
@@ -156,10 +125,6 @@ def key_last(w: Any, batch: Any, rng: Any) -> Sums:
     return w * draws(rng) * batch.sum(), jnp.int32(batch.shape[0])
 
 
-def key_between(w: Any, batch: Any, rng: Any, train: bool = False) -> Sums:
-    return key_last(w, batch, rng)
-
-
 def key_after_keyword(w: Any, batch: Any, train: bool, rng: Any) -> Sums:
     assert train is True
     return key_last(w, batch, rng)
@@ -169,36 +134,18 @@ def key_only(w: Any, batch: Any, *, train: bool, rng: Any) -> Sums:
     return key_last(w, batch, rng)
 
 
-def key_of_another_name(w: Any, batch: Any, k: Any, *, train: bool) -> Sums:
-    return key_last(w, batch, k)
-
-
 def anything(*args: Any, **kwargs: Any) -> Sums:
     assert kwargs == {"train": True}
     return key_last(*args)
 
 
-@functools.wraps(key_only)
-def wrapped(*args: Any, **kwargs: Any) -> Sums:
-    return key_only(*args, **kwargs)
-
-
-@functools.wraps(key_after_keyword)
-def renamed(w: Any, batch: Any, k: Any, train: Any) -> Sums:
-    return key_after_keyword(w, batch, train, k)
-
-
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "loss_fn",
     [
-        key_between,
         key_after_keyword,
         key_only,
-        key_of_another_name,
         anything,
-        wrapped,
-        renamed,
         functools.partial(key_after_keyword, train=True),
         jax.jit(key_only, static_argnames="train"),
     ],
@@ -226,56 +173,3 @@ def test_positional_arguments_before_the_key_are_as_they_were() -> None:
 
 
 # Errors
-
-
-def plain(w: Any, batch: Any, temperature: Any = 1.0) -> Sums:
-    return (w * batch * temperature).sum(), jnp.int32(batch.shape[0])
-
-
-def keyed(w: Any, batch: Any, key: Any, train: bool = False) -> Sums:
-    return key_last(w, batch, key)
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "args", "kwargs", "words"),
-    [
-        (plain, (), {"w": 1.0}, "`w` was given, but by position it gets the parameters already"),
-        (plain, (), {"batch": 1.0}, "`batch` was given, but by position it gets the microbatch al"),
-        (
-            plain,
-            (2.0,),
-            {"temperature": 1.0},
-            "but by position it gets argument 1 after `batch` alread",
-        ),
-        (plain, (), {"trian": True}, "`trian` was given, but `loss_fn` takes (w: Any, batch: Any,"),
-        (plain, (), {"has_aux": True}, "Give it to `accumulate_gradients(has_aux=...)`."),
-        (keyed, (), {"key": 1.0}, "by position it gets the key of this microbatch already"),
-    ],
-)
-def test_keywords_that_cannot_arrive(loss_fn: Any, args: Any, kwargs: Any, words: str) -> None:
-    vg = accumulate_gradients(loss_fn, num_microbatches=2, rng=loss_fn is keyed)
-    key = jax.random.key(0) if loss_fn is keyed else None
-    with pytest.raises(OptionError) as error:
-        vg(jnp.float32(1), jnp.ones(4), *args, rng=key, **kwargs)
-    assert words in str(error.value)
-
-
-def test_one_key_for_all_is_a_further_argument() -> None:
-    vg = accumulate_gradients(key_last, num_microbatches=2)
-    with pytest.raises(OptionError, match="pass it by position, or by another name"):
-        vg(jnp.float32(1), jnp.ones(4), rng=jax.random.key(0))
-    loss, _ = vg(jnp.float32(1), jnp.ones(4), jax.random.key(0))
-    assert float(loss) == float(draws(jax.random.key(0)))
-
-
-def test_functions_that_do_not_say_what_they_take_are_left_to_python() -> None:
-    class Silent:
-        __signature__ = "none"
-
-        def __call__(self, w: Any, batch: Any, *, train: bool) -> Sums:
-            return plain(w, batch)
-
-    vg = accumulate_gradients(Silent(), num_microbatches=2)
-    assert float(vg(jnp.float32(1), jnp.ones(4), train=True)[0]) == 1.0
-    with pytest.raises(TypeError, match="unexpected keyword argument 'trian'"):
-        vg(jnp.float32(1), jnp.ones(4), trian=True)

@@ -80,33 +80,11 @@ def test_axes_without_names_and_with_several() -> None:
         rules_of({"w": P(("heads", "embed"))})
 
 
-def test_containers_of_any_kind() -> None:
-    rules = rules_of(FrozenDict({"layers": [P("embed", "mlp"), (P("mlp"), {3: P()})]}))
-    assert rules.keys() == {"layers/0", "layers/1/0", "layers/1/1/3"}
-    params = {"layers": (jnp.ones((8, 4)), [jnp.ones(4), {"3": jnp.ones(())}])}
-    definition = make().with_param_axes({"layers": [P("embed", "mlp"), (P("mlp"), {"3": P()})]})
-    assert definition.create(params).state.param_states["layers"][0].v_row.shape == (4,)
-
-
 def test_rules_by_axis_go_before_the_map() -> None:
     definition = make(factor_map=HParamMap([(".*", None)]))
     assert definition.create(PARAMS).state.param_states["wi"].v.shape == (6, 3, 8)
     with_axes = definition.with_param_axes(AXES)
     assert with_axes.create(PARAMS).state.param_states["wi"].v.shape == (1,)
-
-
-def test_definitions_do_not_change() -> None:
-    definition = make()
-    before = hash(definition)
-    with_axes = definition.with_param_axes(AXES)
-    assert hash(definition) == before
-    assert definition.hyper_params.factor_map is None
-    assert with_axes == make().with_param_axes(FrozenDict(AXES))
-    assert with_axes != definition
-    other = with_axes.with_param_axes({"w": P("mlp", "embed")})
-    other.create({"w": jnp.ones((8, 8))})
-    with pytest.raises(ParamAxesError, match="wi: no axes given"):
-        other.create(PARAMS)
 
 
 def test_told_by_t5xs_method() -> None:
@@ -144,13 +122,6 @@ def test_a_second_model_does_not_clobber_the_first() -> None:
     assert definition.hyper_params.factor_map.keys() == AXES.keys()
     with pytest.raises(HyperParamError, match=r"rule of `wi` was .*, now .*Use `with_param_axes`"):
         definition.set_param_axes({"wi": P("embed", "layers", "mlp")})
-
-
-def test_axes_of_more_than_the_parameters_at_hand() -> None:
-    # As in a MultiOptimizer that gives each of its definitions a part of the tree.
-    with_axes = make().with_param_axes(AXES)
-    part = {"wi": PARAMS["wi"]}
-    assert with_axes.create(part).state.param_states["wi"].v_row.shape == (6, 3)
 
 
 def test_without_rules() -> None:
@@ -215,45 +186,6 @@ def test_factors_have_the_axes_of_what_they_keep() -> None:
 def test_momentum_has_the_axes_of_the_parameter(beta1: float) -> None:
     derived = derive(make(beta1=beta1).with_param_axes(AXES))
     assert {path: s.m for path, s in derived.state.param_states.items()} == AXES
-
-
-def test_structure_is_that_of_the_optimizer() -> None:
-    definition = make(beta1=0.9).with_param_axes(AXES)
-    derived = derive(definition, FrozenDict(AXES))
-
-    def is_leaf(x: Any) -> bool:
-        return x is None or isinstance(x, P)
-
-    optimizer = definition.create(PARAMS)
-    expected: Any = jax.tree.structure(optimizer, is_leaf=is_leaf)
-    assert expected == jax.tree.structure(derived, is_leaf=is_leaf)
-    shapes = jax.tree.map(jnp.shape, optimizer.state.param_states)
-    specs = jax.tree.leaves(derived.state.param_states, is_leaf=is_leaf)
-    for shape, spec in zip(
-        jax.tree.leaves(shapes, is_leaf=lambda x: type(x) is tuple), specs, strict=True
-    ):
-        assert len(spec) == len(shape) if spec is not None else shape == (1,)
-
-
-def test_derivation_needs_no_factor_rules_by_axis() -> None:
-    derived = derive(
-        Adafactor(0.1, min_dim_size_to_factor=4),
-        {"w": P(None, ("a", "b")), "unnamed": None},
-        {"w": jnp.ones((8, 4)), "unnamed": jnp.ones((8, 4))},
-    )
-    state = derived.state.param_states["w"]
-    assert (state.v_row, state.v_col) == (P(("a", "b")), P(None))
-    assert derived.state.param_states["unnamed"].v_row is None
-    assert derived.target["unnamed"] is None
-
-
-def test_derivation_checks_the_axes() -> None:
-    with pytest.raises(ParamAxesError) as caught:
-        derive(Adafactor(0.1), {"w": P("a"), "x": P()}, {"w": jnp.ones((8, 4)), "y": jnp.ones(2)})
-    message = str(caught.value)
-    assert "w: expected 2 axes, one per dimension of (8, 4), found 1: (a)" in message
-    assert "y: no axes given" in message
-    assert "x: not a parameter" in message
 
 
 def test_axes_where_other_leaves_are_left_out() -> None:

@@ -43,7 +43,7 @@ def run(tx: Any, start: Any, steps: int = 3) -> tuple[Any, Any]:
     return start, state
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TXS)
 def test_the_identity_changes_nothing(name: str) -> None:
     tx = TXS[name]
@@ -59,7 +59,7 @@ def test_the_identity_changes_nothing(name: str) -> None:
         assert bits(state.inner) == bits(raw)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
@@ -72,7 +72,7 @@ def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
     assert all(same)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TXS)
 def test_eight_bits_stay_close(name: str) -> None:
     start = params()
@@ -166,6 +166,7 @@ def scale_by_peak(decay: float | None = None, *, needs_value: bool = False) -> A
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_moments_that_feed_a_maximum_are_kept(codec: op.Codec) -> None:
     start = params()
@@ -292,6 +293,9 @@ def wrapped(order: Sequence[str]) -> Any:
 
 
 def test_wrong_orders_are_errors() -> None:
+    inner = quantize_state(optax.adam(1e-3), op.log8())
+    with pytest.raises(OrderError, match="twice"):
+        quantize_state(inner, op.dynamic8())
     start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
     refused = [order for order in ORDERS if is_refused(order)]
     assert len(refused) == 108
@@ -304,7 +308,7 @@ def test_wrong_orders_are_errors() -> None:
                 wrapped((one, *between, other)).init(start)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("order", [o for o in ORDERS if not is_refused(o)], ids="-".join)
 def test_every_other_order_is_right(order: tuple[str, ...]) -> None:
     """As the same windows in the same order in float32: steps that skip or wait change nothing."""
@@ -333,35 +337,6 @@ def test_every_other_order_is_right(order: tuple[str, ...]) -> None:
         np.testing.assert_allclose(one, other, atol=atol, rtol=0)
         assert (one == before[0]).all() == (other == before[1]).all()
         before = one, other
-
-
-def test_windows_belong_outside() -> None:
-    inner = optax.MultiSteps(optax.adam(1e-3), 2)
-    with pytest.raises(OrderError, match=r"`quantize_state` is around `MultiSteps`"):
-        quantize_state(inner, op.dynamic8())
-    with pytest.raises(OrderError, match=r"Write `MultiSteps\(quantize_state\(...\)\)`"):
-        quantize_state(inner.gradient_transformation(), op.dynamic8()).init(params())
-    skipping = optax.apply_if_finite(optax.adam(1e-3), 3)
-    with pytest.raises(OrderError, match=r"`quantize_state` is around `apply_if_finite`"):
-        quantize_state(skipping, op.dynamic8()).init(params())
-    rounded = stochastic_weights(optax.adam(1e-3))
-    with pytest.raises(OrderError, match=r"`quantize_state` is around `stochastic_weights`"):
-        quantize_state(rounded, op.dynamic8())
-    with pytest.raises(OrderError, match="twice"):
-        quantize_state(quantize_state(optax.adam(1e-3), op.log8()), op.dynamic8())
-
-
-def test_under_optax_multi_steps() -> None:
-    start = params(jnp.bfloat16)
-    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8()))
-    steps = optax.MultiSteps(tx, 2)
-    state = steps.init(start)
-    update = jax.jit(steps.update)
-    new: Any = start
-    for step in range(2):
-        updates, state = update(grads(step, start), state, new)
-        new = optax.apply_updates(new, updates)
-        assert (bits(new) == bits(start)) == (step == 0)
 
 
 def test_bad_arguments() -> None:

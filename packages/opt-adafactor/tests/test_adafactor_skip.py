@@ -32,6 +32,7 @@ def parts(optimizer: Optimizer, name: str) -> Any:
     return optimizer.target[name], optimizer.state.param_states[name]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bad", BAD)
 def test_by_tensor(bad: float) -> None:
     before = make("tensor")
@@ -43,6 +44,7 @@ def test_by_tensor(bad: float) -> None:
     assert int(after.state.step) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bad", BAD)
 def test_globally(bad: float) -> None:
     before = make("global")
@@ -54,6 +56,7 @@ def test_globally(bad: float) -> None:
     chex.assert_trees_all_equal(parts(on, "plain"), parts(off, "plain"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("clipping", [None, 1.0])
 def test_by_entry(bad: float, clipping: float | None) -> None:

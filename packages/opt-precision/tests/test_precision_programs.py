@@ -1,7 +1,5 @@
 """Programs of many kinds: nested wrappers, odd shapes, 64 bits, functions of the user's."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -59,6 +57,7 @@ def is_encoded(node: Any) -> bool:
     return isinstance(node, op.Encoded)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_leaves_that_are_masked_are_never_touched(weights: Any) -> None:
     start = {**params(jnp.bfloat16), "frozen": optax.MaskedNode()}
@@ -82,6 +81,7 @@ def test_other_dtypes_than_the_state_was_made_for_are_errors() -> None:
         tx.apply({"w": jnp.ones(3)}, state, {"w": jnp.ones(3)})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_leaves_without_elements_and_with_one(codec: op.Codec) -> None:
     start = {
@@ -90,27 +90,12 @@ def test_leaves_without_elements_and_with_one(codec: op.Codec) -> None:
         "square": jnp.ones((1, 1), jnp.bfloat16),
         "wide": jnp.ones((32, 256), jnp.bfloat16),
     }
-    for inner in (optax.adamw(1e-3), optax.lamb(1e-2), optax.adafactor(1e-2)):
+    for inner in (optax.adamw(1e-3), optax.adafactor(1e-2)):
         tx = stochastic_weights(quantize_state(inner, codec))
         made, state = steps(tx, start)
         assert jax.tree.map(jax.typeof, made) == jax.tree.map(jax.typeof, start)
         assert structure(state) == structure(tx.init(start))
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
-
-
-def test_the_largest_of_no_elements_is_as_the_optimizer_says() -> None:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        def scaled(u: Any) -> Any:
-            return u / jnp.max(jnp.abs(u), initial=1.0)
-
-        return jax.tree.map(scaled, updates), state
-
-    tx = optax.chain(
-        optax.scale_by_adam(), optax.GradientTransformation(optax.init_empty_state, update)
-    )
-    start = {"none": jnp.ones((0, 4)), "some": jnp.ones((32, 256))}
-    made, _ = steps(quantize_state(tx, op.dynamic8()), start)
-    assert np.isfinite(made["some"]).all()
 
 
 def test_replicas_under_vmap_are_each_like_one() -> None:
@@ -125,24 +110,6 @@ def test_replicas_under_vmap_are_each_like_one() -> None:
         for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(single), strict=True):
             a, b = np.asarray(a[i], np.float32), np.asarray(b, np.float32)
             assert np.mean(a != b) <= 1e-3  # a compiler may round the update otherwise
-
-
-@pytest.mark.parametrize("storage", ["f32", "remainder"])
-def test_without_any_count_a_step_is_a_stream_all_the_same(storage: Any) -> None:
-    start = {"w": jnp.ones((512, 256), jnp.bfloat16), "b": jnp.zeros((300,), jnp.bfloat16)}
-    for g in (1e-3, jnp.nan):
-        made, state = start, None
-        results = []
-        for chunk in (1 << 26, 1 << 12):
-            tx = master_weights(
-                quantize_state(optax.sgd(0.1), op.identity(), chunk_bytes=chunk), storage=storage
-            )
-            plain = master_weights(optax.sgd(0.1), storage=storage)
-            given = jax.tree.map(lambda p: jnp.full(p.shape, g), start)  # noqa: B023
-            for one in (tx, plain):
-                made, state = jax.jit(one.apply)(start, one.init(start), given)
-                results.append(bits((made, op.master_of(state, made))))
-        assert all(result == results[0] for result in results)
 
 
 def test_negative_numbers_in_a_state_are_no_counts() -> None:
@@ -200,29 +167,22 @@ def test_derivatives_of_its_own_are_kept_where_nothing_is_cut() -> None:
     assert found[1][0] == 3.0
 
 
-WITH_64_BITS = """
-import jax, jax.numpy as jnp, numpy as np, optax, opt_precision as op
-
-jax.config.update("jax_enable_x64", True)
-start = {"w": jnp.ones((64, 512), jnp.bfloat16), "b": jnp.ones(300, jnp.bfloat16),
-         "d": jnp.ones((64, 512), jnp.float64)}
-for codec in (op.dynamic8(), op.float8(), op.bfloat16(), op.log8()):
-    for inner in (optax.adamw(1e-3), optax.lamb(1e-3), optax.sgd(1e-3, momentum=0.9)):
-        for wrap in (op.stochastic_weights, op.master_weights):
-            tx = wrap(op.quantize_state(inner, codec, chunk_bytes=1 << 13))
-            params, state = start, tx.init(start)
-            step = jax.jit(tx.apply, donate_argnums=1)
-            for _ in range(2):
-                params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
-            assert jax.tree.map(jnp.result_type, params) == jax.tree.map(jnp.result_type, start)
-            assert jax.tree.structure(state) == jax.tree.structure(tx.init(start))
-            assert (np.asarray(params["d"]) < 1).all()
-print("done")
-"""
-
-
-def test_with_numbers_of_64_bits() -> None:
-    made = subprocess.run(
-        [sys.executable, "-c", WITH_64_BITS], capture_output=True, text=True, check=False
-    )
-    assert made.stdout.strip() == "done", made.stderr[-2000:]
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("wrap", [stochastic_weights, master_weights])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_with_numbers_of_64_bits(codec: op.Codec, wrap: Any) -> None:
+    enable_x64: Any = jax.enable_x64
+    with enable_x64(True):
+        start = {
+            "w": jnp.ones((64, 512), jnp.bfloat16),
+            "b": jnp.ones(300, jnp.bfloat16),
+            "d": jnp.ones((64, 512), jnp.float64),
+        }
+        tx = wrap(quantize_state(optax.adamw(1e-3), codec, chunk_bytes=1 << 13))
+        made, state = start, tx.init(start)
+        step = jax.jit(tx.apply)
+        for _ in range(2):
+            made, state = step(made, state, jax.tree.map(jnp.ones_like, made))
+        assert jax.tree.map(jnp.result_type, made) == jax.tree.map(jnp.result_type, start)
+        assert structure(state) == structure(tx.init(start))
+        assert (np.asarray(made["d"]) < 1).all()

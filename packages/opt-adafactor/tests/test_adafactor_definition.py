@@ -73,18 +73,6 @@ def test_one_parameter_at_a_time() -> None:
     chex.assert_trees_all_equal(state, optimizer.state.param_states["a"]["w"])
 
 
-def test_private_helpers_of_t5x() -> None:
-    definition = Adafactor(0.1, min_dim_size_to_factor=8)
-    assert definition._factored_dims((24, 16)) == ((1,), (0,))
-    assert definition._factored_dims((24, 4)) is None
-    assert definition._parse_rule(None, (3, 4), "a") == ((0, 1), None)
-    assert definition._parse_rule(rule("rbc"), (3, 4, 5), "a") == ((0, 2), ((0,), (2,)))
-    assert definition._parse_rule(rule("cr"), (16, 24), "a") == ((0, 1), ((0,), (1,)))
-    strict = definition._parse_rule(rule("cr"), (16, 24), "a", fallback_to_heuristics=False)
-    assert strict == ((0, 1), ((1,), (0,)))
-    assert float(definition._decay_rate_pow(1, 0.8)) == pytest.approx(1 - 2**-0.8)
-
-
 # Values.
 
 
@@ -170,6 +158,7 @@ OVERRIDES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overrides_traced_or_not_are_as_good_as_arguments(name: str) -> None:
     options = {name: own for name, (own, _) in OVERRIDES.items()}
@@ -211,8 +200,6 @@ def test_learning_rate_as_a_function_of_the_step() -> None:
         {"factored": False},
         {"min_dim_size_to_factor": 2},
         {"factor_map": HParamMap([])},
-        {"logical_factor_rules": {}},
-        {"respect_rank2_rules": True},
     ],
     ids=lambda override: next(iter(override)),
 )
@@ -226,13 +213,6 @@ def test_what_shapes_the_state_cannot_be_overridden(override: dict[str, Any]) ->
         optimizer.apply_gradient(GRADS, hyper_params=hyper_params)
     with pytest.raises(HyperParamError, match=f"`{name}` cannot"):
         optimizer.optimizer_def.apply_gradient(hyper_params, PARAMS, optimizer.state, GRADS)
-
-
-def test_a_traced_override_of_what_shapes_the_state() -> None:
-    optimizer = Adafactor(0.1).create(PARAMS)
-    step = jax.jit(lambda o, size: o.apply_gradient(GRADS, min_dim_size_to_factor=size))
-    with pytest.raises(HyperParamError, match="`min_dim_size_to_factor` cannot"):
-        step(optimizer, 2)
 
 
 def test_momentum_is_not_switched_by_an_override() -> None:
@@ -287,12 +267,12 @@ def test_a_parameter_of_one_entry_is_not_a_placeholder() -> None:
     assert optimizer.target["gate"].tolist() == pytest.approx([1.8])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "wrap",
     [
         lambda a, b: [a, [b]],
         lambda a, b: (a, {3: b}),
-        lambda a, b: {"x": {"empty": {}, "a": a}, "y": (b, None)},
         lambda a, b: FrozenDict({"a": a, "b": {"c/d": b}}),
         lambda a, b: OptimizerState(a, b),
     ],
@@ -307,11 +287,6 @@ def test_any_containers(wrap: Any) -> None:
     chex.assert_trees_all_equal(leaves, [expected.target["w"], expected.target["b"]])
     restored = optimizer.restore_state(stepped.state_dict())
     chex.assert_trees_all_equal(restored.state, stepped.state)
-
-
-def test_a_bare_array() -> None:
-    optimizer = Adafactor(0.1).create(PARAMS["w"]).apply_gradient(GRADS["w"])
-    chex.assert_trees_all_equal(optimizer.target, run(Adafactor(0.1), steps=1).target["w"])
 
 
 def test_gradients_and_states_must_look_like_the_parameters() -> None:
@@ -337,7 +312,6 @@ def test_restoring_into_another_factoring_is_an_error() -> None:
     ("options", "error", "words"),
     [
         ({"learning_rate": "fast"}, TypeError, "`learning_rate` must be a number or None, found"),
-        ({"decay_rate": None}, TypeError, "`decay_rate` must be a number, found NoneType"),
         ({"beta1": True}, TypeError, "`beta1` must be a number or None, found True"),
         ({"epsilon1": np.ones(2)}, ValueError, r"`epsilon1` must be a scalar.*shape \(2,\)"),
         ({"clipping_threshold": 0.0}, ValueError, "`clipping_threshold` must be positive"),
@@ -347,9 +321,7 @@ def test_restoring_into_another_factoring_is_an_error() -> None:
             "must be a bool or an `HParamMap`, found int",
         ),
         ({"skip_nan_updates": "all"}, ValueError, "`skip_nan_updates` must be False, True"),
-        ({"skip_nan_updates": 1}, ValueError, "'tensor' or 'global', found 1"),
         ({"factored": 1}, TypeError, "`factored` must be a bool, found int"),
-        ({"respect_rank2_rules": None}, TypeError, "`respect_rank2_rules` must be a bool"),
         (
             {"min_dim_size_to_factor": 8.0},
             TypeError,

@@ -6,7 +6,6 @@ the bare accumulation.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_accumulate._average.average import with_average
-from opt_accumulate._multi_steps.multi_steps import MultiSteps
-from opt_accumulate._skip.combined import any_of
-from opt_accumulate._skip.functions import skip_not_finite
-from opt_accumulate._skip.outliers import skip_outliers
+from opt_accumulate import MultiSteps, any_of, skip_not_finite, skip_outliers, with_average
 
 SIDE = 256
 PARAMS = {f"w{i}": jnp.full((SIDE, SIDE), 0.5, jnp.float32) for i in range(3)}
@@ -87,6 +82,7 @@ def temporaries(program: Any) -> float:
     return float(program.memory_analysis().temp_size_in_bytes) / BYTES
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", INNER)
 def test_a_mini_step_that_does_not_emit_does_the_bare_accumulation(inner: str) -> None:
     expected = entry(bare_accumulation())
@@ -110,6 +106,7 @@ SKIPS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("skip", "read"), SKIPS, ids=["not finite", "outliers", "both"])
 def test_skipping_adds_no_pass_that_writes(skip: Any, read: Any) -> None:
     def guarded(acc: Any, count: jax.Array, grads: Any) -> Any:
@@ -132,12 +129,14 @@ def test_windows_of_one_take_the_memory_of_the_bare_step() -> None:
     assert temporaries(optax_step(ADAMW, 1)) > 2.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", INNER)
 def test_an_emission_takes_the_memory_of_the_bare_step(inner: str) -> None:
     assert temporaries(ours(INNER[inner])) < temporaries(bare_step(INNER[inner])) + 0.05
     assert temporaries(optax_step(INNER[inner])) > 2.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [{}, {"should_skip_update_fn": skip_not_finite}], ids=["plain", "skipping"]
 )
@@ -146,19 +145,6 @@ def test_everything_is_updated_in_place(options: Any) -> None:
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * BYTES
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024  # no array
-
-
-def test_the_protocol_of_optax_adds_the_zeros_and_their_addition() -> None:
-    steps = MultiSteps(ADAMW, 4)
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = steps.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    program = compiled(step, PARAMS, steps.init(PARAMS), PARAMS)
-    # `weight_decay * params` depends on nothing that the loop changes, but is not hoisted.
-    assert len(entry(program)) == 3 * len(PARAMS)
-    assert temporaries(program) < 1.05
 
 
 def test_one_program_for_every_mini_step() -> None:
@@ -172,6 +158,7 @@ def test_one_program_for_every_mini_step() -> None:
     assert int(carried[1].gradient_step) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["update", "apply"])
 def test_the_inner_update_is_traced_once(name: str) -> None:
     adam, traces = optax.adam(1e-3), []
@@ -197,30 +184,19 @@ STEPS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STEPS)
-def test_leaves_that_are_alike_are_traced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten layers are calls of what one layer is traced to, and XLA makes the same of it."""
+def test_leaves_that_are_alike_are_traced_once(name: str) -> None:
+    """Ten layers are calls of what one layer is traced to."""
     tx: Any = STEPS[name]
 
-    def lowered(params: Any) -> Any:
+    def functions(params: Any) -> int:
         def step(params: Any, state: Any, grads: Any) -> Any:
             if hasattr(tx, "apply"):
                 return tx.apply(params, state, grads)
             return tx.update(grads, state, params)
 
-        return jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+        text = jax.jit(step).lower(params, tx.init(params), params).as_text()
+        return text.count("func.func private")
 
-    def opcodes(program: Any) -> Counter[str]:
-        return Counter(re.findall(r" = \S+(?: \S+)*? ([a-z-]+)\(", program.compile().as_text()))
-
-    once, one = lowered(MANY), lowered({"layer_0": MANY["layer_0"]})
-    functions = [program.as_text().count("func.func private") for program in (once, one)]
-    assert functions[0] == functions[1] >= 2
-    for module in ("_multi_steps.accumulator", "_average.average", "_skip.functions"):
-        monkeypatch.setattr(f"opt_accumulate.{module}.traced_once", lambda function, *_: function)
-    each = lowered(MANY)
-    assert len(once.as_text()) < 0.9 * len(each.as_text())
-    made = opcodes(once)
-    assert made
-    assert made == opcodes(each)
-    assert once.compile().cost_analysis() == each.compile().cost_analysis()
+    assert functions(MANY) == functions({"layer_0": MANY["layer_0"]}) >= 2

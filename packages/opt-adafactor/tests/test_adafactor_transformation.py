@@ -51,6 +51,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "defaults")
 def test_both_faces_have_the_same_numbers(options: dict[str, Any]) -> None:
     if options.get("factored", True):
@@ -71,13 +72,7 @@ def test_both_faces_have_the_same_numbers(options: dict[str, Any]) -> None:
     assert int(state.count) == 3
 
 
-def test_the_faces_agree_bit_for_bit_in_bfloat16() -> None:
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), FLAT)
-    with jax.numpy_dtype_promotion("standard"):  # `optax.apply_updates` needs it
-        found, _ = run(ada.adafactor(0.1, **SMALL), params)
-    chex.assert_trees_all_equal(found, run_definition(Adafactor(0.1, **SMALL), params).target)
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", [True, "tensor", "global"])
 def test_skipped_updates_are_zero(mode: Any) -> None:
     tx: Any = ada.adafactor(0.1, skip_nan_updates=mode, **SMALL)
@@ -106,6 +101,7 @@ THEIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("ours", "theirs"), THEIRS, ids=lambda o: "-".join(o) or "defaults")
 def test_optax_adafactor(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     params = {**FLAT, "square": normal(7, (5, 5))}
@@ -140,10 +136,6 @@ def test_a_prefix_of_flags_masks_weight_decay() -> None:
     chex.assert_trees_all_equal(updates[0]["z"], updates[2]["z"])
 
 
-def test_without_a_learning_rate_it_is_1() -> None:
-    chex.assert_trees_all_equal(run(ada.adafactor(), FLAT)[0], run(ada.adafactor(1.0), FLAT)[0])
-
-
 def test_scaling_alone_is_that_of_optax() -> None:
     ours = ada.scale_by_generalized_factored_rms(**SMALL)
     theirs = optax.scale_by_factored_rms(**SMALL)
@@ -158,13 +150,6 @@ def test_scaling_alone_is_that_of_optax() -> None:
             # Either continues from the other's state.
             state, expected_state = expected_state, state
     assert isinstance(state, optax.FactoredState)
-
-
-def test_adafactor_in_parts_is_adafactor() -> None:
-    scale = ada.scale_by_generalized_factored_rms(**SMALL, clipping_threshold=1.0, factor_map=RULES)
-    parts = optax.chain(scale, optax.scale(-0.1))
-    whole = ada.adafactor(0.1, **SMALL, factor_map=RULES, multiply_by_parameter_scale=False)
-    assert largest_difference(run(parts)[0], run(whole)[0]) < 1e-6
 
 
 def test_rules_by_axis() -> None:
@@ -211,16 +196,6 @@ def test_in_multi_steps_and_apply_if_finite() -> None:
             assert largest_difference(run(compiled, FLAT)[0], run(inner, FLAT)[0]) < 1e-6
 
 
-def test_states_keep_structure_shapes_and_dtypes() -> None:
-    tx = ada.adafactor(0.1, beta1=0.9, factor_map=RULES, **SMALL)
-    state = tx.init(PARAMS)
-    _, again = tx.update(grads_at(0), state, PARAMS)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, again)
-    abstract = jax.eval_shape(tx.init, PARAMS)
-    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, state)
-    assert not any(x.weak_type for x in jax.tree.leaves(again))
-
-
 def test_parameters_are_needed_and_gradients_must_look_like_them() -> None:
     for tx in (ada.adafactor(0.1), ada.scale_by_generalized_factored_rms()):
         state = tx.init(FLAT)
@@ -238,6 +213,7 @@ def test_stays_finite_where_optax_does_not() -> None:
     assert np.isfinite(run(ada.adafactor(0.1, step_offset=2), FLAT, steps=4)[0]["w"]).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("skip", [False, "tensor", "global"])
 def test_tensors_that_are_alike_are_traced_once(skip: Any) -> None:
     tx = ada.adafactor(0.1, min_dim_size_to_factor=8, skip_nan_updates=skip)
