@@ -130,7 +130,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize(
@@ -155,6 +155,7 @@ def test_state_stays_where_it_is_made_and_a_step_compiles_once(
     assert step.jitted_fn._cache_size() == 1  # nor compiled again
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["adam", "muon"])
 def test_parameters_without_names_stay_too(name: str) -> None:
     """XLA would divide a replicated bias as the activations, and the next step is another one."""
@@ -204,6 +205,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -> None:
@@ -213,6 +215,7 @@ def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -
     assert {path: single(path, found) for path in EXPECTED[name]} == EXPECTED[name]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("zero", [None, "fsdp", ("tp", "fsdp")], ids=str)
 @pytest.mark.parametrize("name", ["adam", "adafactor", "groups", "muon"])
 def test_metadata_say_where_a_leaf_lies(name: str, zero: Any) -> None:
@@ -243,7 +246,7 @@ def test_zero_divides_the_state_by_the_free_axis() -> None:
     assert _trimmed(model.wi.kernel[...].sharding.spec) == (None, "tp")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("name", ["adam", "muon", "clip"])
 def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:
@@ -341,6 +344,7 @@ def test_names_for_the_optimizer_alone() -> None:
     assert specs((model, optimizer)) == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", MESHES)
 def test_an_optimizer_made_in_a_compiled_function(kind: str) -> None:
     @nnx.jit
@@ -421,6 +425,7 @@ INJECTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", INJECTED)
 def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
     """LoRA in bfloat16, updates in a branch: nothing is placed or cast from outside."""
