@@ -21,6 +21,7 @@ def stress(*flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_digests_and_restores_during_steps() -> None:
     assert "round 20/20" in stress("--rounds=20", "--restores=1", "--busy=1")
 

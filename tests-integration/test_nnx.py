@@ -270,22 +270,24 @@ def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:
 # Where the mesh and the rules come from.
 
 
-def test_the_mesh_of_the_arrays_is_found() -> None:
-    with jax.set_mesh(MESHES["auto"]()):
-        model = Model(sharding_rules=RULES)
-    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))  # without a context
-    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
-    assert shardings(optimizer)["['step'].value"] == NamedSharding(
-        model.wi.kernel[...].sharding.mesh, P()
-    )
+def by_the_context(**metadata: Any) -> Model:
+    with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
+        return Model(**metadata)
 
 
-def test_the_mesh_of_the_metadata_is_found() -> None:
-    mesh = MESHES["auto"]()
-    model = Model(eager_sharding=False, mesh=mesh, sharding_rules=RULES)
-    assert not isinstance(model.wi.kernel[...].sharding, NamedSharding)
-    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))
+@pytest.mark.parametrize(
+    "make",
+    [
+        by_the_context,  # the rules are gone: names give way to where the arrays lie
+        lambda: by_the_context(sharding_rules=RULES),
+        lambda: Model(eager_sharding=False, mesh=MESHES["auto"](), sharding_rules=RULES),
+    ],
+    ids=["arrays", "names and arrays", "metadata"],
+)
+def test_the_mesh_of_the_model_is_found(make: Callable[[], Model]) -> None:
+    optimizer = opt_nnx.Optimizer(make(), optax.adam(0.1))  # without a context
     assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
+    assert shardings(optimizer)["['step'].value"] == NamedSharding(MESHES["auto"](), P())
 
 
 def test_a_mesh_and_rules_of_the_constructor_go_first() -> None:
@@ -323,13 +325,6 @@ def test_names_that_mean_nothing_are_an_error() -> None:
     ]
     with pytest.raises(AxesError, match="`zero` needs a mesh"):
         opt_nnx.Optimizer(Model(names=False), optax.adam(0.1), zero="data")
-
-
-def test_names_of_another_program_give_way_to_where_the_arrays_lie() -> None:
-    with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
-        model = Model()
-    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))  # the rules are gone
-    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
 
 
 def test_names_for_the_optimizer_alone() -> None:
