@@ -980,6 +980,15 @@ def bits_by_counting(train: bytes, held_out: bytes) -> list[float]:
     return [-sum(map(math.log2, p)) / len(p) for p in predictions]
 
 
+def test_flags_of_a_continuation_are_repeated() -> None:
+    config = load("lm.config")
+    saved = {"learning_rate": 1e-3, "mesh": "data=4,model=2", "zero": True, "sample_bytes": 9}
+    given = {"learning_rate": 1e-3, "mesh": "data=8,model=1", "zero": False, "sample_bytes": 9}
+    found = config.repeated_flags(given, saved)
+    assert found == ["--learning-rate=0.001", "--mesh=data=8,model=1", "--no-zero"]
+    assert config.repeated_flags({"zero": True, "microbatches": 1}, {}) == ["--zero"]
+
+
 def test_notes_of_a_plan_are_shown_and_counted() -> None:
     placement = load("lm.placement")
 
