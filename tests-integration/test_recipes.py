@@ -1,4 +1,4 @@
-"""The recipes and the example that leaves the triples, run as they are on what devices there are."""
+"""The recipes run as they are, on what devices there are; so does the example of the triples."""
 
 import os
 import re
