@@ -127,8 +127,10 @@ def read_checkpoint(folder: Path) -> dict[str, bytes]:
     }
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Every path below a folder, with its size and when it was written."""
+    found = {path: path.stat() for path in folder.rglob("*")}
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
 
 
 def damage(step: Path) -> None:
@@ -758,15 +760,17 @@ def test_a_microbatch_that_is_dropped_is_as_if_the_batch_did_not_have_it(
     training = load("lm.training")
     config = training.Config(layers=1, d_model=16, heads=2)
     model = load("lm.model").Transformer(config.model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(params: Any, rows: Any) -> jax.Array:
+        mean: jax.Array = training.next_byte_loss(model, params, rows).mean()
+        return mean
+
     for step in 5, 6:
         rows = np.delete(skipping.batches[step], list(PLANTS[step]), axis=0)
-
-        def loss_of(params: Any, rows: Any = rows) -> jax.Array:
-            mean: jax.Array = training.next_byte_loss(model, params, rows).mean()
-            return mean
-
         # With the parameters that the step began with.
-        loss, grads = jax.jit(jax.value_and_grad(loss_of))(skipping.saved[step - 1].target)
+        loss, grads = loss_of(skipping.saved[step - 1].target, rows)
         line = skipping.metrics[step - 1]
         assert line["loss"] == pytest.approx(float(loss), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
