@@ -222,16 +222,22 @@ def test_without_a_terminal_lines_appear_once_a_minute(
             now[0] += interval
         yield
 
+    def make() -> Any:
+        shown = progress.Progress(0, 1000, 10, is_shown=True)
+        shown._bar.disable = True  # as where stderr is a file
+        return shown
+
     monkeypatch.setattr(progress, "_every", every)
-    shown = progress.Progress(0, 1000, 10, is_shown=True)
-    shown._bar.disable = True  # as where stderr is a file
+    shown = make()
     for step in range(1, 10):
         now[0] += 25
         shown.show(step, {"loss": 1.0})
+    shown = make()
+    shown.show(1, {"loss": 1.0})
     with shown.during("saving"):
         pass
-    assert [line.split("/")[0] for line in capsys.readouterr().err.splitlines()[-5:]] == [
-        *("step 1", "step 4", "step 7", "Saving ... 60 s", "Saving ... 120 s")
+    assert [line.split("/")[0] for line in capsys.readouterr().err.splitlines()[-6:]] == [
+        *("step 1", "step 4", "step 7", "step 1", "Saving ... 60 s", "Saving ... 120 s")
     ]
 
 

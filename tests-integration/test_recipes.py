@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "recipes"
-IN_THE_GATE = ("train_linen",)
+IN_THE_GATE = ("train_dict",)
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
