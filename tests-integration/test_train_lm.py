@@ -70,7 +70,7 @@ def popen(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 
 def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     with popen(*arguments, **options) as process:
-        stdout, stderr = process.communicate(timeout=300)
+        stdout, stderr = process.communicate(timeout=900)
     return subprocess.CompletedProcess([], process.returncode, stdout, stderr)
 
 
@@ -81,7 +81,7 @@ def run_until(step: int, number: int, *arguments: object) -> subprocess.Complete
         while process.poll() is None and len(read_lines(folder)) < step:
             time.sleep(0.01)
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=300)
+        stdout, stderr = process.communicate(timeout=900)
     return subprocess.CompletedProcess([], process.returncode, stdout, stderr)
 
 
