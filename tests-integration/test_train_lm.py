@@ -543,7 +543,8 @@ def test_zero_divides_the_state_over_data_and_changes_no_number(text: Path) -> N
         for name, job in jobs.items()
     }
     windows = jax.device_put(np.arange(8 * 129, dtype=np.uint8).reshape(8, 129), job.rows)
-    created, metrics, reports = {}, {}, {}
+    created, reports = {}, {}
+    metrics: dict[str, list[dict[str, float]]] = {}
     for name, other in ("plain", "zero"), ("zero", "plain"):
         place = places[name]
         reports[name] = placement.check_step(compiled[name], place)
@@ -793,7 +794,8 @@ def test_guarded_steps_are_not_made_and_the_average_is_evaluated(
     assert found.unchanged() == [3, 5, 6]  # parameters, average and all states
     for step, line in enumerate(found.metrics, start=1):
         if step in PLANTS:
-            assert (line["skipped"], line["reason"]) == (LAST, "nonfinite")
+            said: dict[str, Any] = {**line}
+            assert (said["skipped"], said["reason"]) == (LAST, "nonfinite")
             assert "loss" not in line
         else:
             assert math.isfinite(line["loss"])
