@@ -160,7 +160,7 @@ def test_a_run_resumes_on_another_mesh(
         assert_close(step(step(restored)), trained(kind, other, 4))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("old", KINDS)
 def test_one_kind_continues_as_another(old: str, new: str) -> None:
@@ -171,7 +171,7 @@ def test_one_kind_continues_as_another(old: str, new: str) -> None:
     assert_close(KINDS[new][1](restored), trained(new, on, 3))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [0, 1])
 def test_an_item_of_another_manager_resumes_on_another_mesh(

@@ -205,7 +205,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -> None:
@@ -215,7 +215,7 @@ def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -
     assert {path: single(path, found) for path in EXPECTED[name]} == EXPECTED[name]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [None, "fsdp", ("tp", "fsdp")], ids=str)
 @pytest.mark.parametrize("name", ["adam", "adafactor", "groups", "muon"])
 def test_metadata_say_where_a_leaf_lies(name: str, zero: Any) -> None:
@@ -246,7 +246,7 @@ def test_zero_divides_the_state_by_the_free_axis() -> None:
     assert _trimmed(model.wi.kernel[...].sharding.spec) == (None, "tp")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("name", ["adam", "muon", "clip"])
 def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:
@@ -339,7 +339,7 @@ def test_names_for_the_optimizer_alone() -> None:
     assert specs((model, optimizer)) == before
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MESHES)
 def test_an_optimizer_made_in_a_compiled_function(kind: str) -> None:
     @nnx.jit
