@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from optax_case import (
 )
 
 
-def constructors() -> Iterator[tuple[str, Case]]:
+def constructors() -> dict[str, Case]:
     """Constructors of `optax.contrib` and of `optax.experimental`."""
     simple: Mapping[str, Callable[[], Transformation]] = {
         "acprop": lambda: contrib.acprop(1e-2),
@@ -49,8 +49,7 @@ def constructors() -> Iterator[tuple[str, Case]]:
         "sam": lambda: contrib.sam(optax.adam(1e-2), contrib.normalize(), sync_period=2),
         "sam: factored": lambda: contrib.sam(adafactor(), optax.sgd(1e-2, 0.9), sync_period=2),
     }
-    for name, make in simple.items():
-        yield f"contrib.{name}", always(make)
+    table = {f"contrib.{name}": always(make) for name, make in simple.items()}
     ambiguous: Mapping[str, Callable[[], Transformation]] = {
         "dadapt_adamw": contrib.dadapt_adamw,
         "prodigy": contrib.prodigy,
@@ -58,76 +57,59 @@ def constructors() -> Iterator[tuple[str, Case]]:
         "mechanize: factored": lambda: contrib.mechanize(adafactor(momentum=0.9)),
     }
     for name, make in ambiguous.items():
-        yield f"contrib.{name}", always(make, explicit=AMBIGUOUS)
-    yield (
-        "contrib.muon",
-        always(lambda: contrib.muon(1e-2), without=("empty",), explicit=AMBIGUOUS),
+        table[f"contrib.{name}"] = always(make, explicit=AMBIGUOUS)
+    table["contrib.muon"] = always(
+        lambda: contrib.muon(1e-2), without=("empty",), explicit=AMBIGUOUS
     )
     for name in ("momo", "momo_adam"):
         make = getattr(contrib, name)
-        yield f"contrib.{name}", always(make, extras=("value",), explicit=AMBIGUOUS)
-    yield "contrib.reduce_on_plateau", always(contrib.reduce_on_plateau, extras=("value",))
-    yield (
-        "contrib.sam: opaque",
-        always(
-            lambda: contrib.sam(
-                optax.adam(1e-2),
-                optax.sgd(1e-2, 0.9),
-                sync_period=2,
-                opaque_mode=True,
-                reset_state=False,
-            ),
-            extras=("grad_fn",),
+        table[f"contrib.{name}"] = always(make, extras=("value",), explicit=AMBIGUOUS)
+    table["contrib.reduce_on_plateau"] = always(contrib.reduce_on_plateau, extras=("value",))
+    table["contrib.sam: opaque"] = always(
+        lambda: contrib.sam(
+            optax.adam(1e-2),
+            optax.sgd(1e-2, 0.9),
+            sync_period=2,
+            opaque_mode=True,
+            reset_state=False,
         ),
+        extras=("grad_fn",),
     )
     for suffix, dtype in (("", jnp.float32), (": complex", jnp.complex64)):
-        yield (
-            "contrib.split_real_and_imaginary" + suffix,
-            always(lambda: contrib.split_real_and_imaginary(adafactor(momentum=0.9)), dtype=dtype),
+        table["contrib.split_real_and_imaginary" + suffix] = always(
+            lambda: contrib.split_real_and_imaginary(adafactor(momentum=0.9)), dtype=dtype
         )
     dimensions = {"consistent_rms": 0.2} if "consistent_rms" in _arguments(contrib.muon) else {}
     if "muon_weight_dimension_numbers" in _arguments(contrib.muon):
         numbers = contrib.MuonDimensionNumbers
-        yield (
-            "contrib.muon: dimensions",
-            Case(
-                lambda params: contrib.muon(
-                    1e-2, muon_weight_dimension_numbers=_matrices_as(numbers, params), **dimensions
-                ),
-                without=("empty",),
-                explicit=AMBIGUOUS,
+        table["contrib.muon: dimensions"] = Case(
+            lambda params: contrib.muon(
+                1e-2, muon_weight_dimension_numbers=_matrices_as(numbers, params), **dimensions
             ),
+            without=("empty",),
+            explicit=AMBIGUOUS,
         )
         # Its default for the dimension numbers fails on every tree that is not one matrix.
-        yield (
-            "contrib.scale_by_muon",
-            Case(
-                lambda params: contrib.scale_by_muon(
-                    weight_dimension_numbers=jax.tree.map(lambda _: numbers(), params)
-                ),
-                without=("scalar", "bias", "conv", "layers", "empty"),
-                explicit=AMBIGUOUS,
+        table["contrib.scale_by_muon"] = Case(
+            lambda params: contrib.scale_by_muon(
+                weight_dimension_numbers=jax.tree.map(lambda _: numbers(), params)
             ),
+            without=("scalar", "bias", "conv", "layers", "empty"),
+            explicit=AMBIGUOUS,
         )
-    yield (
-        "contrib.sophia",
-        always(lambda: contrib.sophia(1e-2, update_interval=1), extras=("obj_fn",)),
+    table["contrib.sophia"] = always(
+        lambda: contrib.sophia(1e-2, update_interval=1), extras=("obj_fn",)
     )
-    yield (
-        "contrib.hutchinson_estimator_diag_hessian",
-        always(contrib.hutchinson_estimator_diag_hessian, extras=("obj_fn",)),
+    table["contrib.hutchinson_estimator_diag_hessian"] = always(
+        contrib.hutchinson_estimator_diag_hessian, extras=("obj_fn",)
     )
     examples = {"gradients": per_example}
-    yield (
-        "contrib.differentially_private_aggregate",
-        always(
-            lambda: contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0)),
-            **examples,
-        ),
+    table["contrib.differentially_private_aggregate"] = always(
+        lambda: contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0)),
+        **examples,
     )
-    yield (
-        "contrib.dpsgd",
-        always(lambda: contrib.dpsgd(1e-2, 1.0, 0.0, 0, momentum=0.9), **examples),
+    table["contrib.dpsgd"] = always(
+        lambda: contrib.dpsgd(1e-2, 1.0, 0.0, 0, momentum=0.9), **examples
     )
     if hasattr(contrib, "galore"):
         # Singular vectors have no sign of their own, and none to show where a gradient is of rank
@@ -138,56 +120,41 @@ def constructors() -> Iterator[tuple[str, Case]]:
             "rtol": 1e-2,
             "without": ("empty", "row"),
         }
-        yield "contrib.galore", always(lambda: contrib.galore(1e-2, rank=RANK), **galore)
-        yield (
-            "contrib.galore: momentum",
-            always(
-                lambda: contrib.galore(1e-2, rank=RANK, base_optimizer=optax.trace(0.9)), **galore
-            ),
+        table["contrib.galore"] = always(lambda: contrib.galore(1e-2, rank=RANK), **galore)
+        table["contrib.galore: momentum"] = always(
+            lambda: contrib.galore(1e-2, rank=RANK, base_optimizer=optax.trace(0.9)), **galore
         )
-        yield (
-            "contrib.scale_by_galore",
-            always(lambda: contrib.scale_by_galore(rank=RANK), **galore),
+        table["contrib.scale_by_galore"] = always(
+            lambda: contrib.scale_by_galore(rank=RANK), **galore
         )
     if aggregating is None:
-        return
+        return table
     prefix = "experimental.aggregating."
-    yield prefix + "accumulate_avg_updates", always(lambda: aggregating.accumulate_avg_updates(2))
-    yield (
-        prefix + "average_per_element_updates",
-        always(aggregating.average_per_element_updates, **examples),
+    table[prefix + "accumulate_avg_updates"] = always(lambda: aggregating.accumulate_avg_updates(2))
+    table[prefix + "average_per_element_updates"] = always(
+        aggregating.average_per_element_updates, **examples
     )
-    yield (
-        prefix + "average_incrementally_updates",
-        always(lambda: aggregating.average_incrementally_updates(0, 2), **examples),
+    table[prefix + "average_incrementally_updates"] = always(
+        lambda: aggregating.average_incrementally_updates(0, 2), **examples
     )
-    yield (
-        prefix + "get_per_element_mean_and_sum_sq_diff_grads",
-        always(
-            lambda: _first(aggregating.get_per_element_mean_and_sum_sq_diff_grads(0, 2)),
-            **examples,
+    table[prefix + "get_per_element_mean_and_sum_sq_diff_grads"] = always(
+        lambda: _first(aggregating.get_per_element_mean_and_sum_sq_diff_grads(0, 2)),
+        **examples,
+    )
+    table[prefix + "track_per_element_mean_and_variance_with_ema"] = always(
+        aggregating.track_per_element_mean_and_variance_with_ema,
+        extras=("sum_sq_diff_grads", "sample_size"),
+    )
+    table[prefix + "process"] = always(
+        lambda: aggregating.process(
+            optax.identity(), aggregating.average_per_element_updates(), optax.adam(1e-2)
         ),
+        **examples,
     )
-    yield (
-        prefix + "track_per_element_mean_and_variance_with_ema",
-        always(
-            aggregating.track_per_element_mean_and_variance_with_ema,
-            extras=("sum_sq_diff_grads", "sample_size"),
-        ),
+    table[prefix + "add_mean_variance_to_opt"] = always(
+        lambda: aggregating.add_mean_variance_to_opt(adafactor()), **examples
     )
-    yield (
-        prefix + "process",
-        always(
-            lambda: aggregating.process(
-                optax.identity(), aggregating.average_per_element_updates(), optax.adam(1e-2)
-            ),
-            **examples,
-        ),
-    )
-    yield (
-        prefix + "add_mean_variance_to_opt",
-        always(lambda: aggregating.add_mean_variance_to_opt(adafactor()), **examples),
-    )
+    return table
 
 
 def _first(aggregator: Transformation) -> Transformation:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from optax_case import AMBIGUOUS, MIN_DIM, Case, Transformation, adafactor, always, is_matrix, optax
 
 
-def constructors() -> Iterator[tuple[str, Case]]:
+def constructors() -> dict[str, Case]:
     """Constructors of `optax` itself, apart from wrappers."""
     simple: Mapping[str, Callable[[], Transformation]] = {
         "adabelief": lambda: optax.adabelief(1e-2),
@@ -102,37 +102,31 @@ def constructors() -> Iterator[tuple[str, Case]]:
         "measure_with_ema": lambda: optax.measure_with_ema(lambda updates: updates, decay=0.9),
     }
     explicit = {"adaptive_grad_clip": AMBIGUOUS}
-    for name, make in simple.items():
-        yield name, always(make, explicit=explicit.get(name, ""))
-    yield "adam: complex", always(lambda: optax.adam(1e-2), dtype=jnp.complex64)
-    yield (
-        "chain: complex",
-        always(
-            lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)),
-            dtype=jnp.complex64,
-        ),
+    table = {name: always(make, explicit=explicit.get(name, "")) for name, make in simple.items()}
+    table["adam: complex"] = always(lambda: optax.adam(1e-2), dtype=jnp.complex64)
+    table["chain: complex"] = always(
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)),
+        dtype=jnp.complex64,
     )
     # The minimum over no axes at all, the maximum over no elements.
     for name, make in {"sm3": lambda: optax.sm3(1e-2), "scale_by_sm3": optax.scale_by_sm3}.items():
-        yield name, always(make, without=("scalar", "empty"))
+        table[name] = always(make, without=("scalar", "empty"))
     for name in ("polyak_sgd", "scale_by_polyak"):
-        yield name, always(getattr(optax, name), extras=("value",))
+        table[name] = always(getattr(optax, name), extras=("value",))
     searches = ("value", "grad", "value_fn")
     search = {"extras": searches, "explicit": AMBIGUOUS, "rtol": 1e-3}
-    yield "scale_by_lbfgs", always(lambda: optax.scale_by_lbfgs(3), explicit=AMBIGUOUS)
-    yield (
-        "lbfgs: no search",
-        always(lambda: optax.lbfgs(1e-1, memory_size=2, linesearch=None), explicit=AMBIGUOUS),
+    table["scale_by_lbfgs"] = always(lambda: optax.scale_by_lbfgs(3), explicit=AMBIGUOUS)
+    table["lbfgs: no search"] = always(
+        lambda: optax.lbfgs(1e-1, memory_size=2, linesearch=None), explicit=AMBIGUOUS
     )
-    yield "lbfgs", always(lambda: optax.lbfgs(memory_size=4), **search)
-    yield (
-        "scale_by_backtracking_linesearch",
-        always(lambda: optax.scale_by_backtracking_linesearch(3, store_grad=True), **search),
+    table["lbfgs"] = always(lambda: optax.lbfgs(memory_size=4), **search)
+    table["scale_by_backtracking_linesearch"] = always(
+        lambda: optax.scale_by_backtracking_linesearch(3, store_grad=True), **search
     )
-    yield (
-        "scale_by_backtracking_linesearch: no gradient",
-        always(lambda: optax.scale_by_backtracking_linesearch(3), **search),
+    table["scale_by_backtracking_linesearch: no gradient"] = always(
+        lambda: optax.scale_by_backtracking_linesearch(3), **search
     )
-    yield "scale_by_zoom_linesearch", always(lambda: optax.scale_by_zoom_linesearch(3), **search)
+    table["scale_by_zoom_linesearch"] = always(lambda: optax.scale_by_zoom_linesearch(3), **search)
     # A measurement appears in the state with the first update; before, there is nothing to shard.
-    yield "monitor", always(lambda: optax.monitor({"norm": optax.tree.norm}), grows=True)
+    table["monitor"] = always(lambda: optax.monitor({"norm": optax.tree.norm}), grows=True)
+    return table

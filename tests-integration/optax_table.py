@@ -69,10 +69,10 @@ NOT_CONSTRUCTORS = frozenset(
 
 def _table() -> dict[str, Case]:
     everything = [
-        *optax_main.constructors(),
-        *optax_wrappers.wrappers(),
-        *optax_contrib.constructors(),
-        *user_transformations.transformations(),
+        *optax_main.constructors().items(),
+        *optax_wrappers.wrappers().items(),
+        *optax_contrib.constructors().items(),
+        *user_transformations.transformations().items(),
     ]
     assert len(everything) == len(dict(everything)), "a name is there twice"
     return {name: case for name, case in everything if _is_there(name)}

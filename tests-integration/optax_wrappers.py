@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 from optax_case import (
     CONCATENATES,
@@ -19,7 +17,7 @@ from optax_case import (
 )
 
 
-def wrappers() -> Iterator[tuple[str, Case]]:
+def wrappers() -> dict[str, Case]:
     """Wrappers of `optax` itself."""
     simple = {
         "apply_if_finite": lambda: optax.apply_if_finite(adafactor(), 3),
@@ -69,73 +67,55 @@ def wrappers() -> Iterator[tuple[str, Case]]:
             ),
         ),
     }
-    for name, make in simple.items():
-        yield name, always(make)
-    yield "flatten", always(lambda: optax.flatten(optax.adam(1e-2)), explicit=CONCATENATES)
-    yield "freeze", Case(lambda params: optax.freeze(is_matrix(params)))
-    yield (
-        "masked: leaves",
-        Case(lambda params: optax.masked(adafactor(momentum=0.9), is_matrix(params))),
+    table = {name: always(make) for name, make in simple.items()}
+    table["flatten"] = always(lambda: optax.flatten(optax.adam(1e-2)), explicit=CONCATENATES)
+    table["freeze"] = Case(lambda params: optax.freeze(is_matrix(params)))
+    table["masked: leaves"] = Case(
+        lambda params: optax.masked(adafactor(momentum=0.9), is_matrix(params))
     )
-    yield (
-        "masked: prefix",
-        Case(lambda p: optax.masked(adafactor(), prefix_tree(lambda name: name != "layers", p))),
+    table["masked: prefix"] = Case(
+        lambda p: optax.masked(adafactor(), prefix_tree(lambda name: name != "layers", p))
     )
-    yield (
-        "masked: twice",
-        Case(
-            lambda params: optax.masked(
-                optax.chain(
-                    optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda _: True, p)),
-                    optax.trace(0.9),
+    table["masked: twice"] = Case(
+        lambda params: optax.masked(
+            optax.chain(
+                optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda _: True, p)),
+                optax.trace(0.9),
+            ),
+            is_matrix(params),
+        )
+    )
+    table["partition"] = Case(
+        lambda params: optax.partition(
+            {"matrix": optax.lion(1e-2), "rest": adafactor()}, by_rank(params)
+        )
+    )
+    table["partition: prefix"] = Case(
+        lambda params: optax.partition(
+            {"a": adafactor(momentum=0.9), "b": optax.freeze(True)},
+            prefix_tree(lambda name: "b" if name == "square" else "a", params),
+        )
+    )
+    table["partition: nested"] = Case(
+        lambda params: multi_steps(
+            optax.chain(
+                optax.clip_by_global_norm(1.0),
+                optax.partition(
+                    {
+                        "matrix": optax.inject_hyperparams(optax.adam)(1e-2),
+                        "rest": optax.apply_if_finite(adafactor(), 2),
+                    },
+                    by_rank,
                 ),
-                is_matrix(params),
             )
-        ),
+        )
     )
-    yield (
-        "partition",
-        Case(
-            lambda params: optax.partition(
-                {"matrix": optax.lion(1e-2), "rest": adafactor()}, by_rank(params)
-            )
-        ),
+    table["selective_transform"] = Case(
+        lambda p: optax.selective_transform(optax.adam(1e-2), freeze_mask=is_matrix(p))
     )
-    yield (
-        "partition: prefix",
-        Case(
-            lambda params: optax.partition(
-                {"a": adafactor(momentum=0.9), "b": optax.freeze(True)},
-                prefix_tree(lambda name: "b" if name == "square" else "a", params),
-            )
-        ),
+    table["lookahead"] = always(
+        lambda: optax.lookahead(adafactor(momentum=0.9), 2, 0.5),
+        wrap=optax.LookaheadParams.init_synced,
+        fast=lambda params: params.fast,
     )
-    yield (
-        "partition: nested",
-        Case(
-            lambda params: multi_steps(
-                optax.chain(
-                    optax.clip_by_global_norm(1.0),
-                    optax.partition(
-                        {
-                            "matrix": optax.inject_hyperparams(optax.adam)(1e-2),
-                            "rest": optax.apply_if_finite(adafactor(), 2),
-                        },
-                        by_rank,
-                    ),
-                )
-            )
-        ),
-    )
-    yield (
-        "selective_transform",
-        Case(lambda p: optax.selective_transform(optax.adam(1e-2), freeze_mask=is_matrix(p))),
-    )
-    yield (
-        "lookahead",
-        always(
-            lambda: optax.lookahead(adafactor(momentum=0.9), 2, 0.5),
-            wrap=optax.LookaheadParams.init_synced,
-            fast=lambda params: params.fast,
-        ),
-    )
+    return table

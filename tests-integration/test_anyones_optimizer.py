@@ -27,7 +27,6 @@ from opt_checkpoint import (
     open_step,
     plan_restore,
 )
-from opt_checkpoint._disk.saved_step import _spread
 from orbax.checkpoint.experimental import v1
 
 P = PartitionSpec
@@ -134,6 +133,7 @@ def assert_placed(found: Any, on: Mesh) -> None:
         assert leaf.sharding.is_equivalent_to(NamedSharding(on, spec), leaf.ndim), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_on_another_mesh(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -160,18 +160,7 @@ def test_a_run_resumes_on_another_mesh(
         assert_close(step(step(restored)), trained(kind, other, 4))
 
 
-@pytest.mark.parametrize(
-    ("shape", "shard"),
-    [((16, 24), (16, 3)), ((8, 3), (1, 3)), ((7, 9), (7, 9)), ((), ()), ((0, 8), (0, 1))],
-)
-def test_full_validation_is_spread_over_all_devices(
-    shape: tuple[int, ...], shard: tuple[int, ...]
-) -> None:
-    place: Any = _spread(shape)
-    assert len(place.device_set) == 8
-    assert place.shard_shape(shape) == shard
-
-
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("old", KINDS)
 def test_one_kind_continues_as_another(old: str, new: str) -> None:
@@ -182,6 +171,7 @@ def test_one_kind_continues_as_another(old: str, new: str) -> None:
     assert_close(KINDS[new][1](restored), trained(new, on, 3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [0, 1])
 def test_an_item_of_another_manager_resumes_on_another_mesh(
@@ -214,6 +204,7 @@ def foreign_tree(kind: str) -> Any:
     return target if kind == "flax" else (target.params, target.opt_state, target.step)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_foreign_checkpoints_continue(kind: str, new: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ MADE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MADE)
 def test_a_train_state_does_what_the_optimizer_does(name: str) -> None:
     traces: list[None] = []
@@ -53,6 +54,7 @@ def test_a_train_state_does_what_the_optimizer_does(name: str) -> None:
         np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MADE)
 def test_in_chains_and_wrappers_of_optax(name: str) -> None:
     inner = opt.as_transformation(MADE[name]())
@@ -74,6 +76,7 @@ def test_in_chains_and_wrappers_of_optax(name: str) -> None:
         np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MADE)
 def test_its_state_has_axes_and_a_description(name: str) -> None:
     tx = optax.chain(optax.clip(0.5), opt.as_transformation(MADE[name]()))

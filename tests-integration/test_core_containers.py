@@ -104,19 +104,6 @@ def test_modules_go_through_bytes() -> None:
     ]
 
 
-def test_ensembles_of_modules() -> None:
-    _, static = network()
-    seeds = jnp.arange(3)
-    stacked = jax.vmap(lambda seed: network(seed)[0])(seeds)
-    optimizers = jax.vmap(Momentum(None).create)(stacked)
-    stepped, values = jax.vmap(lambda o: train_step(o, static))(optimizers)
-    assert values.shape == stepped.state.step.shape == (3,)
-    alone, value = train_step(Momentum(None).create(network(seed=2)[0]), static)
-    np.testing.assert_allclose(values[2], value, rtol=1e-5)
-    for many, one in zip(jax.tree.leaves(stepped), jax.tree.leaves(alone), strict=True):
-        np.testing.assert_allclose(many[2], one, rtol=1e-5, atol=1e-6)
-
-
 def test_gradients_of_another_module_are_named() -> None:
     params, _ = network()
     optimizer = Momentum(None).create(params)

@@ -14,6 +14,11 @@ PRINTED = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 REFERENCE = sorted((ROOT / "docs/api").glob("*.md"))
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
+# They compile most; the packages' own tests have the same calls in the gate.
+LONG = {
+    *("accumulation.md", "answers.md", "averages-and-guards.md", "checkpoints.md", "cookbook.md"),
+    *("optax.md", "parameter-groups.md", "pytorch.md", "sharding.md", "t5x.md", "train-state.md"),
+}
 
 
 def test_there_are_pages() -> None:
@@ -23,7 +28,13 @@ def test_there_are_pages() -> None:
 
 # T5X's own example makes traversals of Flax, which warn.
 @pytest.mark.filterwarnings("ignore:`flax.traverse_util.Traversal`:DeprecationWarning")
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in LONG else ())
+        for page in WITH_CODE
+    ],
+)
 def test_blocks_run(page: pathlib.Path) -> None:
     namespace: dict[str, Any] = {}
     for number, block in enumerate(BLOCK.findall(page.read_text()), start=1):

@@ -53,7 +53,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BROUGHT))
 def test_a_framework_trains_and_resumes(name: str, wheels: Path, tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"

@@ -38,6 +38,7 @@ def test_the_library_safetensors_reads_the_files(tmp_path: Path) -> None:
         assert set(file.metadata()) == {"opt_legacy_stax"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_states_are_saved_and_come_back_where_they_were(tmp_path: Path, kind: Any) -> None:
     mesh = mesh_of(kind)
@@ -56,6 +57,7 @@ def test_sharded_states_are_saved_and_come_back_where_they_were(tmp_path: Path, 
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["momentum", "adam", "sm3"])
 def test_the_wrapper_makes_the_updates_of_the_triple(name: str) -> None:
     triple = getattr(ours, name)(0.1, **({"mass": 0.9} if name == "momentum" else {}))

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from opt_partition import Expected, shard_optimizer_state, verify
@@ -132,41 +131,3 @@ def test_a_step_gathers_each_parameter_once_and_no_state() -> None:
     report = verify(lowered, Expected(inputs=asked, outputs=asked))
     gathers = [row for row in report.collectives if row.kind == "all-gather"]
     assert [row.total_bytes for row in gathers] == [32 * 64 * 4 // 2 * 3 // 4]
-
-
-class Linen(nn.Module):
-    """One matrix."""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        init = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", "mlp"))
-        return nn.Dense(64, use_bias=False, kernel_init=init)(x)
-
-
-class Nnx(nnx.Module):
-    """The same."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        init = nnx.with_partitioning(nnx.initializers.zeros, ("embed", "mlp"))
-        self.Dense_0 = nnx.Linear(32, 64, use_bias=False, kernel_init=init, rngs=rngs)
-
-
-def test_both_kinds_of_models() -> None:
-    mesh = AbstractMesh((4, 2, 1), ("data", "fsdp", "tensor"))
-    rules = [("embed", "fsdp"), ("mlp", "tensor")]
-    boxed = jax.eval_shape(Linen().init, jax.random.key(0), jnp.ones((1, 32)))["params"]
-    with nnx.use_eager_sharding(False):
-        state = nnx.state(nnx.eval_shape(lambda: Nnx(nnx.Rngs(0))), nnx.Param)
-    linen, of_nnx = (
-        shard_optimizer_state(
-            optax.adafactor(1e-3, min_dim_size_to_factor=8), p, rules, mesh, "data"
-        )
-        for p in (boxed, state)
-    )
-    for ours, theirs in zip(linen, of_nnx, strict=True):
-        assert [(leaf.shape, leaf.spec) for leaf in ours.rows] == [
-            (leaf.shape, leaf.spec) for leaf in theirs.rows
-        ]
-    assert linen.compute.specs == {"Dense_0": {"kernel": P("fsdp", "tensor")}}
-    assert linen.params.specs == {"Dense_0": {"kernel": P("fsdp", ("tensor", "data"))}}
-    assert linen.opt_state.specs[0].v_row["Dense_0"]["kernel"] == P(("fsdp", "data"))

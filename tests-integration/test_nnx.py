@@ -130,7 +130,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize(
@@ -155,6 +155,7 @@ def test_state_stays_where_it_is_made_and_a_step_compiles_once(
     assert step.jitted_fn._cache_size() == 1  # nor compiled again
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["adam", "muon"])
 def test_parameters_without_names_stay_too(name: str) -> None:
     """XLA would divide a replicated bias as the activations, and the next step is another one."""
@@ -204,6 +205,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -> None:
@@ -213,6 +215,7 @@ def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -
     assert {path: single(path, found) for path in EXPECTED[name]} == EXPECTED[name]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [None, "fsdp", ("tp", "fsdp")], ids=str)
 @pytest.mark.parametrize("name", ["adam", "adafactor", "groups", "muon"])
 def test_metadata_say_where_a_leaf_lies(name: str, zero: Any) -> None:
@@ -243,7 +246,7 @@ def test_zero_divides_the_state_by_the_free_axis() -> None:
     assert _trimmed(model.wi.kernel[...].sharding.spec) == (None, "tp")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("name", ["adam", "muon", "clip"])
 def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:
@@ -267,22 +270,24 @@ def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:
 # Where the mesh and the rules come from.
 
 
-def test_the_mesh_of_the_arrays_is_found() -> None:
-    with jax.set_mesh(MESHES["auto"]()):
-        model = Model(sharding_rules=RULES)
-    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))  # without a context
-    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
-    assert shardings(optimizer)["['step'].value"] == NamedSharding(
-        model.wi.kernel[...].sharding.mesh, P()
-    )
+def by_the_context(**metadata: Any) -> Model:
+    with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
+        return Model(**metadata)
 
 
-def test_the_mesh_of_the_metadata_is_found() -> None:
-    mesh = MESHES["auto"]()
-    model = Model(eager_sharding=False, mesh=mesh, sharding_rules=RULES)
-    assert not isinstance(model.wi.kernel[...].sharding, NamedSharding)
-    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))
+@pytest.mark.parametrize(
+    "make",
+    [
+        by_the_context,  # the rules are gone: names give way to where the arrays lie
+        lambda: by_the_context(sharding_rules=RULES),
+        lambda: Model(eager_sharding=False, mesh=MESHES["auto"](), sharding_rules=RULES),
+    ],
+    ids=["arrays", "names and arrays", "metadata"],
+)
+def test_the_mesh_of_the_model_is_found(make: Callable[[], Model]) -> None:
+    optimizer = opt_nnx.Optimizer(make(), optax.adam(0.1))  # without a context
     assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
+    assert shardings(optimizer)["['step'].value"] == NamedSharding(MESHES["auto"](), P())
 
 
 def test_a_mesh_and_rules_of_the_constructor_go_first() -> None:
@@ -322,13 +327,6 @@ def test_names_that_mean_nothing_are_an_error() -> None:
         opt_nnx.Optimizer(Model(names=False), optax.adam(0.1), zero="data")
 
 
-def test_names_of_another_program_give_way_to_where_the_arrays_lie() -> None:
-    with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
-        model = Model()
-    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))  # the rules are gone
-    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
-
-
 def test_names_for_the_optimizer_alone() -> None:
     with jax.set_mesh(MESHES["auto"]()):
         model = Model(sharding_rules=RULES, optimizer_sharding=("fsdp",))
@@ -341,6 +339,7 @@ def test_names_for_the_optimizer_alone() -> None:
     assert specs((model, optimizer)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MESHES)
 def test_an_optimizer_made_in_a_compiled_function(kind: str) -> None:
     @nnx.jit
@@ -421,6 +420,7 @@ INJECTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", INJECTED)
 def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
     """LoRA in bfloat16, updates in a branch: nothing is placed or cast from outside."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "precision.py"
+PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "compare_precisions.py"
 
 
 @pytest.mark.slow  # four to ten minutes

@@ -188,6 +188,7 @@ def pyright(folder: Path) -> dict[int, str]:
     return {entry["range"]["start"]["line"] + 1: entry["message"] for entry in errors}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checker", [mypy, pyright], ids=lambda checker: checker.__name__)
 def test_every_wrong_line_is_found_and_no_right_one(checker: object, folder: Path) -> None:
     assert callable(checker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -101,15 +101,16 @@ def _added(old: list[Any], new: list[Any]) -> list[Any]:
     return [a + b for a, b in zip(old, new, strict=True)]
 
 
-def transformations() -> Iterator[tuple[str, Case]]:
+def transformations() -> dict[str, Case]:
     """The cases."""
-    yield "user: NamedTuple", always(lambda: momentum(Momentum))
-    yield "user: dataclass", always(lambda: momentum(MomentumDataclass))
-    yield "user: dict", always(lambda: momentum(dict, dict.__getitem__))
-    yield "user: OrderedDict", always(lambda: momentum(OrderedDict, OrderedDict.__getitem__))
-    yield (
-        "user: in a chain",
-        always(lambda: multi_steps(optax.chain(adafactor(), momentum(MomentumDataclass)))),
-    )
-    yield "user: list of leaves", always(list_of_leaves)
-    yield "user: preconditioners", always(preconditioners, without=("empty",), explicit=AMBIGUOUS)
+    return {
+        "user: NamedTuple": always(lambda: momentum(Momentum)),
+        "user: dataclass": always(lambda: momentum(MomentumDataclass)),
+        "user: dict": always(lambda: momentum(dict, dict.__getitem__)),
+        "user: OrderedDict": always(lambda: momentum(OrderedDict, OrderedDict.__getitem__)),
+        "user: in a chain": always(
+            lambda: multi_steps(optax.chain(adafactor(), momentum(MomentumDataclass)))
+        ),
+        "user: list of leaves": always(list_of_leaves),
+        "user: preconditioners": always(preconditioners, without=("empty",), explicit=AMBIGUOUS),
+    }

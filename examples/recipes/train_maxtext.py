@@ -1,7 +1,7 @@
 """MaxText's ZeRO-1 for any optimizer: `shard_optimizer_state` instead of a search for Adam's `mu`.
 
     python -m pip install opt-checkpoint opt-partition
-    python examples/recipes/maxtext.py
+    python examples/recipes/train_maxtext.py
 
 MaxText's `maybe_update_params_sharding_with_opt` copies the shardings of Adam's first moment, and
 raises for every other optimizer. Here the state is that of Adafactor. First a plan for the shapes

@@ -1,7 +1,7 @@
 """A Haiku model: parameters by module and name, and groups of them by pattern.
 
     python -m pip install dm-haiku opt-checkpoint opt-partition
-    python examples/recipes/haiku.py
+    python examples/recipes/train_haiku.py
 
 Weight decay for matrices only, momentum SGD for biases, each with a learning rate at run time.
 """
@@ -9,13 +9,8 @@ Weight decay for matrices only, momentum SGD for biases, each with a learning ra
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
-
-if sys.path[0] == str(Path(__file__).parent):
-    del sys.path[0]  # this file has the library's name
 
 import haiku as hk
 import jax

@@ -1,7 +1,7 @@
 """An Equinox module: its arrays are trained, everything else is left alone.
 
     python -m pip install equinox opt-checkpoint opt-partition
-    python examples/recipes/equinox.py
+    python examples/recipes/train_equinox.py
 
 An Equinox module is a pytree with functions among its leaves. `eqx.filter` separates the arrays
 from them; these are the parameters, and `eqx.combine` makes a module again.
@@ -10,13 +10,8 @@ from them; these are the parameters, and `eqx.combine` makes a module again.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
-
-if sys.path[0] == str(Path(__file__).parent):
-    del sys.path[0]  # this file has the library's name
 
 import equinox as eqx
 import jax

@@ -1,7 +1,7 @@
 """Parameters in a plain dict on a mesh, with nothing but JAX and Optax around them.
 
     python -m pip install opt-checkpoint opt-partition
-    python examples/recipes/dict.py
+    python examples/recipes/train_dict.py
 
 The loop is plain Optax. `opt_partition` plans and creates the state, sharded over the data axis too
 (ZeRO-1), and `opt_checkpoint` resumes with a schedule and a clip that the first run did not have,

@@ -1,7 +1,7 @@
 """A Linen model in Flax's `TrainState`, sharded by the names of its dimensions.
 
     python -m pip install opt-checkpoint opt-partition
-    python examples/recipes/linen.py
+    python examples/recipes/train_linen.py
 
 `TrainState.create` and `apply_gradients` stay. `tx` is a definition with a group for the embedding
 (Adafactor) and one for the rest (AdamW), as an Optax transformation.

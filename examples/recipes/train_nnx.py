@@ -1,7 +1,7 @@
 """A model of Flax NNX on a mesh, fine-tuned by LoRA, with `opt_nnx` for `nnx.Optimizer`.
 
     python -m pip install opt-checkpoint opt-nnx
-    python examples/recipes/nnx.py
+    python examples/recipes/train_nnx.py
 
 1. Pretraining: AdamW for matrices, Adafactor for the embedding, state sharded like the parameters
    and over the data axis too; a learning rate for each step; a checkpoint, resumed on half of the

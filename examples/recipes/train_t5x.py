@@ -1,7 +1,7 @@
 """A T5X training loop on the facade of `t5x.optimizers`.
 
     python -m pip install opt-checkpoint opt-partition
-    python examples/recipes/t5x.py
+    python examples/recipes/train_t5x.py
 
 The model, its `params_axes`, the train state and the calls are those of T5X; one import changes.
 What T5X's partitioner does for the optimizer is a call of `opt_partition`, for any optimizer.

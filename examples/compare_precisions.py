@@ -1,7 +1,7 @@
 """Trains one small model in several precisions: a table, and the picture of the ratchet.
 
-    hatch run dev:python examples/precision.py
-    hatch run dev:python examples/precision.py --steps 100 --seeds 1 --out /tmp/precision
+    hatch run dev:python examples/compare_precisions.py
+    hatch run dev:python examples/compare_precisions.py --steps 100 --seeds 1 --out /tmp/precision
 
 Each method trains the byte-level model of `train_lm.py`, one layer of width 64, on the source of
 Python's standard library. `nearest 8 bits` is a re-implementation of the map, the blocks and the
