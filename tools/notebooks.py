@@ -34,4 +34,6 @@ def convert(guide: str, text: str) -> str:
 
 if __name__ == "__main__":
     for name in GUIDES:
-        (OUT / f"{name}.ipynb").write_text(convert(name, (ROOT / "docs" / f"{name}.md").read_text()))
+        (OUT / f"{name}.ipynb").write_text(
+            convert(name, (ROOT / "docs" / f"{name}.md").read_text())
+        )

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_adafactor
-import optax
+import optax.contrib
 from _common import optax_step
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_matrix import Matrices, muon, newton_schulz, plan_matrices
 from opt_partition import Expected, memory_plan
 
-ZERO, MUON = "AdamW with ZeRO-1", "Muon"
+contrib: Any = optax.contrib
+ZERO, MUON, OPTAX_MUON = "AdamW with ZeRO-1", "Muon", "optax.contrib.muon"
 OPTIMIZERS = (ZERO, "Adafactor", MUON)
 
 
@@ -78,7 +79,7 @@ def plan_step(
     """Plans the steps of one of the `OPTIMIZERS`.
 
     Args:
-      name: which one.
+      name: which one, or Muon of Optax.
       devices: how many, the first of `among`.
       across: how many of them are on the axis `model`.
       leaves: matrices.
@@ -99,6 +100,8 @@ def plan_step(
         shared = plan_matrices(params, spec, mesh, matrices, fn=fn)
         tx = muon(1e-3, matrices=matrices, plan=shared)
         collectives = sum(group.collectives for group in shared.groups)
+    elif name == OPTAX_MUON:
+        tx = contrib.muon(1e-3)
     else:
         tx = opt_adafactor.adafactor(1e-3)
     # With ZeRO, parameters are replicated over `data`, and the state is divided over it.

@@ -4,17 +4,20 @@
 
 Nothing runs and nothing is allocated: the program of many devices is that of one of them. It should
 have as many collectives as on eight devices, and arguments of the size that the plan says. `leaves`
-grow in training steps on eight devices, whose text `verify` reads.
+grow in training steps on eight devices, whose text `verify` reads. Muon as planned is held against
+`optax.contrib.muon` as the compiler has it: this alone runs, on eight devices of four by two.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from _common import Counts, Row, counted, no_garbage, timed
-from _steps import MUON, OPTIMIZERS, ZERO, Planned, plan_step
-from opt_partition import verify
+import jax.numpy as jnp
+from _common import Counts, Row, counted, interleave, no_garbage, timed
+from _steps import MUON, OPTAX_MUON, OPTIMIZERS, ZERO, Planned, plan_step
+from opt_partition import read_collectives, verify
 
 DEVICES = 512
 
@@ -39,6 +42,7 @@ def measure(quick: bool) -> Iterator[Row]:
         yield timed("verify, leaves", verifying, "compiling", compiling, limit=0.1, size=leaves)
     for name in OPTIMIZERS:
         yield from measure_devices(name, [8, 64] if quick else [8, 256, 512], 1 if quick else 3)
+    yield from measure_muon(16, (64, 256) if quick else (256, 1024), 1 if quick else 5)
 
 
 def measure_devices(name: str, sizes: list[int], rounds: int) -> Iterator[Row]:
@@ -65,3 +69,43 @@ def measure_devices(name: str, sizes: list[int], rounds: int) -> Iterator[Row]:
         size = program.memory_analysis().argument_size_in_bytes
         figure = f"bytes of arguments, {name}"
         yield counted(figure, size, "the plan", planned_bytes, limit=1.001, size=n)
+
+
+def measure_muon(leaves: int, shape: tuple[int, int], rounds: int) -> Iterator[Row]:
+    """Yields what a step of Muon moves and computes, and how long it takes to compile and run."""
+    plans = {name: plan_step(name, 8, 2, leaves, shape) for name in (MUON, OPTAX_MUON)}
+    compiling: dict[str, list[float]] = {name: [] for name in plans}
+    steps: dict[str, Callable[[], Any]] = {}
+    counts, moved = {}, {}
+    for _ in range(rounds):
+        for name, planned in plans.items():
+            start = time.process_time()
+            program: Any = planned.lower().compile()
+            compiling[name].append(time.process_time() - start)
+            counts[name], moved[name] = Counts(program), read_collectives(program)
+            steps[name] = step_of(planned, program)
+    ours, theirs = counts.values()
+    sent = [sum(x.count * math.prod(x.shape) for x in rows) for rows in moved.values()]
+    number = [sum(x.count for x in rows) for rows in moved.values()]
+    yield counted("Muon, collectives", number[0], OPTAX_MUON, number[1], size=leaves)
+    yield counted("Muon, elements that move", sent[0], OPTAX_MUON, sent[1], size=leaves)
+    yield counted("Muon, operations", ours.flops, OPTAX_MUON, theirs.flops, size=leaves)
+    times = interleave(steps, rounds)
+    for what, found in (("compile", compiling), ("a step", times)):
+        yield timed(f"Muon, {what}", found[MUON], OPTAX_MUON, found[OPTAX_MUON], size=leaves)
+
+
+def step_of(planned: Planned, program: Any) -> Callable[[], Any]:
+    """Returns a call of the program with arrays of its own, which it donates."""
+    plan = planned.plan
+    params, grads = (
+        jax.tree.map(lambda x, at: jnp.ones(x.shape, device=at), planned.params, of.shardings)
+        for of in (plan.params, plan.grads)
+    )
+    carried = [params, jax.jit(planned.tx.init, out_shardings=plan.state.shardings)(params)]
+
+    def step() -> Any:
+        carried[:] = program(*carried, grads)
+        return carried
+
+    return step
