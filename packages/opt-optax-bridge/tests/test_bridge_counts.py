@@ -18,7 +18,9 @@ def raw(params: Any, state: Any, grads: Any) -> Any:
 
 def counts(step: Any, donated: Any, *operands: Any) -> tuple[float, int]:
     """Bytes that XLA says are accessed, and bytes of arguments whose memory results take."""
-    program: Any = jax.jit(step, donate_argnums=donated).lower(*operands).compile()
+    with jax.numpy_dtype_promotion("standard"):  # as Optax needs
+        lowered = jax.jit(step, donate_argnums=donated).lower(*operands)
+    program: Any = lowered.compile()
     cost: Any = program.cost_analysis()
     return float(cost["bytes accessed"]), program.memory_analysis().alias_size_in_bytes
 
