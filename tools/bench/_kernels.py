@@ -1,26 +1,21 @@
-"""What the text of a program that was compiled for a GPU says: its kernels, copies and conversions.
+"""What the text of a compiled program says: its kernels, copies and conversions.
 
-    found = kernels(text)
-    sum(kernel.bytes for kernel in found)        # that they read and write
+    sum(kernel.bytes for kernel in kernels(text))  # that they read and write
 
 `cost_analysis` says nothing of a device that is only described, and counts slices otherwise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 
-from opt_partition._verify.hlo import Computation, Instruction, Module, flat_types, parse
+from opt_partition._verify.hlo import Computation, Instruction, flat_types, parse
 
 # They start nothing on the device: names for memory, and numbers that a kernel is launched with.
-_NOT_KERNELS = frozenset(
-    {
-        *("bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter"),
-        *("partition-id", "replica-id", "tuple"),
-    }
-)
-_CALLS = frozenset({"async-start", "call", "conditional", "while"})
+_NOT_KERNELS = {
+    *("bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter"),
+    *("partition-id", "replica-id", "tuple"),
+}
+_LOOPS = {"async-start", "conditional", "while"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +40,14 @@ class Kernel:
         return self.read + self.written
 
 
-def kernels(text: str) -> list[Kernel]:
+def kernels(text: str, *, loops: bool = True) -> list[Kernel]:
     """Returns the kernels of a program without loops and branches.
 
     A kernel that slices an operand, or writes a piece of a result in place, counts with all of it.
+
+    Args:
+      text: of the program.
+      loops: whether one is an error; else it is left out, and a call is a kernel, as on a CPU.
 
     Raises:
       ValueError: the program has a loop, a branch or a call, whose kernels run more or less often.
@@ -58,42 +57,32 @@ def kernels(text: str) -> list[Kernel]:
     found = []
     for instruction in entry.instructions.values():
         opcode = instruction.opcode
-        if opcode in _CALLS:
+        if loops and opcode in _LOOPS | {"call"}:
             raise ValueError(f"`{instruction.name}`: the kernels of a `{opcode}` are not counted")
-        if opcode not in _NOT_KERNELS and not opcode.endswith(("-done", "-update")):
+        if opcode not in _NOT_KERNELS | _LOOPS and not opcode.endswith(("-done", "-update")):
             found.append(_kernel(entry, instruction))
     return found
 
 
 def _kernel(entry: Computation, instruction: Instruction) -> Kernel:
-    is_async = instruction.opcode.endswith("-start")
-    end = entry.done(instruction) if is_async else instruction
+    end = entry.done(instruction) if instruction.opcode.endswith("-start") else instruction
     results = list(flat_types(end.type))
-    read = {_buffer(entry, name): _bytes(entry, name) for name in instruction.operands}
-    return Kernel(
-        instruction.name,
-        sum(read.values()),
-        sum(array.bytes for array in results),
-        max((array.size for array in results), default=0),
-    )
-
-
-def _buffer(entry: Computation, name: str) -> str:
-    """Returns the array that a name stands for, which may have several."""
-    while entry.instructions[name].opcode == "bitcast":
-        [name] = entry.instructions[name].operands
-    return name
-
-
-def _bytes(entry: Computation, name: str) -> int:
-    return sum(array.bytes for array in flat_types(entry.instructions[name].type))
+    read = {}
+    for name in instruction.operands:
+        size = sum(array.bytes for array in flat_types(entry.instructions[name].type))
+        while entry.instructions[name].opcode == "bitcast":  # another name of the same array
+            [name] = entry.instructions[name].operands
+        read[name] = size
+    written = sum(array.bytes for array in results)
+    largest = max((array.size for array in results), default=0)
+    return Kernel(instruction.name, sum(read.values()), written, largest)
 
 
 def whole_copies(text: str, elements: int) -> list[str]:
     """Returns the names of copies of at least so many elements, within a memory or between two."""
     return [
         instruction.name
-        for _, instruction in _instructions(parse(text))
+        for _, instruction in _instructions(text)
         if instruction.opcode in ("copy", "copy-start")
         and max(array.size for array in flat_types(instruction.type)) >= elements
     ]
@@ -103,15 +92,15 @@ def conversions(text: str, source: str, result: str) -> list[str]:
     """Returns the names of conversions from one dtype of HLO to another, in kernels, too."""
     return [
         instruction.name
-        for computation, instruction in _instructions(parse(text))
+        for computation, instruction in _instructions(text)
         if instruction.opcode == "convert"
         and _dtype(instruction) == result
         and _dtype(computation.instructions[instruction.operands[0]]) == source
     ]
 
 
-def _instructions(module: Module) -> Iterator[tuple[Computation, Instruction]]:
-    for computation in module.computations.values():
+def _instructions(text: str) -> Iterator[tuple[Computation, Instruction]]:
+    for computation in parse(text).computations.values():
         for instruction in computation.instructions.values():
             yield computation, instruction
 

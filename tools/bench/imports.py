@@ -1,14 +1,12 @@
 """What importing each package takes beyond the libraries that it stands on.
 
-    hatch run dev:python tools/bench/imports.py
+    hatch run dev:bench --only imports
 
-Each import runs in a new interpreter. The peer has imported jax, Flax (linen and nnx) and Optax
-(contrib) before; ours imports one package after them, whatever else that brings. Bytecode is
-compiled before, whatever the environment says of writing it: without, most of the time would be
-the compiler's.
+Each import runs in a new interpreter, after jax, Flax (linen and nnx) and Optax (contrib); the peer
+is 0.2 s, or Orbax for opt_checkpoint. Bytecode is compiled before, whatever the environment says of
+writing it: without, most of the time would be the compiler's.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,52 +14,38 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from _common import Figure, Row, main, timed
+from _common import Row, timed
 
-LIBRARIES = "import jax, flax.linen, flax.nnx, optax, optax.contrib"
 ALLOWED = 0.2  # seconds
 PACKAGES = Path(__file__).parents[2] / "packages"
 MODULES = sorted(path.name.replace("-", "_") for path in PACKAGES.iterdir())
-FIGURES = {
-    **{module: Figure(f"{ALLOWED} s", 1.0) for module in MODULES if module != "opt_checkpoint"},
-    "opt_checkpoint": Figure("orbax.checkpoint after the libraries"),
-}
+CODE = """
+import jax, flax.linen, flax.nnx, optax, optax.contrib, time
+start = time.process_time()
+import {}
+print(time.process_time() - start)
+"""
 
 
-def import_seconds(statement: str, bytecode: str, before: str = LIBRARIES) -> float:
-    """Returns the processor's seconds of one import after others.
-
-    Args:
-      statement: the import.
-      bytecode: the folder that caches bytecode.
-      before: the imports that do not count.
-    """
-    clock = "import time; t = time.process_time()"
-    code = f"{before}\n{clock}\n{statement}\nprint(time.process_time() - t)"
+def import_seconds(modules: str, bytecode: str) -> float:
+    """Returns the processor's seconds of one import; the folder caches bytecode."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", CODE.format(modules)]
     done = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
     return float(done.stdout)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    parser.add_argument("--rounds", type=int, default=3)
-
-
-def measure(options: argparse.Namespace) -> Iterator[Row]:
+def measure(quick: bool) -> Iterator[Row]:
     """Yields a row per package."""
-    rounds = 1 if options.quick else options.rounds
+    rounds = range(1 if quick else 3)
     with tempfile.TemporaryDirectory() as folder:
-        import_seconds("\n".join(f"import {module}" for module in MODULES), folder)
+        import_seconds(", ".join(MODULES), folder)
         for module in MODULES:
-            spent = [import_seconds(f"import {module}", folder) for _ in range(rounds)]
-            peer = [ALLOWED] * rounds
+            spent = [import_seconds(module, folder) for _ in rounds]
             if module == "opt_checkpoint":  # Orbax alone takes longer than is allowed
-                peer = [import_seconds("import orbax.checkpoint", folder) for _ in range(rounds)]
-            yield timed(module, spent, peer)
-
-
-if __name__ == "__main__":
-    main(__doc__, FIGURES, measure, arguments)
+                peer = [import_seconds("orbax.checkpoint", folder) for _ in rounds]
+                yield timed(module, spent, "orbax.checkpoint", peer)
+            else:
+                peer = [ALLOWED for _ in rounds]
+                yield timed(module, spent, f"{ALLOWED} s", peer, limit=1.0)

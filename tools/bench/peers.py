@@ -1,7 +1,6 @@
 """AdamW and Muon next to PyTorch's on the same shapes, and AdamW next to what the memory allows.
 
-    hatch run dev:python tools/bench/peers.py --quick
-    hatch run peers:python tools/bench/peers.py --device gpu
+    hatch run peers:bench --only peers --quick
 
 The limit of a step is the time in which this device copies as many bytes as the mathematics reads
 and writes: parameter, gradient and two moments read, all but the gradient written. That is 28 bytes
@@ -9,7 +8,6 @@ a float32 parameter, and 22 of a bfloat16 parameter whose moments are float32. P
 where it is installed; on a GPU, where its build has CUDA.
 """
 
-import argparse
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
@@ -19,40 +17,20 @@ import jax
 import jax.numpy as jnp
 import opt_optax_bridge as opt
 import optax
-from _common import Figure, Row, counted, counts, interleave, main, optax_step, timed
+from _common import Counts, Row, Runner, counted, interleave, optax_step, timed
 from opt_matrix import Matrices, muon
 
 LIMIT = "a copy of as many bytes"
 LEAST = {"float32": 28, "bfloat16": 22}  # bytes a parameter
-FIGURES = {
-    **{f"AdamW, {dtype}": Figure(LIMIT) for dtype in LEAST},
-    **{f"bytes accessed, AdamW, {dtype}": Figure("the least", None, "B") for dtype in LEAST},
-}
-if importlib.util.find_spec("torch"):
-    FIGURES |= {
-        **{f"AdamW next to torch, {dtype}": Figure("torch, foreach") for dtype in LEAST},
-        **{f"AdamW next to torch fused, {dtype}": Figure("torch, fused") for dtype in LEAST},
-        "Muon next to torch": Figure("torch.optim.Muon"),
-    }
-
-Calls = dict[str, Callable[[], Any]]
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
-class Run:
-    """A compiled step that is given what it returned, its buffers donated."""
-
-    def __init__(self, tx: Any, shapes: list[tuple[int, int]], dtype: str) -> None:
-        self.grads = [jnp.full(shape, 1e-3, dtype) for shape in shapes]
-        self.params = [jnp.ones(shape, dtype) for shape in shapes]
-        wide = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        self.state = optax.tree.zeros_like(jax.eval_shape(tx.init, wide))  # moments in float32
-        step = jax.jit(optax_step(tx), donate_argnums=(0, 1))
-        self.compiled: Any = step.lower(self.params, self.state, self.grads).compile()
-
-    def __call__(self) -> Any:
-        """Makes one step."""
-        self.params, self.state = self.compiled(self.params, self.state, self.grads)
-        return self.params
+def run(tx: Any, shapes: list[tuple[int, int]], dtype: str) -> Runner:
+    """Returns a step with moments in float32."""
+    wide = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    state = optax.tree.zeros_like(jax.eval_shape(tx.init, wide))
+    params = [jnp.ones(shape, dtype) for shape in shapes]
+    return Runner(optax_step(tx), params, state, [jnp.full(s, 1e-3, dtype) for s in shapes])
 
 
 def torch_run(kind: str, shapes: list[tuple[int, int]], dtype: str) -> Callable[[], Any]:
@@ -60,11 +38,8 @@ def torch_run(kind: str, shapes: list[tuple[int, int]], dtype: str) -> Callable[
     import torch
 
     on_gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    params = [
-        torch.nn.Parameter(torch.ones(shape, dtype=getattr(torch, dtype), device=device))
-        for shape in shapes
-    ]
+    place = {"dtype": getattr(torch, dtype), "device": "cuda" if on_gpu else "cpu"}
+    params = [torch.nn.Parameter(torch.ones(shape, **place)) for shape in shapes]
     for param in params:
         param.grad = torch.full_like(param, 1e-3)
     optimizer: Any = (
@@ -81,62 +56,37 @@ def torch_run(kind: str, shapes: list[tuple[int, int]], dtype: str) -> Callable[
     return step
 
 
-def copy_of(size: int) -> Callable[[], Any]:
-    """Returns a call that reads and writes `size` bytes in all, in place as a donated step does."""
-    copy = jax.jit(lambda x: x + 1.0, donate_argnums=0)
-    buffers = [jnp.ones(size // 8, jnp.float32)]
-
-    def call() -> Any:
-        buffers[0] = copy(buffers[0])
-        return buffers[0]
-
-    return call
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    parser.add_argument("--side", type=int, help="of square matrices: 512 or 1024; 8192 on a GPU")
-    parser.add_argument("--leaves", type=int, default=15)
-    parser.add_argument("--rounds", type=int, help="20, or 5 with --quick")
-
-
-def measure(options: argparse.Namespace) -> Iterator[Row]:
+def measure(quick: bool) -> Iterator[Row]:
     """Yields the rows."""
     on_gpu = jax.default_backend() == "gpu"
-    side = options.side or (512 if options.quick else 8192 if on_gpu else 1024)
-    rounds = options.rounds or (5 if options.quick else 20)
-    shapes = [(side, side)] * options.leaves
-    size = side * side * options.leaves
-    has_torch = importlib.util.find_spec("torch") is not None
+    side, rounds = 512 if quick else 8192 if on_gpu else 1024, 5 if quick else 20
+    shapes = [(side, side)] * 15
+    size = side * side * len(shapes)
     for dtype, least in LEAST.items():
-        ours = Run(opt.adamw(1e-3, weight_decay=0.1).optax_optimizer, shapes, dtype)
-        calls: Calls = {"ours": ours, LIMIT: copy_of(least * size)}
-        if has_torch:
-            calls |= {kind: torch_run(kind, shapes, dtype) for kind in ("foreach", "fused")}
+        # In place, as a donated step is: half of the bytes are read, half are written.
+        copied = jnp.ones(least * size // 8, jnp.float32)
+        calls: dict[str, Callable[[], Any]] = {
+            "ours": run(opt.adamw(1e-3, weight_decay=0.1).optax_optimizer, shapes, dtype),
+            LIMIT: Runner(lambda x, y: (x + 1.0, y), copied, jnp.float32(0)),
+        }
+        kinds = ("foreach", "fused") if HAS_TORCH else ()
+        calls |= {f"torch, {kind}": torch_run(kind, shapes, dtype) for kind in kinds}
         times = interleave(calls, rounds, clock=time.perf_counter)
-        note = f"bandwidth of the copy: {least * size / min(times[LIMIT]) / 1e9:.3g} GB/s"
-        yield timed(f"AdamW, {dtype}", times["ours"], times[LIMIT], size=size, note=note)
-        if has_torch:
-            moments = "" if dtype == "float32" else "torch's moments are bfloat16, ours float32"
-            for kind, name in (("foreach", "torch"), ("fused", "torch fused")):
-                figure = f"AdamW next to {name}, {dtype}"
-                yield timed(figure, times["ours"], times[kind], size=size, note=moments)
-        found = counts(ours.compiled)
-        figure = f"bytes accessed, AdamW, {dtype}"
-        yield counted(figure, found.bytes_accessed, least * size, size=size, note=found.misleading)
-        del ours, calls
-    if has_torch:
-        yield from measure_muon(shapes[: 4 if not on_gpu else None], rounds)
-
-
-def measure_muon(shapes: list[tuple[int, int]], rounds: int) -> Iterator[Row]:
-    """Yields the row of Muon: five iterations in bfloat16 in both."""
-    run = Run(muon(1e-3, matrices=Matrices.by_rank2(), rest=optax.identity()), shapes, "float32")
-    calls: Calls = {"ours": run, "torch": torch_run("Muon", shapes, "float32")}
-    times = interleave(calls, rounds, clock=time.perf_counter)
-    size = sum(rows * columns for rows, columns in shapes)
-    yield timed("Muon next to torch", times["ours"], times["torch"], size=size)
-
-
-if __name__ == "__main__":
-    main(__doc__, FIGURES, measure, arguments, sizes="parameters")
+        ours = times.pop("ours")
+        notes = {LIMIT: f"{least * size / min(times[LIMIT]) / 1e9:.3g} GB/s"}
+        if dtype == "bfloat16":
+            notes |= {f"torch, {kind}": "torch's moments are bfloat16" for kind in kinds}
+        for peer, theirs in times.items():
+            note = notes.get(peer, "")
+            yield timed(f"AdamW, {dtype}", ours, peer, theirs, size=size, note=note)
+        runner: Any = calls["ours"]
+        found = Counts(runner.compiled)
+        rest: Any = {"size": size, "note": found.note}
+        yield counted(f"bytes, AdamW, {dtype}", found.bytes, "the least", least * size, **rest)
+        del calls, runner
+    if HAS_TORCH:  # five iterations in bfloat16 in both
+        shapes = shapes[: None if on_gpu else 4]
+        tx = muon(1e-3, matrices=Matrices.by_rank2(), rest=optax.identity())
+        calls = {"ours": run(tx, shapes, "float32"), "torch": torch_run("Muon", shapes, "float32")}
+        times = interleave(calls, rounds, clock=time.perf_counter)
+        yield timed("Muon", times["ours"], "torch.optim.Muon", times["torch"], size=size)

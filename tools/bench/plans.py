@@ -1,77 +1,123 @@
-"""What planning costs: laying axes over meshes, and planning memory, held against `init`'s shapes.
+"""What planning costs, deriving the axes of a state, and describing one.
 
-    hatch run dev:python tools/bench/plans.py --leaves 1000 10000 --devices 16 4096
+    hatch run dev:bench --only plans
 
-Nothing is allocated: parameters are shapes and meshes are abstract. `ten times the leaves` holds
-the time of each size against that of the size before: 10 is linear.
+Planning is held against evaluating `init` once for its shapes. Nothing is allocated: parameters are
+shapes and meshes are abstract. `a tenth` is the time for a tenth of the leaves: 10 is linear.
 """
 
-import argparse
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import opt_optax_bridge as opt
 import optax
-from _common import Figure, Row, interleave, main, timed
-from derivation import make_job
+from _common import Row, interleave, seconds, timed
 from jax.sharding import AbstractMesh, PartitionSpec
-from opt_partition import logical_to_mesh, memory_plan
+from opt_core import describe_state
+from opt_partition import explain, logical_to_mesh, memory_plan
 
-RULES = (
-    ("embed", "data"),
-    ("mlp", "model"),
-    ("heads", "model"),
-    ("vocab", "model"),
-    ("layers", None),
-)
+# A layer of eight: matrices, one of them square, stacked ones, vectors and a scalar.
+LAYER: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "wi": ((256, 384), ("embed", "mlp")),
+    "bi": ((384,), ("mlp",)),
+    "query": ((256, 256), ("embed", "heads")),
+    "stacked": ((6, 160, 176), ("layers", "embed", "mlp")),
+    "scale": ((24,), ("embed",)),
+    "in": ((512, 128), ("vocab", "embed")),
+    "out": ((128, 512), ("embed", "vocab")),
+    "gate": ((), ()),
+}
+RULES = (("embed", "data"), *((name, "model") for name in ("mlp", "heads", "vocab")))
 INIT = "eval_shape(init)"
-FIGURES = {
-    "logical_to_mesh": Figure(INIT),
-    "logical_to_mesh, ten times the leaves": Figure("a tenth", 15.0),
-    "memory_plan, 16 devices": Figure(INIT),
-    "memory_plan, 4096 devices": Figure(INIT),
+MANY = 10_000  # only AdamW and Adafactor with more leaves than that
+
+
+def preconditioners() -> Any:
+    """Two matrices for each matrix, and a momentum, in lists in the order of the parameters."""
+
+    def init(params: Any) -> Any:
+        leaves = jax.tree.leaves(params)
+        matrices = [p for p in leaves if len(p.shape) == 2]
+        sides = [[jnp.zeros((p.shape[i],) * 2) for p in matrices] for i in (0, 1)]
+        return {"sides": sides, "momentum": [jnp.zeros(p.shape) for p in leaves]}
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
+    "AdamW": lambda: optax.adamw(1e-3),
+    "Adafactor": lambda: optax.adafactor(1e-3),
+    "L-BFGS": optax.scale_by_lbfgs,
+    "flat lists": preconditioners,
 }
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    parser.add_argument("--leaves", type=int, nargs="+", help="each ten times the one before")
-    parser.add_argument("--rounds", type=int, default=5)
-
-
-def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """Yields the rows of every size."""
-    rounds = 3 if options.quick else options.rounds
-    sizes = options.leaves or ([100, 1_000] if options.quick else [100, 1_000, 10_000, 100_000])
-    before: list[float] | None = None
-    for leaves in sizes:
-        params, axes = make_job(leaves)
-        specs = jax.tree.map(
-            lambda names: PartitionSpec(*names), axes, is_leaf=lambda x: isinstance(x, tuple)
+def measure(quick: bool) -> Iterator[Row]:
+    """Yields the rows."""
+    before: list[float] = []
+    for size in [100, 1_000] if quick else [100, 1_000, 10_000, 100_000]:
+        layers = [f"layer_{i}" for i in range(-(-size // len(LAYER)))]
+        params, axes, specs = (
+            {layer: {name: of(*leaf) for name, leaf in LAYER.items()} for layer in layers}
+            for of in (
+                lambda shape, _: jax.ShapeDtypeStruct(shape, "float32"),
+                lambda _, names: names,
+                lambda _, names: PartitionSpec(*names),
+            )
         )
         mesh = AbstractMesh((4, 4), ("data", "model"))
-
-        def lay_out(params: Any = params, specs: Any = specs, mesh: Any = mesh) -> None:
-            logical_to_mesh(specs, RULES, mesh, params)
-
-        def init(params: Any = params) -> None:
-            jax.eval_shape(lambda p: optax.adamw(1e-3).init(p), params)
-
-        times = interleave({INIT: init, "logical_to_mesh": lay_out}, rounds)
-        yield timed("logical_to_mesh", times["logical_to_mesh"], times[INIT], size=leaves)
+        rounds = 3 if quick else 5
+        init = functools.partial(evaluate, optax.adamw, params)
+        lay_out = functools.partial(logical_to_mesh, specs, RULES, mesh, params)
+        times = interleave({INIT: init, "ours": lay_out}, rounds)
+        yield timed("logical_to_mesh", times["ours"], INIT, times[INIT], size=size)
         if before:
-            name = "logical_to_mesh, ten times the leaves"
-            yield timed(name, times["logical_to_mesh"], before, size=leaves)
-        before = times["logical_to_mesh"]
+            yield timed("logical_to_mesh", times["ours"], "a tenth", before, limit=15.0, size=size)
+        before = times["ours"]
         for data in (4, 1024):
+            mesh = AbstractMesh((data, 4), ("data", "model"))
+            plan = functools.partial(
+                memory_plan, optax.adamw(1e-3), params, axes, RULES, mesh, zero="data"
+            )
+            times = interleave({INIT: init, "ours": plan}, rounds)
+            figure = f"memory_plan, {4 * data} devices"
+            yield timed(figure, times["ours"], INIT, times[INIT], size=size)
+        for name, make in TRANSFORMATIONS.items():
+            if size <= MANY or name in ("AdamW", "Adafactor"):
+                yield measure_explain(name, make, params, axes, size)
+    yield from measure_descriptions(500 if quick else 5_000)
 
-            def plan(params: Any = params, axes: Any = axes, data: int = data) -> None:
-                mesh = AbstractMesh((data, 4), ("data", "model"))
-                memory_plan(optax.adamw(1e-3), params, axes, RULES, mesh, zero="data")
 
-            times = interleave({INIT: init, "plan": plan}, rounds)
-            yield timed(f"memory_plan, {4 * data} devices", times["plan"], times[INIT], size=leaves)
+def evaluate(make: Any, params: Any) -> None:
+    """Evaluates the shapes of a state anew."""
+    jax.eval_shape(lambda p: make(1e-3).init(p), params)
 
 
-if __name__ == "__main__":
-    main(__doc__, FIGURES, measure, arguments)
+def measure_explain(name: str, make: Any, params: Any, axes: Any, size: int) -> Row:
+    """Returns one row. Each round has a new transformation: JAX remembers what it evaluated."""
+    evaluations, ours, theirs = 0, [], []
+    for _ in range(3):
+        tx = make()
+        theirs.append(seconds(functools.partial(evaluate, lambda _, tx=tx: tx, params)))
+        found: list[Any] = []
+        ours.append(seconds(lambda tx=tx, to=found: to.append(explain(tx, params, axes))))  # type: ignore[misc]
+        evaluations = found[0].evaluations
+    note = f"evaluations: {evaluations}"
+    return timed(f"explain, {name}", ours, INIT, theirs, size=size, note=note)
+
+
+def measure_descriptions(size: int) -> Iterator[Row]:
+    """Yields what the first description of a state costs, and the second, which finds it again."""
+    params = {f"layer_{i}": jnp.ones((2, 3)) for i in range(size)}
+    for name, definition in (("AdamW", opt.adamw(1e-3)), ("Adafactor", opt.adafactor(1e-3))):
+        optimizer = definition.create(params)
+        describe = functools.partial(describe_state, optimizer)
+        first, peer = seconds(describe), "flattening"
+        flatten = functools.partial(jax.tree.flatten, optimizer)
+        times = interleave({peer: flatten, "ours": describe}, 20)
+        leaves = len(jax.tree.leaves(optimizer.state.param_states))
+        yield timed(f"first description, {name}", [first], peer, [min(times[peer])], size=leaves)
+        yield timed(f"second description, {name}", times["ours"], peer, times[peer], size=leaves)

@@ -1,113 +1,111 @@
-"""Steps compiled for hundreds of virtual devices, next to the same steps for eight.
+"""Steps compiled for 8 to 512 virtual devices, and what `verify` costs beside compiling them.
 
-    hatch run dev:python tools/bench/scale.py --devices 256 512
+    hatch run dev:bench --only scale
 
 Nothing runs and nothing is allocated: the program of many devices is that of one of them. It should
-have as many collectives as on eight devices, and arguments of the size that the plan says; `verify`
-reads each.
+have as many collectives as on eight devices, and arguments of the size that the plan says. `leaves`
+grow in training steps on eight devices, whose text `verify` reads. Muon as planned is held against
+`optax.contrib.muon` as the compiler has it: this alone runs, on eight devices of four by two.
 """
 
-import argparse
-import dataclasses
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from _common import Counts, Figure, Row, counted, counts, main, optax_step, timed
-from _steps import OPTIMIZERS, plan_step
-from opt_partition import Expected, verify
-from tqdm import tqdm
+import jax.numpy as jnp
+from _common import Counts, Row, counted, interleave, no_garbage, timed
+from _steps import MUON, OPTAX_MUON, OPTIMIZERS, ZERO, Planned, plan_step
+from opt_partition import read_collectives, verify
 
-EIGHT = "8 devices"
-FIGURES = {
-    **{f"compile, {name}": Figure(EIGHT) for name in OPTIMIZERS},
-    **{f"collectives, {name}": Figure(EIGHT, 1.0, "collectives") for name in OPTIMIZERS[:2]},
-    # How matrices are shared out depends on how many there are for each device.
-    "collectives, Muon": Figure("the plan", 1.0, "collectives"),
-    **{f"bytes of arguments, {name}": Figure("the plan", 1.001, "B") for name in OPTIMIZERS},
-    **{f"verify, {name}": Figure("compiling it", 0.1) for name in OPTIMIZERS},
-}
-MOST = 512
+DEVICES = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A step, compiled.
-
-    Attributes:
-      seconds: that it took.
-      verifying: the seconds that `verify` took.
-      counts: of the program.
-      arguments: bytes of its arguments on a device.
-      planned: what the plan says of them.
-      collectives: how many are planned; `None` without such a plan.
-    """
-
-    seconds: float
-    verifying: float
-    counts: Counts
-    arguments: int
-    planned: int
-    collectives: int | None
+def compiled(planned: Planned, lowered: Any, state_gathers: Any = "error") -> tuple[Any, ...]:
+    """Returns the program, and the seconds of compiling and of verifying it."""
+    with no_garbage():
+        start = time.process_time()
+        program = lowered.compile()
+        middle = time.process_time()
+        verify(program, planned.expected, state_gathers=state_gathers)
+        return program, middle - start, time.process_time() - middle
 
 
-def compile_step(name: str, devices: int, leaves: int) -> Compiled:
-    """Compiles one step for the first of the virtual devices."""
-    planned = plan_step(name, devices, 4, leaves, (1024, 4096))
-    plan = planned.plan
-    places = (plan.params.shardings, plan.state.shardings)
-    jitted = jax.jit(
-        optax_step(planned.tx),
-        in_shardings=(*places, plan.grads.shardings),
-        out_shardings=places,
-        donate_argnums=(0, 1),
-    )
-    lowered = jitted.lower(planned.params, planned.state, planned.params)
-    start = time.process_time()
-    program: Any = lowered.compile()
-    middle = time.process_time()
-    expected = Expected((*places, plan.grads.shardings), places)
-    verify(program, expected, state_gathers="any" if name == "Muon" else "error")
-    return Compiled(
-        middle - start,
-        time.process_time() - middle,
-        counts(program),
-        int(program.memory_analysis().argument_size_in_bytes),
-        sum(part.bytes_per_device for part in (plan.params, plan.grads, plan.state)),
-        planned.collectives,
-    )
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    parser.add_argument("--devices", type=int, nargs="+", help="256 and 512, or 64 with --quick")
-    parser.add_argument("--leaves", type=int, default=8)
-    parser.add_argument("--rounds", type=int, help="3, or 1 with --quick")
-
-
-def measure(options: argparse.Namespace) -> Iterator[Row]:
+def measure(quick: bool) -> Iterator[Row]:
     """Yields the rows."""
-    sizes = [8, *(options.devices or ([64] if options.quick else [256, 512]))]
-    rounds = options.rounds or (1 if options.quick else 3)
+    for leaves in [16] if quick else [16, 64, 256]:
+        planned = plan_step(ZERO, 8, 1, leaves, (64, 256))
+        batch = jax.ShapeDtypeStruct((64, 64), "float32")
+        found = [compiled(planned, planned.lower(planned.training_step, batch)) for _ in range(4)]
+        _, compiling, verifying = zip(*found[1:], strict=True)  # the first imports and warms up
+        yield timed("verify, leaves", verifying, "compiling", compiling, limit=0.1, size=leaves)
     for name in OPTIMIZERS:
-        found: dict[int, list[Compiled]] = {size: [] for size in sizes}
-        for _ in tqdm(range(rounds), leave=False, desc=name, disable=None):
-            for size in sizes:
-                found[size].append(compile_step(name, size, options.leaves))
-        few, *_ = found[8]
-        for size in sizes[1:]:
-            ours, theirs = ([one.seconds for one in found[n]] for n in (size, 8))
-            yield timed(f"compile, {name}", ours, theirs, size=size)
-            yield timed(f"verify, {name}", [one.verifying for one in found[size]], ours, size=size)
-            many, *_ = found[size]
-            expected = many.collectives or sum(few.counts.collectives.values())
-            there = sum(many.counts.collectives.values())
-            yield counted(f"collectives, {name}", there, expected, size=size)
-            figure = f"bytes of arguments, {name}"
-            yield counted(figure, many.arguments, many.planned, size=size)
+        yield from measure_devices(name, [8, 64] if quick else [8, 256, 512], 1 if quick else 3)
+    yield from measure_muon(16, (64, 256) if quick else (256, 1024), 1 if quick else 5)
 
 
-if __name__ == "__main__":
-    # A program for so many devices is compiled on the CPU wherever this runs.
-    main(__doc__, FIGURES, measure, arguments, devices=MOST, sizes="devices")
+def measure_devices(name: str, sizes: list[int], rounds: int) -> Iterator[Row]:
+    """Yields the rows of one optimizer."""
+    plans = {n: plan_step(name, n, 4, 8, (1024, 4096)) for n in sizes}
+    gathers = "any" if name == MUON else "error"
+    found: dict[int, list[tuple[Any, ...]]] = {n: [] for n in sizes}
+    for _ in range(rounds):
+        for n, planned in plans.items():
+            found[n].append(compiled(planned, planned.lower(), gathers))
+    few = Counts(found[8][0][0]).collectives
+    theirs = [seconds for _, seconds, _ in found[8]]
+    for n in sizes[1:]:
+        program = found[n][0][0]
+        _, ours, verifying = zip(*found[n], strict=True)
+        yield timed(f"compile, {name}", ours, "8 devices", theirs, size=n)
+        yield timed(f"verify, {name}", verifying, "compiling it", ours, limit=0.1, size=n)
+        # How matrices are shared out depends on how many there are for each device.
+        peer, expected = ("the plan", plans[n].collectives) if name == MUON else ("8 devices", few)
+        there = Counts(program).collectives
+        yield counted(f"collectives, {name}", there, peer, expected or 0, limit=1.0, size=n)
+        plan = plans[n].plan
+        planned_bytes = sum(p.bytes_per_device for p in (plan.params, plan.grads, plan.state))
+        size = program.memory_analysis().argument_size_in_bytes
+        figure = f"bytes of arguments, {name}"
+        yield counted(figure, size, "the plan", planned_bytes, limit=1.001, size=n)
+
+
+def measure_muon(leaves: int, shape: tuple[int, int], rounds: int) -> Iterator[Row]:
+    """Yields what a step of Muon moves and computes, and how long it takes to compile and run."""
+    plans = {name: plan_step(name, 8, 2, leaves, shape) for name in (MUON, OPTAX_MUON)}
+    compiling: dict[str, list[float]] = {name: [] for name in plans}
+    steps: dict[str, Callable[[], Any]] = {}
+    counts, moved = {}, {}
+    for _ in range(rounds):
+        for name, planned in plans.items():
+            start = time.process_time()
+            program: Any = planned.lower().compile()
+            compiling[name].append(time.process_time() - start)
+            counts[name], moved[name] = Counts(program), read_collectives(program)
+            steps[name] = step_of(planned, program)
+    ours, theirs = counts.values()
+    sent = [sum(x.count * math.prod(x.shape) for x in rows) for rows in moved.values()]
+    number = [sum(x.count for x in rows) for rows in moved.values()]
+    yield counted("Muon, collectives", number[0], OPTAX_MUON, number[1], size=leaves)
+    yield counted("Muon, elements that move", sent[0], OPTAX_MUON, sent[1], size=leaves)
+    yield counted("Muon, operations", ours.flops, OPTAX_MUON, theirs.flops, size=leaves)
+    times = interleave(steps, rounds)
+    for what, found in (("compile", compiling), ("a step", times)):
+        yield timed(f"Muon, {what}", found[MUON], OPTAX_MUON, found[OPTAX_MUON], size=leaves)
+
+
+def step_of(planned: Planned, program: Any) -> Callable[[], Any]:
+    """Returns a call of the program with arrays of its own, which it donates."""
+    plan = planned.plan
+    params, grads = (
+        jax.tree.map(lambda x, at: jnp.ones(x.shape, device=at), planned.params, of.shardings)
+        for of in (plan.params, plan.grads)
+    )
+    carried = [params, jax.jit(planned.tx.init, out_shardings=plan.state.shardings)(params)]
+
+    def step() -> Any:
+        carried[:] = program(*carried, grads)
+        return carried
+
+    return step

@@ -361,7 +361,7 @@ def test_init_shares_no_buffer() -> None:
     assert len(set(pointers)) == len(pointers)
 
 
-# What it costs: see also `tools/bench/guard.py`
+# What it costs: see also `tools/bench/accumulate.py`
 
 
 def test_a_skipped_step_reads_the_gradients_and_nothing_else() -> None:
