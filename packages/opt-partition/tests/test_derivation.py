@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
@@ -299,15 +298,7 @@ def check(tree: Tree, known: Known) -> None:
         assert row.axes == expected.names, row.path
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees, transformations)
 def test_the_axes_are_those_that_each_transformation_is_known_for(tree: Tree, known: Known) -> None:
-    check(tree, known)
-
-
-@pytest.mark.sample(6)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trees)
-@pytest.mark.parametrize("known", LEAVES, ids=repr)
-def test_each_by_itself(known: Known, tree: Tree) -> None:
     check(tree, known)

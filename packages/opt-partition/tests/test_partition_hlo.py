@@ -1,0 +1,447 @@
+"""Compiled programs in the forms that CPU, GPU and TPU give them: collectives, and what they move.
+
+What these compilers make of whole training steps stands in tests-integration; here is what those
+programs do not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opt_partition import Collective
+from opt_partition._verify.collectives import bytes_sent, collectives
+from opt_partition._verify.concatenated_sums import parse_program
+from opt_partition._verify.hlo import flat_types, parse, parse_type
+from opt_partition._verify.hlo_flow import Deps, trace
+from opt_partition._verify.replica_groups import axes_of, parse_groups
+
+pytestmark = pytest.mark.internals
+
+HEAD = "HloModule jit_f, num_partitions=8\n\n"
+ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n\n"
+
+
+def found(body: str, before: str = "") -> list[Collective]:
+    text = f"{HEAD}{ADD}{before}ENTRY %main (x: f32[8], y: f32[64]) -> f32[64] {{\n"
+    text += "  %x = f32[8]{0} parameter(0)\n  %y = f32[64]{0} parameter(1)\n"
+    return collectives(parse(text + body + "}\n"), {"data": 4, "model": 2})
+
+
+def test_asynchronous_ones_have_the_shape_of_their_result() -> None:
+    gather, scatter, reduce = found(
+        "  %g = (f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]\n"
+        "  %s = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%y), replica_groups=[1,8]<=[8]\n"
+        "  %r = f32[64]{0} all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0)\n"
+        "  %s.1 = ((f32[64]{0}), f32[8]{0}) reduce-scatter-update(%s)\n"
+        "  %gd = f32[64]{0} all-gather-done(%g)\n"
+        "  %sd = f32[8]{0} reduce-scatter-done(%s.1)\n"
+        "  ROOT %rd = f32[64]{0} all-reduce-done(%r)\n"
+    )
+    assert (gather.kind, gather.operand_shape, gather.shape) == ("all-gather", (8,), (64,))
+    assert (scatter.kind, scatter.operand_shape, scatter.shape) == ("reduce-scatter", (64,), (8,))
+    assert (reduce.kind, reduce.shape, reduce.axes) == ("all-reduce", (64,), ("data",))
+    assert gather.bytes == scatter.bytes == 7 * 8 * 4
+    assert reduce.bytes == 2 * 3 * 64
+
+
+def test_combined_ones_are_distinguished() -> None:
+    """XLA for GPUs leaves the metadata of what it combines empty."""
+    first, second = found(
+        '  %a = f32[8]{0} negate(%x), metadata={op_name="jit(f)/neg"}\n'
+        "  ROOT %r = (f32[8]{0}, bf16[64]{0}) all-reduce(%a, %y), replica_groups={}, "
+        "to_apply=%add\n"
+    )
+    assert (first.name, first.shape, first.group_size) == ("r.0", (8,), 8)
+    assert (first.op_name, second.op_name) == ("jit(f)/neg", "")
+    assert (second.name, second.dtype, second.axes) == ("r.1", "bf16", ("data", "model"))
+
+
+def test_asynchronous_calls() -> None:
+    called = (
+        "%called (v: f32[8]) -> f32[8] {\n  %v = f32[8]{0} parameter(0)\n"
+        "  ROOT %p = f32[8]{0} collective-permute(%v), source_target_pairs={{0,1},{1,0}}\n}\n\n"
+    )
+    [permute] = found(
+        "  %s = ((f32[8]{0}), f32[8]{0}) call-start(%x), to_apply=%called\n"
+        "  ROOT %d = f32[8]{0} call-done(%s)\n",
+        called,
+    )
+    assert (permute.kind, permute.shape) == ("collective-permute", (8,))
+
+
+def test_the_reduce_scatter_of_tpus() -> None:
+    fusion = (
+        "%all-reduce-scatter.1 (in: f32[64]) -> f32[8] {\n"
+        "  %in = f32[64]{0} parameter(0)\n"
+        "  %sum = f32[64]{0} all-reduce(%in), replica_groups={{0,1,2,3,4,5,6,7}}\n"
+        "  %id = u32[] partition-id()\n"
+        "  ROOT %mine = f32[8]{0} dynamic-slice(%sum, %id), dynamic_slice_sizes={8}\n"
+        "}\n\n"
+    )
+    [scatter] = found(
+        "  ROOT %f = f32[8]{0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1\n", fusion
+    )
+    assert (scatter.kind, scatter.operand_shape, scatter.shape) == ("reduce-scatter", (64,), (8,))
+
+
+LOOP = (
+    "%body (c: (s32[], f32[8])) -> (s32[], f32[8]) {\n"
+    "  %c = (s32[], f32[8]{0}) parameter(0)\n"
+    "  %i = s32[] get-tuple-element(%c), index=0\n"
+    "  %v = f32[8]{0} get-tuple-element(%c), index=1\n"
+    "  %two = s32[] constant(2)\n"
+    "  %next = s32[] add(%i, %two)\n"
+    "  %p = f32[8]{0} collective-permute(%v), source_target_pairs={{0,1},{1,0}}\n"
+    "  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %p)\n"
+    "}\n\n"
+    "%cond (c: (s32[], f32[8])) -> pred[] {\n"
+    "  %c.1 = (s32[], f32[8]{0}) parameter(0)\n"
+    "  %i.1 = s32[] get-tuple-element(%c.1), index=0\n"
+    "  %n = s32[] LIMIT\n"
+    "  ROOT %lt = pred[] compare(%i.1, %n), direction=LT\n"
+    "}\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("limit", "noted", "count", "per_iteration"),
+    [
+        ("constant(7)", "", 4, False),
+        ("constant(7)", ', backend_config={"known_trip_count":{"n":"9"}}', 9, False),
+        ('custom-call(), custom_call_target="n"', "", 1, True),
+    ],
+)
+def test_loops(limit: str, noted: str, count: int, per_iteration: bool) -> None:
+    [permute] = found(
+        "  %zero = s32[] constant(0)\n"
+        "  %start = (s32[], f32[8]{0}) tuple(%zero, %x)\n"
+        "  ROOT %w = (s32[], f32[8]{0}) while(%start), condition=%cond, body=%body" + noted + "\n",
+        LOOP.replace("LIMIT", limit),
+    )
+    assert (permute.count, permute.per_iteration) == (count, per_iteration)
+    assert permute.total_bytes == count * 32
+
+
+def test_branches() -> None:
+    branches = "".join(
+        f"%b{n} (v: f32[8]) -> f32[8] {{\n  %v{n} = f32[8]{{0}} parameter(0)\n"
+        f"  ROOT %r{n} = f32[8]{{0}} all-reduce(%v{n}), to_apply=%add\n}}\n\n"
+        for n in range(2)
+    )
+    rows = found(
+        "  %k = s32[] constant(0)\n"
+        "  ROOT %c = f32[8]{0} conditional(%k, %x, %x), branch_computations={%b0, %b1}\n",
+        branches,
+    )
+    assert [row.conditional for row in rows] == [True, True]
+
+
+@given(
+    sizes=st.lists(st.integers(2, 4), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_groups_of_mesh_axes(sizes: list[int], data: st.DataObject) -> None:
+    """NumPy is the judge: both ways to print the same groups, and back to the axes' names."""
+    names = [f"a{n}" for n in range(len(sizes))]
+    over = data.draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, unique=True))
+    rest = [n for n in range(len(sizes)) if n not in over]
+    ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *over)
+    expected = ids.reshape(-1, math.prod(sizes[n] for n in over))
+
+    def listed(values: object) -> str:
+        return str(values).strip("()[]").replace(" ", "").rstrip(",")
+
+    mesh = ",".join(f"'{name}'={size}" for name, size in zip(names, sizes, strict=True))
+    axes = ",".join(f"'{names[n]}'" for n in over)
+    iota = f"{listed(expected.shape)}]<=[{listed(sizes)}]T({listed([*rest, *over])})"
+    plain = str(expected.tolist()).replace("[", "{").replace("]", "}").replace(" ", "")
+    for text in (f"mesh[{mesh}] {{{axes}}}", f"[{iota}", plain):
+        groups = parse_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}")
+        assert groups == tuple(map(tuple, expected.tolist()))
+    assert groups is not None
+    shape = dict(zip(names, sizes, strict=True))
+    assert axes_of(groups, shape) == tuple(names[n] for n in sorted(over))
+
+
+@given(st.integers(1, 512), st.integers(1, 10_000))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, part: int) -> None:
+    whole = part * size
+    scatter = bytes_sent("reduce-scatter", whole, part, size)
+    gather = bytes_sent("all-gather", part, whole, size)
+    assert bytes_sent("all-reduce", whole, whole, size) == scatter + gather
+    assert gather == part * (size - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "count"),
+    [
+        ("f32[64,32]{1,0:T(8,128)S(1)}", 8192, 1),
+        ("bf16[5,<=2]{1,0:T(2,128)(2,1)}", 20, 1),
+        ("s4[3]{0:E(4)}", 2, 1),
+        ("((f32[2]{0}), f32[2]{0:T(128)}, /*index=2*/u32[]{:S(2)})", 20, 3),
+        ("token[]", 0, 1),
+        ("pred[7]", 7, 1),
+    ],
+)
+def test_types(text: str, size: int, count: int) -> None:
+    arrays = list(flat_types(parse_type(text)))
+    assert len(arrays) == count
+    assert sum(array.bytes for array in arrays) == size
+
+
+def test_brackets_and_quotes_in_parentheses() -> None:
+    text = """HloModule jit_f
+
+ENTRY %main () -> s8[] {
+  %text = s8[4]{0} constant("a),\\""), metadata={op_name="a) b"}
+  %pair = (s32[], (s8[4]{0}, s8[])) constant((1, ({2}, 3))), sharding={{replicated}, {replicated}}
+  ROOT done = s8[] custom-call(%text, s8[4]{0} %pair), custom_call_target="f"
+}
+"""
+    text_, pair, done = parse(text).computations["main"].instructions.values()
+    assert (text_.literal, text_.operands, text_.op_name) == ('"a),\\""', (), "a) b")
+    assert (pair.literal, pair.attribute("sharding")) == (
+        "(1, ({2}, 3))",
+        "{{replicated}, {replicated}}",
+    )
+    assert (done.operands, done.attribute("custom_call_target")) == (("text", "pair"), '"f"')
+    assert done.attribute("target") is None
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the text of a compiled XLA program"):
+        parse("module @jit_f {}")
+
+
+CONCATENATED = """HloModule jit_f, num_partitions=8
+
+%wrapped_concatenate (p0: f32[8], p1: f32[32]) -> f32[40] {
+  %p1 = f32[32]{0} parameter(1)
+  %p0 = f32[8]{0} parameter(0)
+  ROOT %concatenate = f32[40]{0} concatenate(%p0, %p1), dimensions={0}
+}
+
+%wrapped_slice (q: f32[40]) -> f32[8] {
+  %q = f32[40]{0} parameter(0)
+  ROOT %slice = f32[8]{0} slice(%q), slice={[0:8]}
+}
+
+%wrapped_slice.1 (q: f32[40]) -> f32[32] {
+  %q.1 = f32[40]{0} parameter(0)
+  ROOT %slice.1 = f32[32]{0} slice(%q.1), slice={[8:40]}
+}
+
+ENTRY %main (b: f32[8], w: f32[4,8], c: f32[8]) -> (f32[4,8], f32[8]) {
+  %b = f32[8]{0} parameter(0)
+  %w = f32[4,8]{1,0} parameter(1)
+  %c = f32[8]{0} parameter(2)
+  %flat = f32[32]{0} bitcast(%w)
+  %both = f32[40]{0} fusion(%b, %flat), kind=kLoop, calls=%wrapped_concatenate
+  %start = f32[40]{0} all-reduce-start(%both), replica_groups={}, to_apply=%add
+  %done = f32[40]{0} all-reduce-done(%start)
+  %first = f32[8]{0} fusion(%done), kind=kLoop, calls=%wrapped_slice
+  %second = f32[32]{0} fusion(%done), kind=kLoop, calls=%wrapped_slice.1
+  %shaped = f32[4,8]{1,0} bitcast(%second)
+  %last = f32[8]{0} add(%first, %c)
+  ROOT %out = (f32[4,8]{1,0}, f32[8]{0}) tuple(%shaped, %last)
+}
+"""
+
+
+def concatenated(text: str) -> list[Collective]:
+    return collectives(parse_program(text), {"data": 8})
+
+
+def test_each_array_of_a_concatenated_sum_is_an_all_reduce_of_its_own() -> None:
+    """So XLA for GPUs sums several arrays in one go."""
+    first, second = concatenated(CONCATENATED)
+    assert (first.name, first.kind, first.shape) == ("start.0", "all-reduce", (8,))
+    assert (second.name, second.operand_shape, second.shape) == ("start.1", (4, 8), (4, 8))
+    assert second.bytes == 2 * 7 * 4 * 4
+    tags = {("start", 0): 3, ("start", 1): 4}
+    flow = trace(parse_program(CONCATENATED), [Deps.of(n) for n in range(3)], tags)
+    assert [deps.direct for deps in flow.outputs] == [0b10010, 0b01101]
+    assert [flow.moved["start", n].any for n in range(2)] == [0b001, 0b010]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("slice={[0:8]}", "slice={[0:7]}"),  # not an array that was concatenated
+        ("add(%first, %c)", "add(%first, %done)"),  # used as a whole
+        ("concatenate(%p0, %p1), ", "add(%p0, %p1), "),
+    ],
+)
+def test_any_other_sum_stays_as_it_is(old: str, new: str) -> None:
+    rows = concatenated(CONCATENATED.replace(old, new))
+    assert [row.shape for row in rows] == [(40,)]
+
+
+X = jnp.ones((4, 4))
+
+
+def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Deps, ...]:
+    """What each result depends on; the arguments are bits."""
+    compiled = jax.jit(function, keep_unused=True).lower(*arguments).compile()
+    inputs = [Deps.of(n) for n in range(len(arguments))]
+    return tuple(trace(parse(compiled.as_text() or ""), inputs, {}).outputs)
+
+
+@pytest.mark.parametrize(
+    ("function", "depends", "direct"),
+    [
+        (lambda x, y, z: jnp.sin(x).T * y + 1, 0b011, 0b011),
+        (lambda x, y, z: jnp.sin(x) @ y, 0b011, 0),
+        (lambda x, y, z: x * jnp.sum(y), 0b011, 0b001),
+        (lambda x, y, z: jax.lax.dynamic_slice(x, (z[0, 0].astype(int), 0), (2, 4)), 0b101, 0b001),
+        (lambda x, y, z: jnp.where(x > 0, y, z), 0b111, 0b110),
+        (lambda x, y, z: jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(y), lambda: z), 0b110, 0b110),
+    ],
+)
+def test_what_a_result_depends_on(function: Any, depends: int, direct: int) -> None:
+    [found] = traced(function, X, X, X)
+    assert found.any | 0b001 == depends | 0b001  # XLA may turn a `cond` into a `where`
+    assert found.any & depends == depends
+    assert found.direct == direct
+
+
+def test_sums_on_a_device_are_known_apart_from_products_and_statistics() -> None:
+    outputs = traced(
+        lambda x, y: (jnp.sum(x, 0), x @ y, x / jnp.sum(y, 0), jnp.sum(x * jnp.sum(y), 0)), X, X
+    )
+    assert [(bin(deps.direct), bin(deps.reduced)) for deps in outputs] == [
+        ("0b0", "0b1"),
+        ("0b0", "0b0"),
+        ("0b1", "0b0"),
+        ("0b0", "0b1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "placed"),
+    [
+        (lambda x, y: jax.lax.dynamic_update_slice(jnp.zeros((8, 4)), x, (4, 0)), 1),
+        (lambda x, y: jax.lax.dynamic_update_slice(jnp.concatenate([y, y]), x, (4, 0)), 1),
+        (lambda x, y: jnp.pad(x, ((0, 4), (0, 0))), 1),
+        (lambda x, y: jnp.where(y > 0, x, 0), 1),
+        (lambda x, y: jnp.zeros((8, 4)).at[y[0].astype(int)].set(x), 1),
+        (lambda x, y: x[y[0].astype(int)], 1),
+        (lambda x, y: x + y, 0),
+        (lambda x, y: x @ y, 0),
+    ],
+)
+def test_what_is_put_in_place(function: Any, placed: int) -> None:
+    [deps] = traced(function, X, X)
+    assert deps.placed == placed
+
+
+def test_an_input_that_a_loop_carries_stays_that_input_inside() -> None:
+    """The all-reduce of the text sees the parameter, not what the last step made of it."""
+    module = parse(
+        """HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %a = f32[] parameter(0)
+}
+
+%body (c: (f32[8], f32[8], f32[8])) -> (f32[8], f32[8], f32[8]) {
+  %c = (f32[8], f32[8], f32[8]) parameter(0)
+  %param = f32[8] get-tuple-element(%c), index=0
+  %state = f32[8] get-tuple-element(%c), index=1
+  %total = f32[8] get-tuple-element(%c), index=2
+  %r = f32[8] all-reduce(%param), to_apply=%add
+  %q = f32[8] all-reduce(%total), to_apply=%add
+  %new = f32[8] add(%param, %state)
+  ROOT %t = (f32[8], f32[8], f32[8]) tuple(%new, %state, %new)
+}
+
+%cond (c: (f32[8], f32[8], f32[8])) -> pred[] {
+  %c.1 = (f32[8], f32[8], f32[8]) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f32[8], f32[8]) {
+  %x = f32[8] parameter(0)
+  %y = f32[8] parameter(1)
+  %zero = f32[8] constant({...})
+  %start = (f32[8], f32[8], f32[8]) tuple(%x, %y, %zero)
+  ROOT %w = (f32[8], f32[8], f32[8]) while(%start), condition=%cond, body=%body
+}"""
+    )
+    found = trace(module, [Deps.of(0), Deps.of(1)], {})
+    assert found.moved["r", 0].any == 0b01
+    assert found.moved["q", 0].any == 0b11
+    assert [deps.any for deps in found.outputs] == [0b11, 0b10, 0b11]
+
+
+@pytest.mark.parametrize(
+    ("opcode", "shape", "direct"),
+    [("reduce", "f32[8]", 1), ("reduce", "f32[1]", 0), ("broadcast", "f32[1,8,1]", 1)],
+)
+def test_sums_of_one_element_are_reshapes(opcode: str, shape: str, direct: int) -> None:
+    """TPUs write them so."""
+    module = parse(
+        f"""HloModule jit_f
+
+ENTRY %main (x: f32[1,8]) -> {shape} {{
+  %x = f32[1,8] parameter(0)
+  ROOT %r = {shape} {opcode}(%x), dimensions={{0}}
+}}"""
+    )
+    [deps] = trace(module, [Deps.of(0)], {}).outputs
+    assert (deps.any, deps.direct) == (1, direct)
+
+
+ASYNCHRONOUS = """HloModule jit_f
+
+%put (m: f32[64], part: f32[8], n: s32[]) -> f32[64] {
+  %m = f32[64] parameter(0)
+  %part = f32[8] parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %new = f32[64] dynamic-update-slice(%m, %part, %n)
+}
+
+%body (c: (s32[], f32[64], f32[8])) -> (s32[], f32[64], f32[8]) {
+  %c = (s32[], f32[64], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %state = f32[64] get-tuple-element(%c), index=1
+  %x = f32[8] get-tuple-element(%c), index=2
+  %start = ((f32[64], f32[8], s32[]), f32[64], u32[]) fusion-start(%state, %x, %i), calls=%put
+  %done = f32[64] fusion-done(%start)
+  ROOT %t = (s32[], f32[64], f32[8]) tuple(%i, %done, %x)
+}
+
+%cond (c: (s32[], f32[64], f32[8])) -> pred[] {
+  %c.1 = (s32[], f32[64], f32[8]) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY %main (a: s32[], b: f32[64], c: f32[8]) -> f32[64] {
+  %a = s32[] parameter(0)
+  %b = f32[64] parameter(1)
+  %x.1 = f32[8] parameter(2)
+  %first = (s32[], f32[64], f32[8]) tuple(%a, %b, %x.1)
+  %w = (s32[], f32[64], f32[8]) while(%first), condition=%cond, body=%body
+  ROOT %out = f32[64] get-tuple-element(%w), index=1
+}"""
+
+
+def test_an_asynchronous_kernel_does_what_it_does_inside() -> None:
+    """So GPUs write pieces of state that lies on the host: a loop over them is not one of steps."""
+    module, inputs = parse(ASYNCHRONOUS), [Deps.of(n) for n in range(3)]
+    found = trace(module, inputs, {}, (0b010, 0b100))
+    [out] = found.outputs
+    assert (out.any, out.direct, out.placed) == (0b111, 0b110, 0b100)
+    assert not found.step_loops
+    whole = ASYNCHRONOUS.replace("tuple(%i, %done, %x)", "tuple(%i, %y, %z)").replace(
+        "  ROOT %t", "  %y = f32[64] negate(%done)\n  %z = f32[8] negate(%x)\n  ROOT %t"
+    )
+    assert trace(parse(whole), inputs, {}, (0b010, 0b100)).step_loops == {"w"}
