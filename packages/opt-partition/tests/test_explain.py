@@ -96,7 +96,6 @@ def test_sizes_tell_rows_from_columns(sizes: Sizes) -> None:
             "grows with parameter dimension 0, but is not its size",
         ),
         (lambda s: (max(s),), (7, 8), ("b",), ""),
-        (lambda s: (max(s),), (8, 7), ("a",), ""),
     ],
 )
 def test_what_is_computed_from_sizes(
@@ -114,7 +113,6 @@ BLOCKS = "counts blocks of parameter dimension"
     [
         # The scales of quantised moments; the last block may be a part of one.
         (lambda s: (s[0], -(-s[1] // 5)), (6, 10), ("a", None), f"dimension 1: {BLOCKS} 1"),
-        (lambda s: (s[0], -(-s[1] // 128)), (6, 256), ("a", None), f"dimension 1: {BLOCKS} 1"),
         (lambda s: (-(-s[0] // 4),), (9, 7), (None,), f"{BLOCKS} 0"),
         # On a tie only the code of `init` knows which.
         (
@@ -231,41 +229,6 @@ def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
     found = derive_logical_axes(init, params, dict.fromkeys(params, ("a", "b")), strict=True)
     assert found.pop("all") == P()
     assert [*found.values()] == [P("a"), P("b")] * 3
-
-
-def test_a_stack_of_parameters() -> None:
-    def stack(params: Any) -> Any:
-        return {"mu": jnp.stack([params["q"], params["k"]])}
-
-    params = {"q": shape(64, 64), "k": shape(64, 64)}
-    same, other = ("embed", "heads"), ("embed", "kv")
-    axes = derive_logical_axes(stack, params, {"q": same, "k": same}, strict=True)
-    assert axes == {"mu": P(None, "embed", "heads")}
-    with pytest.raises(UndecidedError, match="the parameter that it follows cannot be identified"):
-        derive_logical_axes(stack, params, {"q": same, "k": other}, strict=True)
-
-
-def test_an_order_that_sizes_decide() -> None:
-    def init(params: Any) -> Any:
-        leaves = sorted(jax.tree.leaves(params), key=lambda p: -p.size)
-        return {"m": tuple(jnp.zeros(p.shape) for p in leaves)}
-
-    params = {"a": shape(8), "b": shape(8, 8), "c": shape(8, 8)}
-    axes = {"a": ("x",), "b": ("a", "b"), "c": ("c", "d")}
-    with pytest.raises(UndecidedError, match="m/1"):
-        derive_logical_axes(init, params, axes, strict=True)
-
-
-class Fields(NamedTuple):
-    mu: Any
-    nu: Any
-
-
-def test_parameters_with_the_names_of_fields() -> None:
-    params, axes = Fields(shape(8), shape(8)), Fields(("a",), ("b",))
-    found: Any = derive_logical_axes(optax.scale_by_adam(), params, axes, strict=True)
-    specs = Fields(P("a"), P("b"))
-    assert (found.mu, found.nu) == (specs, specs)
 
 
 def test_halves_of_the_parameters() -> None:

@@ -166,19 +166,6 @@ def test_equal_sizes_do_not_change_what_is_found(
     check(init, params)
 
 
-def mlp() -> Tree:
-    """An MLP as Equinox keeps it: a tuple of layers, the weights of which are (out, in)."""
-    sizes = [(64, 64), (64, 64), (64, 64), (10, 64)]
-    return {"layers": tuple({"weight": struct(*s), "bias": struct(s[0])} for s in sizes)}
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_with_equal_sizes(layout: Any) -> None:
-    check(lambda p: layout(jax.tree.leaves(p), ["left", "right"]), mlp())
-    check(lambda p: layout(jax.tree.leaves(p), ["momentum", "rows"]), mlp())
-
-
 SQUARES = [struct(64, 64), struct(64, 128), struct(128, 64), struct(128, 128), struct(64)] * 3
 
 
@@ -199,20 +186,6 @@ def test_sizes_at_a_limit(limit: int, other: tuple[int, ...]) -> None:
         }
 
     check(init, {"w": SQUARES}, limit)
-
-
-def test_blocks_of_one_dimension_next_to_another() -> None:
-    """The parameter was found by order; the dimension that counts blocks is left undecided."""
-    params = {name: struct(256, 64) for name in ("v", "w")}
-
-    def init(params: Tree) -> Tree:
-        return [jnp.zeros((p.shape[0] // 8, p.shape[1])) for p in jax.tree.leaves(params)]
-
-    rows = explain(init, params, names(params)).rows
-    assert [row.axes for row in rows] == [(None, "v:1"), (None, "w:1")]
-    assert [row.parameter for row in rows] == ["v", "w"]
-    assert [row.sources for row in rows] == [("fallback", "differencing")] * 2
-    assert rows[0].note == "dimension 0: counts blocks of parameter dimension 0"
 
 
 @pytest.mark.parametrize(("left", "right"), [(True, False), ("²", "³")])

@@ -130,20 +130,6 @@ def test_loops(limit: str, noted: str, count: int, per_iteration: bool) -> None:
     assert permute.total_bytes == count * 32
 
 
-def test_branches() -> None:
-    branches = "".join(
-        f"%b{n} (v: f32[8]) -> f32[8] {{\n  %v{n} = f32[8]{{0}} parameter(0)\n"
-        f"  ROOT %r{n} = f32[8]{{0}} all-reduce(%v{n}), to_apply=%add\n}}\n\n"
-        for n in range(2)
-    )
-    rows = found(
-        "  %k = s32[] constant(0)\n"
-        "  ROOT %c = f32[8]{0} conditional(%k, %x, %x), branch_computations={%b0, %b1}\n",
-        branches,
-    )
-    assert [row.conditional for row in rows] == [True, True]
-
-
 @given(
     sizes=st.lists(st.integers(2, 4), min_size=1, max_size=4),
     data=st.data(),
@@ -188,37 +174,12 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, part: in
         ("s4[3]{0:E(4)}", 2, 1),
         ("((f32[2]{0}), f32[2]{0:T(128)}, /*index=2*/u32[]{:S(2)})", 20, 3),
         ("token[]", 0, 1),
-        ("pred[7]", 7, 1),
     ],
 )
 def test_types(text: str, size: int, count: int) -> None:
     arrays = list(flat_types(parse_type(text)))
     assert len(arrays) == count
     assert sum(array.bytes for array in arrays) == size
-
-
-def test_brackets_and_quotes_in_parentheses() -> None:
-    text = """HloModule jit_f
-
-ENTRY %main () -> s8[] {
-  %text = s8[4]{0} constant("a),\\""), metadata={op_name="a) b"}
-  %pair = (s32[], (s8[4]{0}, s8[])) constant((1, ({2}, 3))), sharding={{replicated}, {replicated}}
-  ROOT done = s8[] custom-call(%text, s8[4]{0} %pair), custom_call_target="f"
-}
-"""
-    text_, pair, done = parse(text).computations["main"].instructions.values()
-    assert (text_.literal, text_.operands, text_.op_name) == ('"a),\\""', (), "a) b")
-    assert (pair.literal, pair.attribute("sharding")) == (
-        "(1, ({2}, 3))",
-        "{{replicated}, {replicated}}",
-    )
-    assert (done.operands, done.attribute("custom_call_target")) == (("text", "pair"), '"f"')
-    assert done.attribute("target") is None
-
-
-def test_other_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="not the text of a compiled XLA program"):
-        parse("module @jit_f {}")
 
 
 CONCATENATED = """HloModule jit_f, num_partitions=8
@@ -341,45 +302,6 @@ def test_sums_on_a_device_are_known_apart_from_products_and_statistics() -> None
 def test_what_is_put_in_place(function: Any, placed: int) -> None:
     [deps] = traced(function, X, X)
     assert deps.placed == placed
-
-
-def test_an_input_that_a_loop_carries_stays_that_input_inside() -> None:
-    """The all-reduce of the text sees the parameter, not what the last step made of it."""
-    module = parse(
-        """HloModule jit_f
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %a = f32[] parameter(0)
-}
-
-%body (c: (f32[8], f32[8], f32[8])) -> (f32[8], f32[8], f32[8]) {
-  %c = (f32[8], f32[8], f32[8]) parameter(0)
-  %param = f32[8] get-tuple-element(%c), index=0
-  %state = f32[8] get-tuple-element(%c), index=1
-  %total = f32[8] get-tuple-element(%c), index=2
-  %r = f32[8] all-reduce(%param), to_apply=%add
-  %q = f32[8] all-reduce(%total), to_apply=%add
-  %new = f32[8] add(%param, %state)
-  ROOT %t = (f32[8], f32[8], f32[8]) tuple(%new, %state, %new)
-}
-
-%cond (c: (f32[8], f32[8], f32[8])) -> pred[] {
-  %c.1 = (f32[8], f32[8], f32[8]) parameter(0)
-  ROOT %p = pred[] constant(true)
-}
-
-ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f32[8], f32[8]) {
-  %x = f32[8] parameter(0)
-  %y = f32[8] parameter(1)
-  %zero = f32[8] constant({...})
-  %start = (f32[8], f32[8], f32[8]) tuple(%x, %y, %zero)
-  ROOT %w = (f32[8], f32[8], f32[8]) while(%start), condition=%cond, body=%body
-}"""
-    )
-    found = trace(module, [Deps.of(0), Deps.of(1)], {})
-    assert found.moved["r", 0].any == 0b01
-    assert found.moved["q", 0].any == 0b11
-    assert [deps.any for deps in found.outputs] == [0b11, 0b10, 0b11]
 
 
 @pytest.mark.parametrize(
