@@ -14,17 +14,13 @@ PROGRAM = Path(__file__).parent / "stress_devices.py"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "NPROC"}
 
 
-def stress(*flags: str) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rounds", "restores", "busy"), [(20, 1, 1), (2000, 20, 2)], ids=["short", "long"]
+)
+def test_digests_and_restores_during_steps(rounds: int, restores: int, busy: int) -> None:
+    flags = (f"--rounds={rounds}", f"--restores={restores}", f"--busy={busy}")
     command = [sys.executable, str(PROGRAM), *flags]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_digests_and_restores_during_steps() -> None:
-    assert "round 20/20" in stress("--rounds=20", "--restores=1", "--busy=1")
-
-
-@pytest.mark.slow
-def test_digests_and_restores_during_steps_for_long() -> None:
-    assert "round 2000/2000" in stress("--rounds=2000", "--restores=20", "--busy=2")
+    assert f"round {rounds}/{rounds}" in done.stdout

@@ -66,7 +66,7 @@ def test_the_table_has_every_constructor_that_optax_exports() -> None:
 # 1. Sizes
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_dimension_of_the_state_is_named_after_the_one_it_moves_with(name: str) -> None:
     case = TABLE[name]
@@ -132,7 +132,7 @@ IN_CONTAINERS = (
 )
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", IN_CONTAINERS)
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_parameters_may_be_in_any_container(container: str, name: str) -> None:
