@@ -71,3 +71,9 @@ def test_nothing_else_is_guessed() -> None:
         with pytest.raises(AxesError, match=r"mu/w/0 \(4,\)") as caught:
             derive(square, {"w": P("a", "b")}, params)
         assert ("Pass `params`" in str(caught.value)) == (params is None)
+
+
+def test_masked_parameters() -> None:
+    masked = {"mlp": optax.MaskedNode(), "scale": 0}
+    assert derive_params(masked, AXES) == {"mlp": optax.MaskedNode(), "scale": P("embed")}
+    assert derive_params(PARAMS, AXES) == AXES

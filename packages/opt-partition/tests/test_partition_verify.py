@@ -77,6 +77,17 @@ def test_what_does_not_fit_the_step(
         verify(compiled, expected)
 
 
+def test_a_key_with_a_slash_has_the_path_that_reports_show() -> None:
+    def update(tree: Any) -> Any:
+        return jax.tree.map(lambda x: 0.9 * x, tree)
+
+    params = {"a/b": {"m": jnp.ones(8), "p": jnp.ones(8)}}
+    compiled = jax.jit(update, donate_argnums=0).lower(params).compile()
+    assert verify(compiled, Expected(None, None, params="0/a~1b/p", state="0/a~1b/m")).ok
+    with pytest.raises(AxesError, match="`inputs/0/a~1b/m`: expected a `Layout`"):
+        verify(compiled, Expected(({"a/b": {"m": P(), "p": None}},), None))
+
+
 @pytest.fixture(scope="module")
 def by_keyword() -> jax.stages.Compiled:
     def keyword_step(params: Any, *, batch: jax.Array, state: Any) -> Any:
