@@ -1,5 +1,4 @@
 import math
-import pickle
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from opt_partition import Layout
 from opt_partition._mesh.specs import itemsize, shard_shape
 from opt_partition.errors import AxesError
@@ -107,23 +106,3 @@ def test_shards_are_those_of_jax(shape: list[int], entries: list[tuple[str, ...]
     if all(size % n == 0 for size, n in zip(shape, sizes, strict=True)):
         expected = NamedSharding(MESH, spec).shard_shape(tuple(shape))
         assert shard_shape(shape, spec, MESH) == expected
-
-
-def on_devices(kind: AxisType) -> Layout:
-    """A layout on a mesh of the one device that there is."""
-    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(kind, AxisType.Auto))
-    shapes = {"w": leaf(8, 6, dtype=jnp.bfloat16), "keys": jax.random.split(jax.random.key(0), 4)}
-    specs = {"w": P("data", "model"), "keys": NamedSharding(mesh, P(), memory_kind="pinned_host")}
-    return Layout.from_specs(specs, shapes, mesh)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_pickles_leave_the_devices_behind(kind: AxisType) -> None:
-    layout = on_devices(kind)
-    loaded = pickle.loads(pickle.dumps(layout))
-    assert loaded.mesh == AbstractMesh((1, 1), ("data", "model"), axis_types=(kind, AxisType.Auto))
-    assert loaded.leaves == layout.leaves
-    assert str(loaded) == str(layout)
-    assert Layout(layout.mesh, loaded.leaves) == layout
-    assert Layout(layout.mesh, loaded.leaves).shardings == layout.shardings
-    assert pickle.loads(pickle.dumps(loaded)) == loaded

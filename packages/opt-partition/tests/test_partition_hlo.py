@@ -7,11 +7,7 @@ programs do not have.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -244,82 +240,6 @@ def test_each_array_of_a_concatenated_sum_is_an_all_reduce_of_its_own() -> None:
 def test_any_other_sum_stays_as_it_is(old: str, new: str) -> None:
     rows = concatenated(CONCATENATED.replace(old, new))
     assert [row.shape for row in rows] == [(40,)]
-
-
-X = jnp.ones((4, 4))
-
-
-def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Deps, ...]:
-    """What each result depends on; the arguments are bits."""
-    compiled = jax.jit(function, keep_unused=True).lower(*arguments).compile()
-    inputs = [Deps.of(n) for n in range(len(arguments))]
-    return tuple(trace(parse(compiled.as_text() or ""), inputs, {}).outputs)
-
-
-@pytest.mark.parametrize(
-    ("function", "depends", "direct"),
-    [
-        (lambda x, y, z: jnp.sin(x).T * y + 1, 0b011, 0b011),
-        (lambda x, y, z: jnp.sin(x) @ y, 0b011, 0),
-        (lambda x, y, z: x * jnp.sum(y), 0b011, 0b001),
-        (lambda x, y, z: jax.lax.dynamic_slice(x, (z[0, 0].astype(int), 0), (2, 4)), 0b101, 0b001),
-        (lambda x, y, z: jnp.where(x > 0, y, z), 0b111, 0b110),
-        (lambda x, y, z: jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(y), lambda: z), 0b110, 0b110),
-    ],
-)
-def test_what_a_result_depends_on(function: Any, depends: int, direct: int) -> None:
-    [found] = traced(function, X, X, X)
-    assert found.any | 0b001 == depends | 0b001  # XLA may turn a `cond` into a `where`
-    assert found.any & depends == depends
-    assert found.direct == direct
-
-
-def test_sums_on_a_device_are_known_apart_from_products_and_statistics() -> None:
-    outputs = traced(
-        lambda x, y: (jnp.sum(x, 0), x @ y, x / jnp.sum(y, 0), jnp.sum(x * jnp.sum(y), 0)), X, X
-    )
-    assert [(bin(deps.direct), bin(deps.reduced)) for deps in outputs] == [
-        ("0b0", "0b1"),
-        ("0b0", "0b0"),
-        ("0b1", "0b0"),
-        ("0b0", "0b1"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("function", "placed"),
-    [
-        (lambda x, y: jax.lax.dynamic_update_slice(jnp.zeros((8, 4)), x, (4, 0)), 1),
-        (lambda x, y: jax.lax.dynamic_update_slice(jnp.concatenate([y, y]), x, (4, 0)), 1),
-        (lambda x, y: jnp.pad(x, ((0, 4), (0, 0))), 1),
-        (lambda x, y: jnp.where(y > 0, x, 0), 1),
-        (lambda x, y: jnp.zeros((8, 4)).at[y[0].astype(int)].set(x), 1),
-        (lambda x, y: x[y[0].astype(int)], 1),
-        (lambda x, y: x + y, 0),
-        (lambda x, y: x @ y, 0),
-    ],
-)
-def test_what_is_put_in_place(function: Any, placed: int) -> None:
-    [deps] = traced(function, X, X)
-    assert deps.placed == placed
-
-
-@pytest.mark.parametrize(
-    ("opcode", "shape", "direct"),
-    [("reduce", "f32[8]", 1), ("reduce", "f32[1]", 0), ("broadcast", "f32[1,8,1]", 1)],
-)
-def test_sums_of_one_element_are_reshapes(opcode: str, shape: str, direct: int) -> None:
-    """TPUs write them so."""
-    module = parse(
-        f"""HloModule jit_f
-
-ENTRY %main (x: f32[1,8]) -> {shape} {{
-  %x = f32[1,8] parameter(0)
-  ROOT %r = {shape} {opcode}(%x), dimensions={{0}}
-}}"""
-    )
-    [deps] = trace(module, [Deps.of(0)], {}).outputs
-    assert (deps.any, deps.direct) == (1, direct)
 
 
 ASYNCHRONOUS = """HloModule jit_f

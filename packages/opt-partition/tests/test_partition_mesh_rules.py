@@ -195,8 +195,8 @@ NONE = {"a": None, "b": None}
             {"a": "tensor", "b": None},
             {},
             (
-                "`rules` map 'a' to the mesh axes 'tensor', which are not in `mesh`: it has data=4, "
-                "model=2, fsdp=3. Rename the axes, or omit the rule for this mesh."
+                "`rules` map 'a' to the mesh axes 'tensor', which are not in `mesh`: it has "
+                "data=4, model=2, fsdp=3. Rename the axes, or omit the rule for this mesh."
             ),
         ),
         (

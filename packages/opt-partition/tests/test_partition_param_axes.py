@@ -114,21 +114,10 @@ def test_empty_containers_and_none_need_no_axes() -> None:
 def test_all_that_does_not_fit_is_listed() -> None:
     params = {
         "a": {"w": jnp.ones(3), "b": jnp.ones(3)},
-        "c": jnp.ones(2),
-        "d": jnp.ones(2),
-        "e": jnp.ones(2),
-        "f": jnp.ones(2),
+        **dict.fromkeys("cde", jnp.ones(2)),
         "g": "text",
-        "h": jnp.ones(2),
     }
-    axes = {
-        "a": {"w": P("embed"), "x": P("embed")},
-        "c": P("embed", "mlp"),
-        "d": "embed",
-        "e": P(3),
-        "f": {"w": P("embed")},
-        "h": P(P.UNCONSTRAINED),
-    }
+    axes = {"a": {"w": P("embed"), "x": P()}, "c": P("embed", "mlp"), "d": "embed", "e": P(3)}
     with pytest.raises(AxesError) as caught:
         normalise_param_axes(params, axes)
     assert str(caught.value).splitlines() == [
@@ -139,12 +128,10 @@ def test_all_that_does_not_fit_is_listed() -> None:
         "  c: expected at most 1 axes, one per dimension of (2,), found ('embed', 'mlp')",
         "  d: axes must be a PartitionSpec or a tuple of names, found 'embed'",
         "  e: the name of a dimension must be a string or None, found 3",
-        f"  f: axes must be a PartitionSpec or a tuple of names, found { {'w': P('embed')}!r}",
         (
             "  g: `params` must contain arrays or jax.ShapeDtypeStructs, found str (for an Equinox "
             "module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
         ),
-        f"  h: the name of a dimension must be a string or None, found {P.UNCONSTRAINED!r}",
     ]
 
 
