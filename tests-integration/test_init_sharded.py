@@ -152,14 +152,6 @@ def test_parameters_that_are_not_on_the_mesh(mesh: Mesh) -> None:
     np.testing.assert_array_equal(state.z["w"], params["w"])
 
 
-def test_a_mesh_of_both_types() -> None:
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    tx, params = optax.adam(1e-3), make_params(mesh)
-    layout = plan(tx.init, mesh)
-    state = init_sharded(tx, params, layout)
-    assert bytes_on(state) == dict.fromkeys(jax.devices(), layout.bytes_per_device)
-
-
 def test_an_init_that_needs_types() -> None:
     """What cannot be traced without shardings in types is traced with them."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))

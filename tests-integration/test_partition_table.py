@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import flax.core
@@ -76,11 +76,6 @@ def test_a_dimension_of_the_state_is_named_after_the_one_it_moves_with(name: str
     assert disagreements(derived(explanation), axes_by_sizes(tx.init, params)) == []
 
 
-class Block(NamedTuple):
-    kernel: Any
-    bias: Any
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:
@@ -100,11 +95,7 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 CONTAINERS: dict[str, Tree] = {
-    "array": struct(20, 32),
     "FrozenDict": flax.core.freeze({"a": {"w": struct(20, 32), "b": struct(32)}}),
-    "list": [struct(20, 32), [struct(32), struct(3, 20, 32)]],
-    "tuple": (struct(20, 32), (struct(36),)),
-    "NamedTuple": {"a": Block(struct(20, 32), struct(32)), "b": Block(struct(24, 36), struct(36))},
     "dataclass": [Layer(struct(20, 32), struct(32)), Layer(struct(24, 36), struct(36))],
     "None": {"a": struct(20, 32), "b": None, "c": (None, struct(12))},
     "mixed dtypes": {"a": struct(20, 32, dtype=jnp.bfloat16), "b": struct(20, 32), "c": struct(20)},
@@ -117,12 +108,10 @@ CONTAINERS: dict[str, Tree] = {
     ),
 }
 IN_CONTAINERS = (
-    "adamw",
     "adafactor: momentum",
     "sm3",
     "lbfgs",
     "flatten",
-    "masked",
     "partition",
     "MultiSteps: factored",
     "inject_hyperparams: adafactor",

@@ -115,28 +115,5 @@ def test_restore_places_numpy_leaves_like_the_receiver(mesh: jax.sharding.Mesh) 
             np.testing.assert_array_equal(a, b)
 
 
-def test_overrides_and_resolved_values_on_a_mesh(mesh: jax.sharding.Mesh) -> None:
-    definition = opt.adamw(optax.linear_schedule(0.0, 1.0, 10))
-    _, shardings = shardings_of(definition, mesh)
-    with use_mesh(mesh):
-        optimizer = jax.jit(lambda: definition.create(make_params()), out_shardings=shardings)()
-
-        traces = []
-
-        @jax.jit
-        def step(optimizer: Optimizer, rate: jax.Array) -> tuple[Optimizer, Any]:
-            traces.append(rate)
-            grads = jax.tree.map(jnp.sin, optimizer.target)
-            applied = opt.resolve_hyper_params(optimizer, learning_rate=rate)
-            scheduled = opt.resolve_hyper_params(optimizer)
-            rates = applied.learning_rate, scheduled.learning_rate
-            return optimizer.apply_gradient(grads, learning_rate=rate), rates
-
-        optimizer, _ = step(optimizer, jnp.float32(0.5))
-        optimizer, rates = step(optimizer, jnp.float32(0.25))
-    assert [float(rate) for rate in rates] == [0.25, pytest.approx(0.1)]
-    assert len(traces) == 1
-
-
 def _assert_placed(leaf: jax.Array, sharding: NamedSharding) -> None:
     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

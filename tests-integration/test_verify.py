@@ -220,53 +220,8 @@ class TestPlantedFaults:
         assert "pass `state_gathers='any'`" in error.message
         assert verify(step, expected, state_gathers="any").ok
 
-    def test_products_of_state_may_be_summed(self) -> None:
-        """As large as a leaf of the state, from nothing but state; and still no gather."""
-        params, tx = {"w": jnp.ones((64, 64))}, optax.sgd(0.1, momentum=0.9)
-        whole, spread = {"w": on(DATA)}, {"w": on(DATA, "data")}
-
-        def step(values: Tree, state: Tree, batch: jax.Array) -> Tree:
-            old = state[0].trace["w"]
-            grads = jax.grad(lambda p: jnp.mean(jnp.square(batch @ p["w"])))(values)
-            updates, state = tx.update(grads, state)
-            return optax.apply_updates(values, updates), state, old.T @ old
-
-        shapes = jax.eval_shape(tx.init, params)
-        state = jax.tree.map(lambda _: spread["w"], shapes)
-        shardings = (whole, state, on(DATA, "data"))
-        lowered = jax.jit(
-            step, in_shardings=shardings, out_shardings=(whole, state, on(DATA))
-        ).lower(params, shapes, BATCH)
-        report = verify(lowered, Expected((whole, state), (whole, state)))
-        [row] = [row for row in report.collectives if row.sources == ("1/0/trace/w",)]
-        assert (row.kind, row.shape) == ("all-reduce", (64, 64))
-
 
 class TestExpected:
-    def test_a_step_of_one_tree(self) -> None:
-        """Parameters and state in one argument, found by their paths."""
-
-        def step(train: Tree, batch: jax.Array) -> tuple[Tree, jax.Array]:
-            value, grads = jax.value_and_grad(loss)(train["target"], batch)
-            updates, state = ADAMW.update(grads, train["state"], train["target"])
-            params = optax.apply_updates(train["target"], updates)
-            return {"target": params, "state": state}, value
-
-        shardings = {"target": WHOLE, "state": ZERO1}
-        shapes = {"target": PARAMS, "state": jax.eval_shape(ADAMW.init, PARAMS)}
-        lowered = jax.jit(
-            step, in_shardings=(shardings, on(DATA, "data")), out_shardings=(shardings, None)
-        ).lower(shapes, BATCH)
-        expected = Expected((shardings,), (shardings,), params="0/target", state="0/state")
-        report = verify(lowered, expected)
-        assert report.bytes_per_device("state") == 2 * (64 * 32 + 32) * 4 // 8 + 4
-        roles = {leaf.path: leaf.role for leaf in report.leaves if leaf.side == "output"}
-        assert (roles["0/target/w"], roles["0/state/0/mu/w"], roles["1"]) == (
-            "params",
-            "state",
-            "other",
-        )
-
     def test_arguments_that_are_not_used(self) -> None:
         def step(params: Tree, state: Tree, unused: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
             updates, state = ADAMW.update(jax.grad(loss)(params, batch), state, params)
