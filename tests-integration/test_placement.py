@@ -173,7 +173,7 @@ def shardings(state: Any) -> list[Any]:
     return [leaf.sharding for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_an_abstract_target_goes_where_the_checkpoint_was(name: str, tmp_path: Path) -> None:
     case = CASES[name]()
@@ -187,7 +187,7 @@ def test_an_abstract_target_goes_where_the_checkpoint_was(name: str, tmp_path: P
     assert step._cache_size() == 1  # also for the cache of JAX they are the same
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [4, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_says_where_on_fewer_devices(name: str, count: int, tmp_path: Path) -> None:
@@ -370,6 +370,7 @@ def test_new_state_lies_like_what_it_follows(tmp_path: Path) -> None:
         assert not new.sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_stored_in_another_way(tmp_path: Path) -> None:
     """Codes lie where the values lay that they stand for."""
     put = NamedSharding(mesh_of(8), P("data", "model"))
@@ -472,7 +473,7 @@ def test_a_model_made_in_jit_is_placed_afterwards() -> None:
     nnx_trained(pair)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [8, 4, 1])
 @pytest.mark.parametrize("name", ["definition", "groups"])
 def test_a_pair_of_shapes_goes_where_its_optimizer_says(
@@ -499,6 +500,7 @@ def test_a_pair_of_shapes_goes_where_its_optimizer_says(
     assert nnx_shardings(nnx_trained(restored)) == placed
 
 
+@pytest.mark.slow
 def test_a_pair_under_set_mesh(tmp_path: Path) -> None:
     """The mesh of the context has no devices while the shapes are made."""
     mesh = mesh_of(8)

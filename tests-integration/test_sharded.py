@@ -63,7 +63,7 @@ DEFINITIONS: dict[str, Callable[[], opt.OptaxWrapper]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_created_and_stepped_sharded_equals_one_device(name: str, mesh: jax.sharding.Mesh) -> None:
     definition = DEFINITIONS[name]()

@@ -57,14 +57,14 @@ def names(description: StateDescription) -> list[str]:
     ]
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", TABLE)
 def test_names_stay_what_they_were(name: str) -> None:
     """Those in the checkpoints of the first versions, which profiled `init` for them."""
     assert names(found(name)) == json.loads(GOLDEN.read_text())[name]
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", OPTAX)
 def test_every_transformation_of_optax_is_known(name: str) -> None:
     described = found(name)
@@ -75,7 +75,7 @@ def test_every_transformation_of_optax_is_known(name: str) -> None:
     assert described.transformations or name.partition(":")[0] in ("identity", "freeze", "masked")
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", TABLE)
 def test_descriptions_are_values(name: str) -> None:
     described = found(name)
@@ -88,7 +88,7 @@ def test_descriptions_are_values(name: str) -> None:
         assert (leaf.parameter is None) or leaf.dimensions is not None
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", TABLE)
 def test_stated_dimensions_are_those_that_tracing_finds(name: str) -> None:
     optimizer = built(name)
