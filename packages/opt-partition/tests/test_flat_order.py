@@ -188,6 +188,19 @@ def test_sizes_at_a_limit(limit: int, other: tuple[int, ...]) -> None:
     check(init, {"w": SQUARES}, limit)
 
 
+def test_blocks_of_one_dimension_next_to_another() -> None:
+    """The parameter was found by order; the dimension that counts blocks is left undecided."""
+    params = {name: struct(256, 64) for name in ("v", "w")}
+
+    def init(params: Tree) -> Tree:
+        return [jnp.zeros((p.shape[0] // 8, p.shape[1])) for p in jax.tree.leaves(params)]
+
+    rows = explain(init, params, names(params)).rows
+    assert [row.axes for row in rows] == [(None, "v:1"), (None, "w:1")]
+    assert [row.sources for row in rows] == [("fallback", "differencing")] * 2
+    assert rows[0].note == "dimension 0: counts blocks of parameter dimension 0"
+
+
 @pytest.mark.parametrize(("left", "right"), [(True, False), ("²", "³")])
 def test_keys_that_are_not_numbers(left: Any, right: Any) -> None:
     """A bool is an `int` to Python, and a superscript a digit; neither is the place in a list."""
