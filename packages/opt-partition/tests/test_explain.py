@@ -231,6 +231,18 @@ def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
     assert [*found.values()] == [P("a"), P("b")] * 3
 
 
+def test_a_stack_of_parameters() -> None:
+    def stack(params: Any) -> Any:
+        return {"mu": jnp.stack([params["q"], params["k"]])}
+
+    params = {"q": shape(64, 64), "k": shape(64, 64)}
+    same, other = ("embed", "heads"), ("embed", "kv")
+    axes = derive_logical_axes(stack, params, {"q": same, "k": same}, strict=True)
+    assert axes == {"mu": P(None, "embed", "heads")}
+    with pytest.raises(UndecidedError, match="the parameter that it follows cannot be identified"):
+        derive_logical_axes(stack, params, {"q": same, "k": other}, strict=True)
+
+
 def test_halves_of_the_parameters() -> None:
     """Lookahead keeps the state of one half of what it is given; its path does not tell which."""
     tx = optax.lookahead(optax.scale_by_factored_rms(min_dim_size_to_factor=2), 5, 0.5)
