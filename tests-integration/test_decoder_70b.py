@@ -59,6 +59,7 @@ def test_its_rules_are_the_same_in_both_files(decoder_70b: Any) -> None:
     assert read_rules(str(ROOT / "examples" / "decoder_70b.toml")) == [*decoder_70b.RULES]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", JOBS)
 def test_layers_are_looked_at_once_and_shown_once(decoder_70b: Any, name: str) -> None:
     plan = planned(decoder_70b, name)
@@ -68,6 +69,7 @@ def test_layers_are_looked_at_once_and_shown_once(decoder_70b: Any, name: str) -
     assert stacked.param_bytes_per_device == plan.param_bytes_per_device
 
 
+@pytest.mark.slow
 def test_the_guide_shows_what_the_code_computes(decoder_70b: Any) -> None:
     """`UPDATE_DOCS=1` rewrites the guide."""
     text = GUIDE.read_text()

@@ -1,7 +1,5 @@
 """Plans against live arrays and compiled steps, on 8 virtual devices."""
 
-import copy
-import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
-from opt_partition import Layout, memory_plan
+from jax.sharding import AxisType, Mesh
+from opt_partition import memory_plan
 
 contrib: Any = optax.contrib
 RULES = [("mlp", "model"), ("vocab", "model"), ("heads", "model"), ("embed", "fsdp")]
@@ -90,7 +88,7 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.jit(lambda leaves: leaves, out_shardings=shardings)(tree)
 
 
-@pytest.mark.sample(19)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("zero", [None, "data", ("data", "model")], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_agrees_with_live_arrays_to_the_byte(name: str, zero: Any) -> None:
@@ -110,6 +108,7 @@ def test_it_agrees_with_live_arrays_to_the_byte(name: str, zero: Any) -> None:
     assert plan.state_fields == by_field
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "multisteps", "masked"])
 def test_it_agrees_with_the_arguments_of_the_compiled_step(name: str) -> None:
     tx = OPTIMIZERS[name]()
@@ -179,18 +178,3 @@ def test_elements_of_less_than_a_byte_count_as_one(dtype: str, packed: int) -> N
     analysis = compiled.memory_analysis()
     assert analysis is not None
     assert analysis.argument_size_in_bytes * packed == plan.param_bytes_per_device
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_plans_are_copied_and_pickled(kind: AxisType) -> None:
-    axes = ("data", "fsdp", "model")
-    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(kind,) * 3)
-    shardings = memory_plan(optax.identity(), PARAMS, AXES, RULES, mesh).params.shardings
-    params = place(PARAMS, shardings)
-    plan = memory_plan(optax.adamw(1e-3), params, AXES, RULES, mesh, zero="data")
-    assert copy.deepcopy(plan) == plan
-    assert copy.deepcopy(plan).state.mesh is mesh
-    loaded = pickle.loads(pickle.dumps(plan))
-    assert loaded.mesh == AbstractMesh((2, 2, 2), axes, axis_types=(kind,) * 3)
-    assert loaded.to_data() == plan.to_data()
-    assert Layout(mesh, loaded.state.leaves).shardings == plan.state.shardings

@@ -40,21 +40,8 @@ def test_metadata_of_t5x(boxed: Any) -> None:
     assert dict(adam.nu) == {"kernel": KERNEL, "bias": P("mlp")}
 
 
-@pytest.mark.filterwarnings("ignore:'sharding_names' is deprecated")  # the older Flax has no other
-def test_states_of_nnx() -> None:
-    init = nnx.with_metadata(
-        nnx.initializers.lecun_normal(), sharding_names=("embed", "mlp"), eager_sharding=False
-    )
-    model = nnx.eval_shape(lambda: nnx.Linear(8, 6, kernel_init=init, rngs=nnx.Rngs(0)))
-    params = nnx.state(model, nnx.Param)
-    rows = explain(
-        optax.adafactor(0.1, min_dim_size_to_factor=2), params, nnx.get_partition_spec(params)
-    ).rows
-    by_field = {row.path.split("/")[1]: row.axes for row in rows if "kernel" in row.path}
-    assert by_field == {"v_row": ("mlp",), "v_col": ("embed",), "v": (None,)}
-
-
 @pytest.mark.filterwarnings("ignore:'sharding.*' is deprecated")  # the older Flax has no other
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["sharding", "sharding_names", "out_sharding"])
 def test_metadata_of_nnx(name: str) -> None:
     """Of a state of variables, whatever the version of Flax calls the metadata."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import flax.core
@@ -66,7 +66,7 @@ def test_the_table_has_every_constructor_that_optax_exports() -> None:
 # 1. Sizes
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_dimension_of_the_state_is_named_after_the_one_it_moves_with(name: str) -> None:
     case = TABLE[name]
@@ -74,11 +74,6 @@ def test_a_dimension_of_the_state_is_named_after_the_one_it_moves_with(name: str
     tx = case.build(params)
     explanation = explain(tx, params, names(params))
     assert disagreements(derived(explanation), axes_by_sizes(tx.init, params)) == []
-
-
-class Block(NamedTuple):
-    kernel: Any
-    bias: Any
 
 
 @jax.tree_util.register_dataclass
@@ -100,11 +95,7 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 CONTAINERS: dict[str, Tree] = {
-    "array": struct(20, 32),
     "FrozenDict": flax.core.freeze({"a": {"w": struct(20, 32), "b": struct(32)}}),
-    "list": [struct(20, 32), [struct(32), struct(3, 20, 32)]],
-    "tuple": (struct(20, 32), (struct(36),)),
-    "NamedTuple": {"a": Block(struct(20, 32), struct(32)), "b": Block(struct(24, 36), struct(36))},
     "dataclass": [Layer(struct(20, 32), struct(32)), Layer(struct(24, 36), struct(36))],
     "None": {"a": struct(20, 32), "b": None, "c": (None, struct(12))},
     "mixed dtypes": {"a": struct(20, 32, dtype=jnp.bfloat16), "b": struct(20, 32), "c": struct(20)},
@@ -117,12 +108,10 @@ CONTAINERS: dict[str, Tree] = {
     ),
 }
 IN_CONTAINERS = (
-    "adamw",
     "adafactor: momentum",
     "sm3",
     "lbfgs",
     "flatten",
-    "masked",
     "partition",
     "MultiSteps: factored",
     "inject_hyperparams: adafactor",
@@ -132,7 +121,7 @@ IN_CONTAINERS = (
 )
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", IN_CONTAINERS)
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_parameters_may_be_in_any_container(container: str, name: str) -> None:
@@ -153,7 +142,7 @@ def explained(name: str) -> Explanation:
     return explain(TABLE[name].build(params), params, names(params))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_dimension_of_the_state_varies_with_the_one_it_is_named_after(name: str) -> None:
     params = structs(EQUAL, TABLE[name])
@@ -216,7 +205,7 @@ def reference(name: str) -> tuple[list[Tree], tuple[Tree, Tree]]:
     return data, train(name, data)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in TABLE if not TABLE[name].grows])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_a_step_keeps_the_shardings_and_computes_what_one_device_does(

@@ -35,10 +35,6 @@ def use_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManager[Any]:
     return context
 
 
-def make_mesh(axis_type: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
-
-
 def shardings_of(
     definition: opt.OptaxWrapper, mesh: jax.sharding.Mesh
 ) -> tuple[Optimizer, Optimizer]:
@@ -56,7 +52,7 @@ def shardings_of(
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
     assert jax.device_count() == 8
-    return make_mesh(request.param)
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(request.param,) * 2)
 
 
 DEFINITIONS: dict[str, Callable[[], opt.OptaxWrapper]] = {
@@ -67,7 +63,7 @@ DEFINITIONS: dict[str, Callable[[], opt.OptaxWrapper]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_created_and_stepped_sharded_equals_one_device(name: str, mesh: jax.sharding.Mesh) -> None:
     definition = DEFINITIONS[name]()
@@ -88,6 +84,8 @@ def test_created_and_stepped_sharded_equals_one_device(name: str, mesh: jax.shar
             optimizer = step(optimizer)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(previous.target))
     assert len(traces) == 1
+    mu = [leaf for leaf in jax.tree.leaves(optimizer.state) if leaf.shape == (8, 16)]
+    assert {shard.data.shape for leaf in mu for shard in leaf.addressable_shards} == {(2, 8)}
     jax.tree.map(lambda leaf, s: _assert_placed(leaf, s), optimizer, shardings)
 
     single = definition.create(make_params())
@@ -97,19 +95,8 @@ def test_created_and_stepped_sharded_equals_one_device(name: str, mesh: jax.shar
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
 
 
-def test_no_device_holds_more_than_its_share(mesh: jax.sharding.Mesh) -> None:
-    definition = opt.adamw(1e-2)
-    _, shardings = shardings_of(definition, mesh)
-    with use_mesh(mesh):
-        optimizer = jax.jit(lambda: definition.create(make_params()), out_shardings=shardings)()
-    mu = optimizer.state.param_states[0].mu
-    assert {shard.data.shape for shard in mu["wi"].addressable_shards} == {(2, 8)}
-    assert {shard.data.shape for shard in mu["wo"].addressable_shards} == {(8, 2)}
-
-
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_restore_places_numpy_leaves_like_the_receiver(name: str, mesh: jax.sharding.Mesh) -> None:
-    definition = DEFINITIONS[name]()
+def test_restore_places_numpy_leaves_like_the_receiver(mesh: jax.sharding.Mesh) -> None:
+    definition = DEFINITIONS["adamw"]()
     shapes, shardings = shardings_of(definition, mesh)
     with use_mesh(mesh):
         receiver = jax.jit(lambda: definition.create(make_params()), out_shardings=shardings)()
@@ -126,29 +113,6 @@ def test_restore_places_numpy_leaves_like_the_receiver(name: str, mesh: jax.shar
         jax.tree.map(_assert_placed, restored, shardings)
         for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-def test_overrides_and_resolved_values_on_a_mesh(mesh: jax.sharding.Mesh) -> None:
-    definition = opt.adamw(optax.linear_schedule(0.0, 1.0, 10))
-    _, shardings = shardings_of(definition, mesh)
-    with use_mesh(mesh):
-        optimizer = jax.jit(lambda: definition.create(make_params()), out_shardings=shardings)()
-
-        traces = []
-
-        @jax.jit
-        def step(optimizer: Optimizer, rate: jax.Array) -> tuple[Optimizer, Any]:
-            traces.append(rate)
-            grads = jax.tree.map(jnp.sin, optimizer.target)
-            applied = opt.resolve_hyper_params(optimizer, learning_rate=rate)
-            scheduled = opt.resolve_hyper_params(optimizer)
-            rates = applied.learning_rate, scheduled.learning_rate
-            return optimizer.apply_gradient(grads, learning_rate=rate), rates
-
-        optimizer, _ = step(optimizer, jnp.float32(0.5))
-        optimizer, rates = step(optimizer, jnp.float32(0.25))
-    assert [float(rate) for rate in rates] == [0.25, pytest.approx(0.1)]
-    assert len(traces) == 1
 
 
 def _assert_placed(leaf: jax.Array, sharding: NamedSharding) -> None:

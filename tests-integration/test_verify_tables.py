@@ -72,7 +72,7 @@ def test_the_tables_are_large_enough() -> None:
     assert len(HEALTHY) >= 40
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("program", HEALTHY, ids=by_name)
 def test_healthy_steps_pass(program: Program) -> None:
     report = checked(program)
@@ -81,7 +81,7 @@ def test_healthy_steps_pass(program: Program) -> None:
     assert reductions(report.unjudged) == []
 
 
-@pytest.mark.sample(50)
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("program", [*FAULTY, *FAULTY_ON_CPUS], ids=by_name)
 def test_faults_are_found(program: Program) -> None:
     report = checked(program)
@@ -108,6 +108,7 @@ EXPLICIT = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_explicit_meshes(name: str) -> None:
     report = checked(PROGRAMS[name], AxisType.Explicit)
@@ -140,6 +141,7 @@ STORED = [
 ]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("path", "name"), STORED)
 def test_stored_programs(path: Path, name: str) -> None:
     found, donations = judged(path, name)

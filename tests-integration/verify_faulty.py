@@ -23,14 +23,15 @@ from verify_moves import (
 )
 from verify_recipes import (
     F32,
-    LAYERS,
     MOMENTUM,
+    Meshes,
     P,
     Program,
     Recipe,
+    Step,
     Tree,
     both,
-    layers_loss,
+    layers,
     shapes_of,
 )
 from verify_steps import (
@@ -66,29 +67,25 @@ def gathers(*paths: str) -> frozenset[tuple[str, str | None]]:
 
 
 STATE_W = "1/0/trace/w"
+COLUMNS = {"w": P(None, "data")}  # of stacked layers
 Move = Callable[[jax.Array, Mesh], Any]
 
 
-def planted_moves() -> list[Program]:
-    """Every move, of the old state and of the new."""
-    return planted(MOVES, LAYER_MOVES)
-
-
 def planted(moves: Mapping[str, Move], layer_moves: Mapping[str, Move]) -> list[Program]:
-    found = gathers(STATE_W)
     programs = []
-    for name, move in moves.items():
-        for when in ("before", "after"):
+    for when in ("before", "after"):
+        for name, move in moves.items():
             hook: dict[str, Any] = {when: moving("w", move)}
-            recipe = Recipe(**hook)
-            programs.append(Program(f"{name}_{when}", recipe, finds=found))
-    stacked = {"w": P(None, "data")}
-    for name, move in layer_moves.items():
-        for when in ("before", "after"):
+            programs.append(moved(f"{name}_{when}", Recipe(**hook)))
+        for name, move in layer_moves.items():
             hook = {when: moving("w", move)}
-            recipe = Recipe(shapes=LAYERS, loss=layers_loss, state=stacked, **hook)
-            programs.append(Program(f"layers_{name}_{when}", recipe, finds=found))
+            programs.append(moved(f"layers_{name}_{when}", layers(state=COLUMNS, **hook)))
     return programs
+
+
+def moved(name: str, build: Callable[[Meshes], Step], *paths: str) -> Program:
+    """A step in which state of these paths is moved; without any, the momentum of `w`."""
+    return Program(name, build, finds=gathers(*paths or (STATE_W,)))
 
 
 def errors(kind: str, *paths: str) -> frozenset[tuple[str, str | None]]:
@@ -121,40 +118,31 @@ def averaged_moments(state: Tree, mesh: Mesh) -> Tree:
     return (state[0]._replace(mu=mu, nu=nu), *state[1:])
 
 
-ALL_MOMENTS = gathers("1/0/mu/w", "1/0/mu/b", "1/0/nu/w", "1/0/nu/b")
+ALL_MOMENTS = ("1/0/mu/w", "1/0/mu/b", "1/0/nu/w", "1/0/nu/b")
 EACH = REDUCTIONS["average"]
-STACKED = {"shapes": LAYERS, "loss": layers_loss, "state": {"w": P(None, "data")}}
 GRID_ZERO = {"w": P("data", "model"), "b": P("data")}
 FAULTY: list[Program] = [
-    *planted_moves(),
+    *planted(MOVES, LAYER_MOVES),
     # shards that are summed over devices
     *planted(REDUCTIONS, LAYER_REDUCTIONS),
-    Program("average_all_before", Recipe(tx=ADAM, before=averaged_moments), finds=ALL_MOMENTS),
-    Program("average_all_after", Recipe(tx=ADAM, after=averaged_moments), finds=ALL_MOMENTS),
-    Program("average_fsdp", Recipe(**both(FSDP), after=moving("w", EACH)), finds=gathers(STATE_W)),
-    Program(
-        "average_several_steps",
-        several_steps(Recipe(after=moving("w", EACH))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
+    moved("average_all_before", Recipe(tx=ADAM, before=averaged_moments), *ALL_MOMENTS),
+    moved("average_all_after", Recipe(tx=ADAM, after=averaged_moments), *ALL_MOMENTS),
+    moved("average_fsdp", Recipe(**both(FSDP), after=moving("w", EACH))),
+    moved("average_several_steps", several_steps(Recipe(after=moving("w", EACH)))),
+    moved(
         "average_accumulator",
         Recipe(
             tx=multi_steps(3),
             after=lambda s, mesh: s._replace(acc_grads=moving("w", EACH)(s.acc_grads, mesh)),
         ),
-        finds=gathers("1/acc_grads/w"),
+        "1/acc_grads/w",
     ),
     # other places in the state
-    Program(
-        "adam_nu",
-        Recipe(tx=ADAM, before=moving("w", MOVES["gather_rows"])),
-        finds=gathers("1/0/mu/w", "1/0/nu/w"),
+    moved(
+        "adam_nu", Recipe(tx=ADAM, before=moving("w", MOVES["gather_rows"])), "1/0/mu/w", "1/0/nu/w"
     ),
-    Program(
-        "bias", Recipe(before=moving("b", MOVES["gather_slices"])), finds=gathers("1/0/trace/b")
-    ),
-    Program(
+    moved("bias", Recipe(before=moving("b", MOVES["gather_slices"])), "1/0/trace/b"),
+    moved(
         "accumulator",
         Recipe(
             tx=multi_steps(3),
@@ -162,74 +150,43 @@ FAULTY: list[Program] = [
                 acc_grads=moving("w", by_all_to_all)(s.acc_grads, mesh)
             ),
         ),
-        finds=gathers("1/acc_grads/w"),
+        "1/acc_grads/w",
     ),
-    Program(
+    moved(
         "adafactor_momentum_gathered",
         Recipe(
-            tx=optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
+            tx=optax.adafactor(0.001, min_dim_size_to_factor=8, momentum=0.9),
             place_state=FACTORS,
             before=lambda s, mesh: jax.tree.map(
                 lambda x: MOVES["gather_slices"](x, mesh) if x.shape == (256, 512) else x, s
             ),
         ),
-        finds=gathers("1/4/ema/w"),
+        "1/4/ema/w",
     ),
-    Program("scaled_gather", Recipe(before=scaled_gather), finds=gathers(STATE_W)),
-    Program("bucket", bucketed(True), finds=gathers(STATE_W, "1/0/trace/b")),
-    Program("whole_update", whole_update(), finds=gathers("1/0/w", "1/0/b", "1/1/w", "1/1/b")),
+    moved("scaled_gather", Recipe(before=scaled_gather)),
+    moved("bucket", bucketed(True), STATE_W, "1/0/trace/b"),
+    moved("whole_update", whole_update(), "1/0/w", "1/0/b", "1/1/w", "1/1/b"),
     # other layouts
-    Program(
-        "fsdp_before",
-        Recipe(**both(FSDP), before=moving("w", by_all_to_all)),
-        finds=gathers(STATE_W),
+    moved("fsdp_before", Recipe(**both(FSDP), before=moving("w", by_all_to_all))),
+    moved("fsdp_after", Recipe(**both(FSDP), after=moving("w", by_all_to_all))),
+    moved("fsdp_there", Recipe(**both(FSDP), before=moving("w", over(None, "data")))),
+    moved("grid_one_axis", Recipe("grid", {}, GRID_ZERO, before=moving("w", over("data")))),
+    moved(
+        "grid_other_axis", Recipe("grid", {}, GRID_ZERO, before=moving("w", over(None, "model")))
     ),
-    Program(
-        "fsdp_after", Recipe(**both(FSDP), after=moving("w", by_all_to_all)), finds=gathers(STATE_W)
+    moved("grid_both_axes", Recipe("grid", {}, GRID_ZERO, before=moving("w", over()))),
+    moved("grid_swapped", Recipe("grid", {}, GRID_ZERO, before=moving("w", over("model", "data")))),
+    moved(
+        "fsdp_tp_one_axis", Recipe("grid", **both(FSDP_TP), before=moving("w", over(None, "model")))
     ),
-    Program(
-        "fsdp_there",
-        Recipe(**both(FSDP), before=moving("w", over(None, "data"))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "grid_one_axis",
-        Recipe("grid", {}, GRID_ZERO, before=moving("w", over("data"))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "grid_other_axis",
-        Recipe("grid", {}, GRID_ZERO, before=moving("w", over(None, "model"))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "grid_both_axes",
-        Recipe("grid", {}, GRID_ZERO, before=moving("w", over())),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "grid_swapped",
-        Recipe("grid", {}, GRID_ZERO, before=moving("w", over("model", "data"))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "fsdp_tp_one_axis",
-        Recipe("grid", **both(FSDP_TP), before=moving("w", over(None, "model"))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "fsdp_tp_after",
-        Recipe("grid", **both(FSDP_TP), after=moving("w", over("data"))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
+    moved("fsdp_tp_after", Recipe("grid", **both(FSDP_TP), after=moving("w", over("data")))),
+    moved(
         "fsdp_tp_order",
         Recipe(
             "grid", **both({"w": P(("data", "model"))}), after=moving("w", over(("model", "data")))
         ),
-        finds=gathers(STATE_W),
     ),
-    Program(
+    moved(
         "pods",
         Recipe(
             "cube",
@@ -237,58 +194,37 @@ FAULTY: list[Program] = [
             {"w": P(("data", "pod"), "model")},
             before=moving("w", over("data", "model")),
         ),
-        finds=gathers(STATE_W),
     ),
     # scanned layers
-    Program(
-        "layers_on_devices",
-        Recipe(**{**STACKED, "state": {"w": P("data")}}, before=moving("w", by_gather)),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "layers_on_devices_one_by_one",
-        Recipe(**{**STACKED, "state": {"w": P("data")}}, tx=by_layer(MOMENTUM)),
-        finds=gathers(STATE_W),
-    ),
-    Program(
+    moved("layers_on_devices", layers(state={"w": P("data")}, before=moving("w", by_gather))),
+    moved("layers_on_devices_one_by_one", layers(state={"w": P("data")}, tx=by_layer(MOMENTUM))),
+    moved(
         "layers_all_to_all",
-        Recipe(
-            **STACKED,
+        layers(
+            state=COLUMNS,
             before=moving(
                 "w", lambda x, mesh: laid(layer_by_layer(None, "data")(x, mesh), mesh, None, "data")
             ),
         ),
-        finds=gathers(STATE_W),
     ),
-    Program(
-        "layers_fsdp",
-        Recipe(
-            shapes=LAYERS,
-            loss=layers_loss,
-            **both({"w": P(None, "data")}),
-            before=moving("w", layer_by_layer()),
-        ),
-        finds=gathers(STATE_W),
+    moved(
+        "layers_fsdp", layers(**both({"w": P(None, "data")}), before=moving("w", layer_by_layer()))
     ),
-    Program(
-        "several_steps_gather",
-        several_steps(Recipe(before=moving("w", MOVES["gather_slices"]))),
-        finds=gathers(STATE_W),
+    moved(
+        "several_steps_gather", several_steps(Recipe(before=moving("w", MOVES["gather_slices"])))
     ),
-    Program(
+    moved(
         "several_steps_loop",
-        several_steps(Recipe(**STACKED, after=moving("w", LAYER_MOVES["gather_slices"]))),
-        finds=gathers(STATE_W),
+        several_steps(layers(state=COLUMNS, after=moving("w", LAYER_MOVES["gather_slices"]))),
     ),
-    Program(
+    moved(
         "several_steps_all_to_all",
         several_steps(Recipe(**both(FSDP), after=moving("w", by_all_to_all))),
-        finds=gathers(STATE_W),
     ),
-    Program(
+    moved(
         "decoder_loop",
         decoder(state=DECODER_ZERO, tx=MOMENTUM, before=moving("up", LAYER_MOVES["gather_slices"])),
-        finds=gathers("1/0/trace/up"),
+        "1/0/trace/up",
     ),
     # not as asked
     Program(
@@ -349,7 +285,7 @@ FAULTY: list[Program] = [
     ),
 ]
 # Of these no texts are stored.
-MANY_LAYERS = {**STACKED, "shapes": shapes_of(w=(16, 256, 256))}
+MANY_LAYERS = shapes_of(w=(16, 256, 256))
 SUMMED: dict[str, Any] = {
     "options": {"gradients": "reduce-scatter"},
     "finds": errors("gradient all-reduce", STATE_W),
@@ -364,17 +300,16 @@ FAULTY_ON_CPUS: list[Program] = [
         Program(function.__name__, by_hand(function, all_gather), **GATHERED)
         for function in (gather_and_sum, gather_and_add, gather_halves_and_sum)
     ),
-    Program(
+    moved(
         "layers_by_mask",
-        Recipe(**MANY_LAYERS, before=moving("w", by_masked_layers)),
-        finds=gathers(STATE_W),
+        layers(shapes=MANY_LAYERS, state=COLUMNS, before=moving("w", by_masked_layers)),
     ),
-    Program("layers_summed", Recipe(**STACKED), **SUMMED),
-    Program("several_steps_layers_summed", several_steps(Recipe(**STACKED)), **SUMMED),
+    Program("layers_summed", layers(state=COLUMNS), **SUMMED),
+    Program("several_steps_layers_summed", several_steps(layers(state=COLUMNS)), **SUMMED),
     Program(
         "micro_batches_layers_summed",
-        Recipe(
-            **STACKED,
+        layers(
+            state=COLUMNS,
             batch=jax.ShapeDtypeStruct((4, 64, 256), F32),
             batch_spec=P(None, "data"),
             gradients=micro_batched(True),

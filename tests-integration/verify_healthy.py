@@ -22,6 +22,7 @@ from verify_recipes import (
     both,
     by_shape,
     constrain,
+    layers,
     layers_loss,
 )
 from verify_steps import (
@@ -58,6 +59,11 @@ CONTRIB: Any = optax.contrib
 
 def healthy(name: str, build: Callable[[Meshes], Step], **more: Any) -> Program:
     return Program(name, build, **more)
+
+
+def in_micro_batches(gradients: Any) -> Recipe:
+    batch = jax.ShapeDtypeStruct((4, 64, 256), F32)
+    return Recipe(tx=ADAM, batch=batch, batch_spec=P(None, "data"), gradients=gradients)
 
 
 ANY = {"state_gathers": "any"}
@@ -110,41 +116,15 @@ HEALTHY: list[Program] = [
     healthy("zero1_ring", by_hand(sum_scatter, ring_gather)),
     healthy("zero1_ring_in_a_loop", by_hand(sum_scatter, ring_gather_in_a_loop)),
     healthy("zero1_placed_sum", by_hand(sum_scatter, placed_gather)),
-    healthy(
-        "zero1_layers",
-        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, state={"w": P(None, "data")}),
-    ),
-    healthy(
-        "zero1_layers_on_devices",
-        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, state={"w": P("data")}),
-    ),
-    healthy(
-        "zero1_layer_by_layer",
-        Recipe(
-            shapes=LAYERS,
-            loss=layers_loss,
-            tx=by_layer(MOMENTUM),
-            state={"w": P(None, "data")},
-        ),
-    ),
+    healthy("zero1_layers", layers(tx=ADAM, state={"w": P(None, "data")})),
+    healthy("zero1_layers_on_devices", layers(tx=ADAM, state={"w": P("data")})),
+    healthy("zero1_layer_by_layer", layers(tx=by_layer(MOMENTUM), state={"w": P(None, "data")})),
     healthy("zero2_adamw", Recipe(tx=ADAM, on_grads=constrain)),
-    healthy(
-        "zero2_layers",
-        Recipe(
-            shapes=LAYERS,
-            loss=layers_loss,
-            tx=ADAM,
-            state={"w": P(None, "data")},
-            on_grads=constrain,
-        ),
-    ),
+    healthy("zero2_layers", layers(tx=ADAM, state={"w": P(None, "data")}, on_grads=constrain)),
     healthy("fsdp_adamw", Recipe(tx=ADAM, **both(FSDP))),
     healthy("fsdp_clipped", Recipe(tx=clipped(ADAM), **both(FSDP))),
     healthy("fsdp_lamb", Recipe(tx=optax.lamb(1e-3), **both(FSDP))),
-    healthy(
-        "fsdp_layers",
-        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, **both({"w": P(None, "data")})),
-    ),
+    healthy("fsdp_layers", layers(tx=ADAM, **both({"w": P(None, "data")}))),
     healthy(
         "fsdp_layers_remat",
         Recipe(
@@ -154,10 +134,7 @@ HEALTHY: list[Program] = [
             **both({"w": P(None, None, "data")}),
         ),
     ),
-    healthy(
-        "fsdp_layers_on_devices",
-        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, **both({"w": P("data")})),
-    ),
+    healthy("fsdp_layers_on_devices", layers(tx=ADAM, **both({"w": P("data")}))),
     healthy("fsdp_tp_adamw", Recipe("grid", tx=ADAM, **both(FSDP_TP))),
     healthy("fsdp_tp_clipped", Recipe("grid", tx=clipped(ADAM), **both(FSDP_TP))),
     healthy("fsdp_pods", Recipe("cube", tx=ADAM, **both({"w": P(("pod", "data"), "model")}))),
@@ -170,24 +147,8 @@ HEALTHY: list[Program] = [
     healthy("zero1_multi_steps_every_step", Recipe(tx=multi_steps(1))),
     healthy("fsdp_multi_steps", Recipe(tx=multi_steps(3), **both(FSDP))),
     healthy("zero1_multi_steps_finite", Recipe(tx=optax.apply_if_finite(multi_steps(2), 3))),
-    healthy(
-        "zero1_micro_batches",
-        Recipe(
-            tx=ADAM,
-            batch=jax.ShapeDtypeStruct((4, 64, 256), F32),
-            batch_spec=P(None, "data"),
-            gradients=micro_batched(True),
-        ),
-    ),
-    healthy(
-        "zero1_micro_batches_deferred",
-        Recipe(
-            tx=ADAM,
-            batch=jax.ShapeDtypeStruct((4, 64, 256), F32),
-            batch_spec=P(None, "data"),
-            gradients=micro_batched(False),
-        ),
-    ),
+    healthy("zero1_micro_batches", in_micro_batches(micro_batched(True))),
+    healthy("zero1_micro_batches_deferred", in_micro_batches(micro_batched(False))),
     healthy("adafactor_zero1", Recipe(tx=FACTORED, place_state=FACTORS)),
     healthy(
         "adafactor_fsdp_tp",
@@ -276,14 +237,7 @@ HEALTHY: list[Program] = [
     healthy("several_steps_zero1", several_steps(Recipe(tx=ADAM))),
     healthy(
         "several_steps_layer_by_layer",
-        several_steps(
-            Recipe(
-                shapes=LAYERS,
-                loss=layers_loss,
-                tx=by_layer(MOMENTUM),
-                state={"w": P(None, "data")},
-            )
-        ),
+        several_steps(layers(tx=by_layer(MOMENTUM), state={"w": P(None, "data")})),
     ),
     healthy("zero1_bucket", bucketed(False)),
 ]

@@ -237,3 +237,9 @@ def by_shape(specs: dict[tuple[int, ...], P]) -> Callable[[Mesh, Tree], Tree]:
 def both(params: Tree, **more: Any) -> dict[str, Any]:
     """Parameters and state sharded alike."""
     return {"params": params, "state": params, **more}
+
+
+def layers(**more: Any) -> Recipe:
+    """A recipe of stacked layers."""
+    arguments = {"shapes": LAYERS, "loss": layers_loss, **more}
+    return Recipe(**arguments)

@@ -6,15 +6,9 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opt_partition._display import (
-    Table,
-    collapse,
-    entry_text,
-    human_bytes,
-    join_entries,
-    join_ints,
-    pattern,
-)
+from opt_partition._display import collapse, human_bytes, pattern
+
+pytestmark = pytest.mark.internals
 
 
 @given(st.integers(0, 2**80))
@@ -63,21 +57,3 @@ def test_collapsed_leaves_are_all_there_and_their_pattern_matches_only_them(
                 for chosen in itertools.product(*spans)
             }
             assert written == {path for path, _ in group}
-
-
-def test_entries_and_shapes() -> None:
-    assert join_entries(("embed", None, ("data", "fsdp"), ())) == "embed, -, data+fsdp, -"
-    assert entry_text([]) == "-"
-    assert join_ints((80, 8)) == "80x8"
-    assert join_ints(()) == "scalar"
-
-
-def test_a_table_in_print() -> None:
-    table = Table("bytes", ("leaf", "n"), (("mu/kernel", "64"), ("nu", "1,024")), frozenset({"n"}))
-    assert str(table).splitlines() == [
-        "bytes",
-        "leaf           n",
-        "---------  -----",
-        "mu/kernel     64",
-        "nu         1,024",
-    ]

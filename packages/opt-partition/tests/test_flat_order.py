@@ -148,7 +148,7 @@ def containers(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
 trees = st.recursive(shapes, containers, max_leaves=16)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     trees,
     st.sampled_from(LAYOUTS),
@@ -164,39 +164,6 @@ def test_equal_sizes_do_not_change_what_is_found(
         return (flat, jax.tree.map(of(kept[-1]), p)) if has_named else flat
 
     check(init, params)
-
-
-def t5_small(layers: int = 3) -> Tree:
-    """The shapes of T5-small, whose attention kernels are 512 x 512."""
-
-    def layer() -> Tree:
-        attention = {
-            name: {"kernel": struct(512, 512)} for name in ("query", "key", "value", "out")
-        }
-        mlp = {"wi": {"kernel": struct(512, 2048)}, "wo": {"kernel": struct(2048, 512)}}
-        norm = {"scale": struct(512)}
-        return {"attention": attention, "mlp": mlp, "norm_1": norm, "norm_2": norm}
-
-    return {
-        "token_embedder": {"embedding": struct(32128, 512)},
-        "encoder": {f"layers_{i}": layer() for i in range(layers)}
-        | {"norm": {"scale": struct(512)}},
-        "decoder": {f"layers_{i}": layer() for i in range(layers)}
-        | {"norm": {"scale": struct(512)}},
-    }
-
-
-def mlp() -> Tree:
-    """An MLP as Equinox keeps it: a tuple of layers, the weights of which are (out, in)."""
-    sizes = [(64, 64), (64, 64), (64, 64), (10, 64)]
-    return {"layers": tuple({"weight": struct(*s), "bias": struct(s[0])} for s in sizes)}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("params", [t5_small(), mlp()], ids=["t5_small", "mlp"])
-def test_models_with_equal_sizes(params: Tree, layout: Any) -> None:
-    check(lambda p: layout(jax.tree.leaves(p), ["left", "right"]), params)
-    check(lambda p: layout(jax.tree.leaves(p), ["momentum", "rows"]), params)
 
 
 SQUARES = [struct(64, 64), struct(64, 128), struct(128, 64), struct(128, 128), struct(64)] * 3
@@ -221,43 +188,15 @@ def test_sizes_at_a_limit(limit: int, other: tuple[int, ...]) -> None:
     check(init, {"w": SQUARES}, limit)
 
 
-def test_what_is_longer_than_a_dimension_does_not_follow_the_one_of_that_size() -> None:
-    def init(params: Tree) -> Tree:
-        return [jnp.zeros((p.shape[0], 2 * p.shape[0])) for p in jax.tree.leaves(params)]
-
-    rows = explain(init, [struct(64, 128)] * 3, [("a", "b"), ("c", "d"), ("e", "f")]).rows
-    assert [row.axes for row in rows] == [("a", None), ("c", None), ("e", None)]
-    assert [row.note for row in rows] == [
-        "dimension 1: grows 2 times as much as parameter dimension 0"
-    ] * 3
-
-
-def test_lists_of_what_fits_are_not_taken_for_shorter_ones() -> None:
-    """What is only kept of square matrices goes, and others move up, as soon as sizes change."""
-
-    def init(params: Tree) -> Tree:
-        leaves = jax.tree.leaves(params)
-        return [
-            jnp.zeros(p.shape[0]) for p in leaves if p.shape[0] == p.shape[1] or p.shape[0] > 64
-        ]
-
-    params = [struct(64, 64), struct(128, 64), struct(64, 64), struct(128, 64), struct(128, 128)]
-    axes = [(f"in_{i}", f"out_{i}") for i in range(5)]
-    for row, i in zip(explain(init, params, axes).rows, (0, 1, 2, 3, 4), strict=True):
-        assert row.axes in ((f"in_{i}",), (None,)), row.path
-
-
-@pytest.mark.parametrize("block", [8, 128])
-def test_blocks_of_one_dimension_next_to_another(block: int) -> None:
+def test_blocks_of_one_dimension_next_to_another() -> None:
     """The parameter was found by order; the dimension that counts blocks is left undecided."""
     params = {name: struct(256, 64) for name in ("v", "w")}
 
     def init(params: Tree) -> Tree:
-        return [jnp.zeros((p.shape[0] // block, p.shape[1])) for p in jax.tree.leaves(params)]
+        return [jnp.zeros((p.shape[0] // 8, p.shape[1])) for p in jax.tree.leaves(params)]
 
     rows = explain(init, params, names(params)).rows
     assert [row.axes for row in rows] == [(None, "v:1"), (None, "w:1")]
-    assert [row.parameter for row in rows] == ["v", "w"]
     assert [row.sources for row in rows] == [("fallback", "differencing")] * 2
     assert rows[0].note == "dimension 0: counts blocks of parameter dimension 0"
 
@@ -276,26 +215,13 @@ def test_keys_that_are_not_numbers(left: Any, right: Any) -> None:
     assert {row.axes for row in rows} == {("embed",), (None,)}
 
 
-def layers(number: int) -> Tree:
-    return {
-        f"layers_{i}": {
-            "wi": struct(64, 128),
-            "wo": struct(128, 64),
-            "query": {"kernel": struct(64, 64)},
-            "out": {"kernel": struct(64, 64)},
-            "conv": struct(3, 64, 64),
-            "norm": struct(64),
-        }
-        for i in range(number)
-    }
-
-
-@pytest.mark.parametrize("layout", [lists, tuples, spelled, concatenated, backwards])
+@pytest.mark.parametrize("layout", [lists, concatenated])
 def test_as_many_evaluations_as_there_are_kinds(layout: Any) -> None:
-    """However many layers there are: six kinds of parameters."""
+    """However many layers there are."""
 
     def evaluations(number: int) -> int:
-        params = layers(number)
+        shapes = {"wi": struct(64, 128), "query": struct(64, 64), "conv": struct(3, 64, 64)}
+        params = {f"layers_{i}": {**shapes, "norm": struct(64)} for i in range(number)}
         axes = jax.tree.map(lambda p: ("layers", "embed", "mlp")[-p.ndim :], params)
         kept = ["left", "right", "momentum"]
         init = lambda p: layout(jax.tree.leaves(p), kept)  # noqa: E731

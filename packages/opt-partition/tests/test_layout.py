@@ -1,6 +1,4 @@
-import copy
 import math
-import pickle
 from typing import Any
 
 import jax
@@ -9,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from opt_partition._mesh.align import align
-from opt_partition._mesh.layout import Layout
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from opt_partition import Layout
 from opt_partition._mesh.specs import itemsize, shard_shape
 from opt_partition.errors import AxesError
 
@@ -56,12 +53,6 @@ def test_the_table() -> None:
     )
 
 
-def test_an_empty_layout() -> None:
-    layout = Layout.from_specs({}, {}, MESH)
-    assert (layout.rows, layout.bytes, layout.notes) == ([], 0, ())
-    assert str(layout).splitlines()[-1].split() == ["total", "0", "0"]
-
-
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
@@ -70,14 +61,11 @@ def test_an_empty_layout() -> None:
             "P(None, None, 'data') has more entries than (8, 7) has dimensions",
         ),
         (P("tensor"), "P('tensor') uses 'tensor', but `mesh` only has data=4, model=2"),
-        (P("data", "data"), "P('data', 'data') uses a mesh axis twice"),
         (P(None, "model"), "dimension 1 of (8, 7) is not divisible by model=2"),
-        (P(None, ("data", "model")), "dimension 1 of (8, 7) is not divisible by data=4, model=2"),
         (
             P(P.UNCONSTRAINED),
             "P(UNCONSTRAINED) has unconstrained dimensions; specify their mesh axes",
         ),
-        (P(unreduced={"data"}), "P() is unreduced over ['data']: reduce first"),
         (
             NamedSharding(AbstractMesh((2,), ("x",)), P("x")),
             "expected the mesh data=4, model=2; found x=2",
@@ -92,17 +80,6 @@ def test_specs_are_checked(spec: Any, problem: str) -> None:
     with pytest.raises(AxesError) as caught:
         Layout.from_specs({"w": spec, "b": P()}, {"w": leaf(8, 7), "b": leaf(3)}, MESH)
     assert str(caught.value) == f"`specs` do not match the leaves and the mesh:\n  w: {problem}"
-
-
-def test_layouts_are_checked() -> None:
-    layout = Layout.from_specs(P("data"), leaf(8), MESH)
-    with pytest.raises(AxesError, match=r"laid out for float32\[8\], found int32\[8\]"):
-        Layout.from_specs(layout, leaf(8, dtype=jnp.int32), MESH)
-    with pytest.raises(AxesError, match="`specs`: expected the mesh x=2; found data=4, model=2"):
-        Layout.from_specs(layout, leaf(8), AbstractMesh((2,), ("x",)))
-    manual = AbstractMesh((4,), ("data",), axis_types=(AxisType.Manual,))
-    with pytest.raises(AxesError, match="uses a Manual axis"):
-        Layout.from_specs(P("data"), leaf(8), manual)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +98,6 @@ def test_keys_have_the_bytes_of_their_data() -> None:
     assert layout.bytes_per_device * 4 == layout.bytes
 
 
-def test_python_numbers_are_scalars() -> None:
-    [row] = Layout.from_specs(P(), 1.0, MESH).rows
-    assert (row.shape, row.bytes) == ((), 4)
-
-
 @given(st.lists(st.integers(0, 16), max_size=3), st.permutations([("data",), ("model",), ()]))
 @settings(deadline=None)
 def test_shards_are_those_of_jax(shape: list[int], entries: list[tuple[str, ...]]) -> None:
@@ -134,46 +106,3 @@ def test_shards_are_those_of_jax(shape: list[int], entries: list[tuple[str, ...]
     if all(size % n == 0 for size, n in zip(shape, sizes, strict=True)):
         expected = NamedSharding(MESH, spec).shard_shape(tuple(shape))
         assert shard_shape(shape, spec, MESH) == expected
-
-
-def test_align_walks_where_jax_would_not() -> None:
-    like = {"a": [1, 2], "b": None, "c": ()}
-    assert align({"a": ("x", None), "b": None, "c": None}, like, "axes") == ["x", None]
-    assert align("x", like, "axes", prefix=True) == ["x", "x"]
-    with pytest.raises(AxesError) as caught:
-        align({"a": ["x"], "b": "y", "c": ()}, like, "axes")
-    assert str(caught.value) == (
-        "`axes` does not have the tree structure of its leaves:\n"
-        "  a/1: missing\n"
-        "  b: expected nothing, found a str"
-    )
-
-
-def on_devices(kind: AxisType) -> Layout:
-    """A layout on a mesh of the one device that there is."""
-    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(kind, AxisType.Auto))
-    shapes = {"w": leaf(8, 6, dtype=jnp.bfloat16), "keys": jax.random.split(jax.random.key(0), 4)}
-    specs = {"w": P("data", "model"), "keys": NamedSharding(mesh, P(), memory_kind="pinned_host")}
-    return Layout.from_specs(specs, shapes, mesh)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_copies_share_the_mesh(kind: AxisType) -> None:
-    layout = on_devices(kind)
-    for copied in (copy.copy(layout), copy.deepcopy(layout), copy.deepcopy([layout])[0]):
-        assert copied == layout
-        assert copied.mesh is layout.mesh
-    assert copy.copy(layout).leaves is layout.leaves
-    assert copy.deepcopy(layout).leaves is not layout.leaves
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_pickles_leave_the_devices_behind(kind: AxisType) -> None:
-    layout = on_devices(kind)
-    loaded = pickle.loads(pickle.dumps(layout))
-    assert loaded.mesh == AbstractMesh((1, 1), ("data", "model"), axis_types=(kind, AxisType.Auto))
-    assert loaded.leaves == layout.leaves
-    assert str(loaded) == str(layout)
-    assert Layout(layout.mesh, loaded.leaves) == layout
-    assert Layout(layout.mesh, loaded.leaves).shardings == layout.shardings
-    assert pickle.loads(pickle.dumps(loaded)) == loaded

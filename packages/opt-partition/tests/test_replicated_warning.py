@@ -44,6 +44,8 @@ def test_dimensions_that_do_not_divide() -> None:
         "beyond an equal share, as no dimension of their shards is divisible: 0/mu/1 (63, 15), "
         "0/nu/1 (63, 15); pad these dimensions or name other mesh axes"
     )
+    with pytest.raises(IndivisibleError, match=r"0/mu/1 \(63, 15\)"):
+        plan(EVEN, ODD, strict=True)
 
 
 def test_an_axis_of_one_device() -> None:
@@ -52,7 +54,6 @@ def test_an_axis_of_one_device() -> None:
         "ZeRO over data=1 has no effect: 8.00 KiB stay on each device; name mesh axes with more "
         "than one device"
     )
-    assert "\n" not in message
     with pytest.raises(AxesError, match="ZeRO over data=1 has no effect"):
         plan(EVEN, mesh=ONE, strict=True)
 
@@ -73,12 +74,6 @@ def test_what_is_not_worth_a_warning(quiet: Callable[[], Any]) -> None:
     assert said(quiet) == []
 
 
-def test_strict_raises() -> None:
-    with pytest.raises(IndivisibleError, match=r"0/mu/1 \(63, 15\)"):
-        plan(EVEN, ODD, strict=True)
-    assert plan(EVEN, (7,), strict=True).zero == ("data",)
-
-
 def test_once_for_all_that_zero_applies_to() -> None:
     [message] = said(lambda: plan(ODD, zero_level=2, accumulate=True))
     assert "leaves 4 of 5 leaves replicated" in message
@@ -97,8 +92,3 @@ def test_extend_over_by_itself() -> None:
     assert message.startswith("ZeRO over data=8 leaves 1 of 1 leaves replicated, 3.23 KiB")
     with pytest.raises(IndivisibleError, match=r"w \(63, 15\)"):
         extend_over(specs, shapes, MESH, "data", strict=True)
-
-
-def test_rules_that_use_the_axis_before_are_no_waste() -> None:
-    specs, shapes = {"w": PartitionSpec("data")}, {"w": jax.ShapeDtypeStruct((8, 3), "float32")}
-    assert said(lambda: extend_over(specs, shapes, MESH, "data")) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import opt_partition
 import pytest
-from opt_partition._cli.inputs import InputError, parse_axes, parse_mesh, read_rules
+from opt_partition._cli.inputs import InputError, parse_mesh, read_rules
 from opt_partition._cli.main import main
 
 MODULE = """
@@ -32,11 +32,6 @@ def adam():
     print("noise when called")
     return optax.adam(0.1), params(), axes()
 
-class Deep:
-    @staticmethod
-    def adam():
-        return [optax.adam(0.1).init, params(), axes()]
-
 def raises():
     return {}["missing\\nkey"]
 
@@ -45,12 +40,6 @@ def leaves():
 
 def two():
     return optax.adam(0.1), params()
-
-def nothing():
-    pass
-
-def no_transformation():
-    return 3, params(), axes()
 
 def wrong_axes():
     return optax.adam(0.1), params(), {"layers_0": {"w": ("a", "b", "c")}}
@@ -65,8 +54,6 @@ def undecided():
         assert params["layers_0"]["w"].shape == (8, 32)
         return {"table": jax.numpy.zeros((5, 3))}
     return init, params(), axes()
-
-not_a_function = 3
 """
 RULES_TOML = 'rules = [["mlp", "model"], ["embed", ""]]\n'
 numbers = itertools.count()
@@ -107,15 +94,12 @@ def complaint(capsys: Capture, *arguments: str) -> str:
     return lines[0].removeprefix("opt-partition: ")
 
 
-def test_a_plan_as_text(module: str, capsys: Capture) -> None:
-    out = out_of(capsys, "plan", f"{module}:adam", *MESH, "--zero", "data")
-    assert out.startswith("mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n")
-    assert "parameters         1.50 KiB             1,536   3.00 KiB   3,072\n" in out
-
-
 def test_a_plan_fits_a_screen_and_all_of_it_is_asked_for(module: str, capsys: Capture) -> None:
     arguments = ("plan", f"{module}:adam", *MESH, "--zero", "data")
+    first = "mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n"
     short, whole = out_of(capsys, *arguments), out_of(capsys, *arguments, "--all")
+    assert short.startswith(first)
+    assert "parameters         1.50 KiB             1,536   3.00 KiB   3,072\n" in short
     assert len(short.splitlines()) <= 24
     assert max(map(len, short.splitlines())) <= 100
     assert "optimizer state by field" not in short
@@ -135,18 +119,14 @@ def test_zero_without_effect_is_said_in_a_line(module: str, capsys: Capture) -> 
     assert "ZeRO over data=1 has no effect" in found
 
 
-def test_the_console_script() -> None:
+def test_the_console_script_and_its_version(capsys: Capture) -> None:
     file = pathlib.Path(__file__).parents[1] / "pyproject.toml"
     scripts = tomllib.loads(file.read_text())["project"]["scripts"]
     [(name, target)] = scripts.items()
     assert name == "opt-partition"
     assert pkgutil.resolve_name(target) is main
-
-
-def test_the_version(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit):
         main(["--version"])
-    assert left.value.code == 0
     assert capsys.readouterr().out == f"opt-partition {opt_partition.__version__}\n"
 
 
@@ -165,11 +145,6 @@ def test_explain_without_and_with_a_mesh(module: str, capsys: Capture) -> None:
     mu = laid[4].split()
     assert mu[-3:] == ["384", "B", "384"]
     assert "data" in laid[4]
-
-
-def test_functions_of_classes_and_lists(module: str, capsys: Capture) -> None:
-    deep = out_of(capsys, "explain", f"{module}:Deep.adam", "--json")
-    assert json.loads(deep) == json.loads(out_of(capsys, "explain", f"{module}:adam", "--json"))
 
 
 def test_json_is_all_there_is_on_standard_output(module: str, capsys: Capture) -> None:
@@ -236,160 +211,69 @@ def test_a_page_is_written_whole_or_not_at_all(
     assert sorted({*os.listdir()} - {"__pycache__"}) == sorted({*before} - {"__pycache__"})
 
 
-USAGE = "(see `opt-partition {} --help`)"
-BAD: list[tuple[list[str], str]] = [
-    (["explain", "{m}"], "expected MODULE:FUNCTION, found `{m}`"),
-    (["explain", "{m}:"], "expected MODULE:FUNCTION, found `{m}:`"),
-    (
-        ["explain", "no_such_module:f"],
-        (
-            "`no_such_module` cannot be imported: ModuleNotFoundError: "
-            "No module named 'no_such_module'"
-        ),
-    ),
-    (["explain", "{m}:adan"], "`{m}` has no function `adan`"),
-    (["explain", "{m}:not_a_function"], "`{m}:not_a_function` is not a function but a int"),
+# Of each kind of mistake one; what other parts of the package say stands there by its words.
+BAD: list[tuple[list[str], list[str]]] = [
+    (["explain", "{m}:"], ["expected MODULE:FUNCTION, found `{m}:`"]),
+    (["explain", "no_such:f"], ["`no_such` cannot be imported: ModuleNotFoundError: "]),
+    (["explain", "broken:f"], ["`broken` cannot be imported: SyntaxError"]),
     (
         ["explain", "{m}:raises"],
-        "`{m}:raises` failed: KeyError: 'missing\\nkey' ({m}.py, line 23)",
+        ["`{m}:raises` failed: KeyError: 'missing\\nkey' ({m}.py, line 18)"],
     ),
-    (["explain", "{m}:leaves"], "`{m}:leaves` failed: SystemExit: 3 ({m}.py, line 26)"),
+    (["explain", "{m}:leaves"], ["`{m}:leaves` failed: SystemExit: 3 ({m}.py, line 21)"]),
     (
         ["explain", "{m}:two"],
-        (
-            "`{m}:two` must return (transformation, parameters, logical axes); "
-            "it returned a tuple of 2"
-        ),
+        ["must return (transformation, parameters, logical axes); it returned a tuple of 2"],
     ),
-    (
-        ["explain", "{m}:nothing"],
-        (
-            "`{m}:nothing` must return (transformation, parameters, logical axes); "
-            "it returned a NoneType"
-        ),
-    ),
-    (
-        ["explain", "{m}:init_raises"],
-        "`{m}:init_raises`: RuntimeError: no state today ({m}.py, line 42)",
-    ),
+    (["explain", "{m}:wrong_axes"], ["`{m}:wrong_axes`: ", "layers_0/w", "layers_2/w"]),
     (
         ["plan", "{m}:init_raises", *MESH],
-        "`{m}:init_raises`: RuntimeError: no state today ({m}.py, line 42)",
+        ["`{m}:init_raises`: RuntimeError: no state today ({m}.py, line 31)"],
     ),
-    (
-        ["explain", "{m}:adam", "--mesh", "data=4"],
-        "`--mesh` and `--rules` must be given together",
-    ),
-    (["explain", "{m}:adam", "--zero", "data"], "`--zero` needs `--mesh` and `--rules`"),
-    (
-        ["plan", "{m}:adam", "--mesh", "data=4"],
-        "the following arguments are required: --rules " + USAGE.format("plan"),
-    ),
-    *(
-        (
-            ["plan", "{m}:adam", *MESH, "--zero", zero],
-            (
-                "`--zero` must be distinct axes of `--mesh`, e.g. data; found "
-                f"`{zero}`, but the mesh has data, model"
-            ),
-        )
-        for zero in ("date", "", "data,data", "data,")
-    ),
-    (
-        ["plan", "{m}:adam", *MESH, "--zero-level", "2"],
-        "`--zero-level 2` needs `--zero`, e.g. `--zero data`",
-    ),
-    (
-        ["plan", "{m}:adam", *MESH, "--zero-level", "3"],
-        "argument --zero-level: invalid choice: 3 (choose from 1, 2) " + USAGE.format("plan"),
-    ),
-    (
-        ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
-        (
-            "`--mesh` must be axes with sizes, e.g. data=8,model=4; found `model=two` in "
-            "`data=4,model=two`"
-        ),
-    ),
-    (
-        ["plan", "{m}:adam", "--mesh", "data=4,data=2", "--rules", "rules.toml"],
-        "`--mesh` contains the axis `data` twice: `data=4,data=2`",
-    ),
-    (
-        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.json"],
-        "`--rules`: `nowhere.json` cannot be read: No such file or directory",
-    ),
-    (
-        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "{m}.py"],
-        "`--rules` must be a .json or .toml file; found `{m}.py`",
-    ),
-    (
-        ["explain", "{m}:adam", "--html", "no/such/folder.html"],
-        "`no/such/folder.html` cannot be written: No such file or directory",
-    ),
-    (["explain", "{m}:adam", "--html", "."], "`.` cannot be written: Is a directory"),
-    (
-        ["plan", "{m}:adam", *MESH, "--json", "--html", "f"],
-        "argument --html: not allowed with argument --json " + USAGE.format("plan"),
-    ),
-    *(
-        (
-            ["plan", "{m}:adam", *MESH, flag, dtype],
-            f"`{flag}` must be a floating-point or complex dtype, e.g. bfloat16; found `{dtype}`",
-        )
-        for flag, dtype in (
-            ("--grad-dtype", "float33"),
-            ("--grad-dtype", "int8"),
-            ("--grad-dtype", ""),
-            ("--accumulate", "int7"),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: str(value)[:60])
-def test_bad_input_is_one_line(
-    module: str, capsys: Capture, arguments: list[str], message: str
-) -> None:
-    found = complaint(capsys, *(argument.replace("{m}", module) for argument in arguments))
-    # The quotes of choices differ between versions of Python.
-    assert found.replace("'1', '2'", "1, 2") == message.replace("{m}", module)
-
-
-# Other parts of the package write these words.
-PARTLY_OURS: list[tuple[list[str], list[str]]] = [
-    (["explain", "broken:f"], ["`broken` cannot be imported: SyntaxError"]),
-    (["explain", "{m}:no_transformation"], ["`{m}:no_transformation`: ", "`tx`", "int"]),
-    (["explain", "{m}:wrong_axes"], ["`{m}:wrong_axes`: ", "layers_0/w", "layers_2/w"]),
-    (["explain", "{m}:undecided", "--strict"], ["`{m}:undecided`: ", "table"]),
     (["plan", "{m}:undecided", *MESH, "--strict"], ["`{m}:undecided`: ", "table"]),
     (
         ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "rules.toml"],
         ["`{m}:adam`: ", "'model'", "data=4"],
     ),
-    (["plain", "{m}:adam"], ["invalid choice: 'plain'"]),
-    ([], ["the following arguments are required"]),
+    (
+        ["explain", "{m}:adam", "--mesh", "data=4"],
+        ["`--mesh` and `--rules` must be given together"],
+    ),
+    (["explain", "{m}:adam", "--zero", "data"], ["`--zero` needs `--mesh` and `--rules`"]),
+    (
+        ["plan", "{m}:adam", *MESH, "--zero", "data,data"],
+        ["`--zero` must be distinct axes of `--mesh`", "but the mesh has data, model"],
+    ),
+    (
+        ["plan", "{m}:adam", *MESH, "--zero-level", "2"],
+        ["`--zero-level 2` needs `--zero`, e.g. `--zero data`"],
+    ),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
+        ["`--mesh` must be axes with sizes, e.g. data=8,model=4; found `model=two` in "],
+    ),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.json"],
+        ["`--rules`: `nowhere.json` cannot be read: No such file or directory"],
+    ),
+    (
+        ["explain", "{m}:adam", "--html", "no/such/folder.html"],
+        ["`no/such/folder.html` cannot be written: No such file or directory"],
+    ),
+    (
+        ["plan", "{m}:adam", *MESH, "--json", "--html", "f"],
+        ["argument --html: not allowed with argument --json (see `opt-partition plan --help`)"],
+    ),
     (["explain", "{m}:adam", "--jsn"], ["unrecognized arguments: --jsn"]),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), PARTLY_OURS, ids=lambda value: str(value)[:60])
-def test_what_others_have_to_say_is_one_line_too(
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_input_is_one_line(
     module: str, capsys: Capture, arguments: list[str], words: list[str]
 ) -> None:
     found = complaint(capsys, *(argument.replace("{m}", module) for argument in arguments))
-    assert all(word.replace("{m}", module) in found for word in words)
-
-
-@pytest.mark.parametrize("command", [[], ["explain"], ["plan"]])
-def test_help_names_every_option(capsys: Capture, command: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([*command, "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "MODULE:FUNCTION" in text
-    assert "rules.toml" in text
-    if command:
-        assert all(f"--{option}" in text for option in ("mesh", "rules", "zero", "json", "html"))
+    assert all(word.replace("{m}", module) in found for word in words), found
 
 
 RULES = [("mlp", "model"), ("embed", ("data", "fsdp")), ("layers", None), ("heads", None)]
@@ -414,12 +298,10 @@ def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
     [
         ("a.json", "[", "is not valid JSON"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
+        ("a.json", "\udcff", "cannot be read: 'utf-8' codec"),
         ("a.toml", "rules = ", "is not valid TOML"),
-        ("a.json", "3", "must contain a list of pairs"),
-        ("a.toml", "rule = []", "must contain a list of pairs"),
         ("a.json", '{"mlp": "model"}', "must contain a list of pairs"),
         ("a.json", '[["mlp"]]', 'found ["mlp"]'),
-        ("a.json", '["mlp"]', 'found "mlp"'),
         ("a.json", '[["mlp", 3]]', 'found ["mlp", 3]'),
         ("a.json", '[["mlp", ["model", ""]]]', 'found ["mlp", ["model", ""]]'),
         ("a.toml", "rules = [[1979-05-27, 'model']]", 'found ["1979-05-27", "model"]'),
@@ -428,70 +310,55 @@ def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
 def test_files_that_hold_no_rules(
     tmp_path: pathlib.Path, name: str, text: str, message: str
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InputError) as caught:
         read_rules(str(tmp_path / name))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_text(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a.json").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(InputError, match="cannot be read: 'utf-8' codec"):
-        read_rules(str(tmp_path / "a.json"))
-
-
-@pytest.mark.parametrize("text", ["", "data", "data=", "=4", "data=0", "data=-1", "data=4,", "x=²"])
-def test_invalid_meshes(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "data", "=4", "data=0", "data=-1", "data=4,", "x=²"])
+def test_meshes(text: str) -> None:
+    assert dict(parse_mesh(" data=64, fsdp=8 ").shape) == {"data": 64, "fsdp": 8}
     with pytest.raises(InputError, match="`--mesh` must be axes with sizes"):
         parse_mesh(text)
 
 
-def test_meshes_and_axes() -> None:
-    assert dict(parse_mesh(" data=64, fsdp=8 ").shape) == {"data": 64, "fsdp": 8}
-    mesh = parse_mesh("data=64,fsdp=8,model=2")
-    assert parse_axes("data, fsdp", mesh) == ("data", "fsdp")
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the place of `opt-partition`, on a terminal that knows ASCII alone."""
+    python = f"'{sys.executable}' -m opt_partition"
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command.format(python)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
 
 
 def test_the_program_runs_from_any_folder(module: str) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "opt_partition", *arguments],
-            check=False,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        )
-
     # Lines of a frame that ASCII does not have are no reason to fail.
-    good = run("plan", f"{module}:adam", *MESH)
-    assert (good.returncode, "8 devices" in good.stdout) == (0, True)
-    bad = run("plan", f"{module}:adan", *MESH)
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr == f"noise at import\nopt-partition: `{module}` has no function `adan`\n"
+    done = shell(f"{{}} plan {module}:adam {' '.join(MESH)}")
+    assert (done.returncode, "8 devices" in done.stdout) == (0, True)
 
 
+@pytest.mark.slow
 def test_nobody_reads_to_the_end(module: str) -> None:
-    command = f"'{sys.executable}' -m opt_partition explain {module}:adam --json | head -n 1"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], check=False, capture_output=True, text=True
-    )
+    done = shell(f"{{}} explain {module}:adam --json | head -n 1")
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")]
 )
-@pytest.mark.parametrize("what", ["tables", "json", "help"])
+@pytest.mark.parametrize("what", ["", "--json", "--help"])
 def test_standard_output_that_cannot_be_written(
     module: str, where: str, why: str, what: str
 ) -> None:
-    options = {"tables": "", "json": "--json", "help": "--help"}[what]
-    command = f"'{sys.executable}' -m opt_partition explain {module}:adam {options} {where}"
-    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    done = shell(f"{{}} explain {module}:adam {what} {where}")
     lines = [line for line in done.stderr.splitlines() if not line.startswith("noise")]
     assert lines == [f"opt-partition: standard output cannot be written: {why}"]
     assert done.returncode == 2

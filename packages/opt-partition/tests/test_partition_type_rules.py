@@ -33,17 +33,8 @@ PARAMS = {"w": shape(5, 3)}
 AXES = {"w": P("embed", "mlp")}
 
 
-def test_without_a_rule_sizes_speak() -> None:
-    assert derive_logical_axes(gram_init, PARAMS, AXES).gram["w"] == P("embed", "embed")
-
-
-def test_a_rule_is_asked_first() -> None:
-    rules = DEFAULT_RULES.extend({Gram: lambda leaf: (0, None)})
-    assert derive_logical_axes(gram_init, PARAMS, AXES, rules=rules).gram["w"] == P("embed", None)
-
-
 def test_a_rule_may_name_the_axes() -> None:
-    rules = Rules({Gram: lambda leaf: P("rows", None)})
+    rules = DEFAULT_RULES.extend({Gram: lambda leaf: P("rows", None)})
     assert derive_logical_axes(gram_init, PARAMS, AXES, rules=rules).gram["w"] == P("rows", None)
 
 
@@ -77,30 +68,18 @@ def test_what_a_rule_is_given() -> None:
     assert sibling.shape == (5, 5)
 
 
-def test_an_answer_of_the_wrong_length() -> None:
-    with pytest.raises(
-        ValueError, match=r"the rule for Gram/gram/w of shape \(5, 5\) returned \(0,\)"
-    ):
-        explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: (0,)}))
-
-
-def test_an_answer_that_does_not_exist() -> None:
-    for answer in ((0, 7), (0, 1)):
-        with pytest.raises(
-            ValueError, match=f"no dimension of size 5 is parameter dimension {answer[1]}"
-        ):
-            explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf, a=answer: a}))  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("answer", [(-1, None), (True, None), (0.0, None)])
-def test_a_dimension_is_a_number_from_0(answer: Any) -> None:
-    with pytest.raises(ValueError, match=f"is parameter dimension {answer[0]!r}"):
-        explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: answer}))
-
-
-@pytest.mark.parametrize("answer", ["embed", 3, iter((0, 1))])
-def test_an_answer_of_another_kind(answer: Any) -> None:
-    with pytest.raises(ValueError, match=r"the rule for Gram/gram/w .* expected a tuple"):
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((0,), r"the rule for Gram/gram/w of shape \(5, 5\) returned \(0,\)"),
+        ((0, 1), "no dimension of size 5 is parameter dimension 1"),
+        ((-1, None), "is parameter dimension -1"),
+        ((True, None), "is parameter dimension True"),
+        ("embed", "the rule for Gram/gram/w .* expected a tuple"),
+    ],
+)
+def test_answers_that_mean_nothing(answer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: answer}))
 
 
@@ -139,7 +118,7 @@ def test_rules_do_not_change() -> None:
         rules.by_type[Gram] = lambda leaf: None  # type: ignore[index]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 6), (6, 8), (4, 8, 8), (8, 4, 8), (8, 8, 8)])
 def test_rows_and_columns_of_adafactor(sizes: tuple[int, ...]) -> None:
     """Held against what the update does: a row is the mean over the dimension that is dropped."""
@@ -171,9 +150,7 @@ needs_galore = pytest.mark.skipif(
     [
         ((8, 6), P("a", None), P(None, "b")),
         ((6, 8), P("b", None), P("a", None)),
-        ((8, 8), P("a", None), P(None, "b")),
         ((8, 2), P("a", None), P(None, "b")),  # the rank is capped
-        ((2, 8), P("b", None), P("a", None)),
         ((3, 3), P("a", None), P(None, "b")),
     ],
 )

@@ -1,4 +1,8 @@
-"""Collectives of small programs in the forms that CPU, GPU and TPU give them."""
+"""Compiled programs in the forms that CPU, GPU and TPU give them: collectives, and what they move.
+
+What these compilers make of whole training steps stands in tests-integration; here is what those
+programs do not have.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opt_partition._verify.collectives import Collective, bytes_sent, collectives
-from opt_partition._verify.hlo import parse
+from opt_partition import Collective
+from opt_partition._verify.collectives import bytes_sent, collectives
+from opt_partition._verify.concatenated_sums import parse_program
+from opt_partition._verify.hlo import flat_types, parse, parse_type
+from opt_partition._verify.hlo_flow import Deps, trace
 from opt_partition._verify.replica_groups import axes_of, parse_groups
+
+pytestmark = pytest.mark.internals
 
 HEAD = "HloModule jit_f, num_partitions=8\n\n"
 ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n\n"
@@ -40,32 +49,25 @@ def test_asynchronous_ones_have_the_shape_of_their_result() -> None:
 
 
 def test_combined_ones_are_distinguished() -> None:
-    first, second = found(
-        "  ROOT %r = (f32[8]{0}, bf16[64]{0}) all-reduce(%x, %y), replica_groups={}, "
-        "to_apply=%add\n"
-    )
-    assert (first.name, first.shape, first.group_size) == ("r.0", (8,), 8)
-    assert (second.name, second.dtype, second.axes) == ("r.1", "bf16", ("data", "model"))
-
-
-def test_combined_ones_come_from_where_their_operands_do() -> None:
     """XLA for GPUs leaves the metadata of what it combines empty."""
     first, second = found(
         '  %a = f32[8]{0} negate(%x), metadata={op_name="jit(f)/neg"}\n'
-        "  ROOT %r = (f32[8]{0}, f32[64]{0}) all-reduce(%a, %y), replica_groups={}\n"
+        "  ROOT %r = (f32[8]{0}, bf16[64]{0}) all-reduce(%a, %y), replica_groups={}, "
+        "to_apply=%add\n"
     )
+    assert (first.name, first.shape, first.group_size) == ("r.0", (8,), 8)
     assert (first.op_name, second.op_name) == ("jit(f)/neg", "")
+    assert (second.name, second.dtype, second.axes) == ("r.1", "bf16", ("data", "model"))
 
 
-@pytest.mark.parametrize("call", ["call-start(%x), to_apply=", "async-start(%x), calls="])
-def test_asynchronous_calls(call: str) -> None:
+def test_asynchronous_calls() -> None:
     called = (
         "%called (v: f32[8]) -> f32[8] {\n  %v = f32[8]{0} parameter(0)\n"
         "  ROOT %p = f32[8]{0} collective-permute(%v), source_target_pairs={{0,1},{1,0}}\n}\n\n"
     )
     [permute] = found(
-        f"  %s = ((f32[8]{{0}}), f32[8]{{0}}) {call}%called\n"
-        f"  ROOT %d = f32[8]{{0}} {call.partition('-')[0]}-done(%s)\n",
+        "  %s = ((f32[8]{0}), f32[8]{0}) call-start(%x), to_apply=%called\n"
+        "  ROOT %d = f32[8]{0} call-done(%s)\n",
         called,
     )
     assert (permute.kind, permute.shape) == ("collective-permute", (8,))
@@ -84,21 +86,6 @@ def test_the_reduce_scatter_of_tpus() -> None:
         "  ROOT %f = f32[8]{0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1\n", fusion
     )
     assert (scatter.kind, scatter.operand_shape, scatter.shape) == ("reduce-scatter", (64,), (8,))
-
-
-def test_a_collective_spread_over_fusions_of_tpus_counts_once() -> None:
-    config = 'channel_id=4, backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
-    fusions = "".join(
-        f"%part.{n} (in: f32[8]) -> f32[64] {{\n"
-        f"  %in.{n} = f32[8]{{0}} parameter(0)\n"
-        f"  ROOT %g.{n} = f32[64]{{0}} all-gather(%in.{n}), {config}\n}}\n\n"
-        for n in range(3)
-    )
-    calls = "".join(
-        f"  {'ROOT ' * (n == 2)}%f.{n} = f32[64]{{0}} fusion(%x), calls=%part.{n}\n"
-        for n in range(3)
-    )
-    assert [row.name for row in found(calls, fusions)] == ["g.0"]
 
 
 LOOP = (
@@ -139,20 +126,6 @@ def test_loops(limit: str, noted: str, count: int, per_iteration: bool) -> None:
     assert permute.total_bytes == count * 32
 
 
-def test_branches() -> None:
-    branches = "".join(
-        f"%b{n} (v: f32[8]) -> f32[8] {{\n  %v{n} = f32[8]{{0}} parameter(0)\n"
-        f"  ROOT %r{n} = f32[8]{{0}} all-reduce(%v{n}), to_apply=%add\n}}\n\n"
-        for n in range(2)
-    )
-    rows = found(
-        "  %k = s32[] constant(0)\n"
-        "  ROOT %c = f32[8]{0} conditional(%k, %x, %x), branch_computations={%b0, %b1}\n",
-        branches,
-    )
-    assert [row.conditional for row in rows] == [True, True]
-
-
 @given(
     sizes=st.lists(st.integers(2, 4), min_size=1, max_size=4),
     data=st.data(),
@@ -187,3 +160,130 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, part: in
     gather = bytes_sent("all-gather", part, whole, size)
     assert bytes_sent("all-reduce", whole, whole, size) == scatter + gather
     assert gather == part * (size - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "count"),
+    [
+        ("f32[64,32]{1,0:T(8,128)S(1)}", 8192, 1),
+        ("bf16[5,<=2]{1,0:T(2,128)(2,1)}", 20, 1),
+        ("s4[3]{0:E(4)}", 2, 1),
+        ("((f32[2]{0}), f32[2]{0:T(128)}, /*index=2*/u32[]{:S(2)})", 20, 3),
+        ("token[]", 0, 1),
+    ],
+)
+def test_types(text: str, size: int, count: int) -> None:
+    arrays = list(flat_types(parse_type(text)))
+    assert len(arrays) == count
+    assert sum(array.bytes for array in arrays) == size
+
+
+CONCATENATED = """HloModule jit_f, num_partitions=8
+
+%wrapped_concatenate (p0: f32[8], p1: f32[32]) -> f32[40] {
+  %p1 = f32[32]{0} parameter(1)
+  %p0 = f32[8]{0} parameter(0)
+  ROOT %concatenate = f32[40]{0} concatenate(%p0, %p1), dimensions={0}
+}
+
+%wrapped_slice (q: f32[40]) -> f32[8] {
+  %q = f32[40]{0} parameter(0)
+  ROOT %slice = f32[8]{0} slice(%q), slice={[0:8]}
+}
+
+%wrapped_slice.1 (q: f32[40]) -> f32[32] {
+  %q.1 = f32[40]{0} parameter(0)
+  ROOT %slice.1 = f32[32]{0} slice(%q.1), slice={[8:40]}
+}
+
+ENTRY %main (b: f32[8], w: f32[4,8], c: f32[8]) -> (f32[4,8], f32[8]) {
+  %b = f32[8]{0} parameter(0)
+  %w = f32[4,8]{1,0} parameter(1)
+  %c = f32[8]{0} parameter(2)
+  %flat = f32[32]{0} bitcast(%w)
+  %both = f32[40]{0} fusion(%b, %flat), kind=kLoop, calls=%wrapped_concatenate
+  %start = f32[40]{0} all-reduce-start(%both), replica_groups={}, to_apply=%add
+  %done = f32[40]{0} all-reduce-done(%start)
+  %first = f32[8]{0} fusion(%done), kind=kLoop, calls=%wrapped_slice
+  %second = f32[32]{0} fusion(%done), kind=kLoop, calls=%wrapped_slice.1
+  %shaped = f32[4,8]{1,0} bitcast(%second)
+  %last = f32[8]{0} add(%first, %c)
+  ROOT %out = (f32[4,8]{1,0}, f32[8]{0}) tuple(%shaped, %last)
+}
+"""
+
+
+def concatenated(text: str) -> list[Collective]:
+    return collectives(parse_program(text), {"data": 8})
+
+
+def test_each_array_of_a_concatenated_sum_is_an_all_reduce_of_its_own() -> None:
+    """So XLA for GPUs sums several arrays in one go."""
+    first, second = concatenated(CONCATENATED)
+    assert (first.name, first.kind, first.shape) == ("start.0", "all-reduce", (8,))
+    assert (second.name, second.operand_shape, second.shape) == ("start.1", (4, 8), (4, 8))
+    assert second.bytes == 2 * 7 * 4 * 4
+    tags = {("start", 0): 3, ("start", 1): 4}
+    flow = trace(parse_program(CONCATENATED), [Deps.of(n) for n in range(3)], tags)
+    assert [deps.direct for deps in flow.outputs] == [0b10010, 0b01101]
+    assert [flow.moved["start", n].any for n in range(2)] == [0b001, 0b010]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("slice={[0:8]}", "slice={[0:7]}"),  # not an array that was concatenated
+        ("add(%first, %c)", "add(%first, %done)"),  # used as a whole
+        ("concatenate(%p0, %p1), ", "add(%p0, %p1), "),
+    ],
+)
+def test_any_other_sum_stays_as_it_is(old: str, new: str) -> None:
+    rows = concatenated(CONCATENATED.replace(old, new))
+    assert [row.shape for row in rows] == [(40,)]
+
+
+ASYNCHRONOUS = """HloModule jit_f
+
+%put (m: f32[64], part: f32[8], n: s32[]) -> f32[64] {
+  %m = f32[64] parameter(0)
+  %part = f32[8] parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %new = f32[64] dynamic-update-slice(%m, %part, %n)
+}
+
+%body (c: (s32[], f32[64], f32[8])) -> (s32[], f32[64], f32[8]) {
+  %c = (s32[], f32[64], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %state = f32[64] get-tuple-element(%c), index=1
+  %x = f32[8] get-tuple-element(%c), index=2
+  %start = ((f32[64], f32[8], s32[]), f32[64], u32[]) fusion-start(%state, %x, %i), calls=%put
+  %done = f32[64] fusion-done(%start)
+  ROOT %t = (s32[], f32[64], f32[8]) tuple(%i, %done, %x)
+}
+
+%cond (c: (s32[], f32[64], f32[8])) -> pred[] {
+  %c.1 = (s32[], f32[64], f32[8]) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY %main (a: s32[], b: f32[64], c: f32[8]) -> f32[64] {
+  %a = s32[] parameter(0)
+  %b = f32[64] parameter(1)
+  %x.1 = f32[8] parameter(2)
+  %first = (s32[], f32[64], f32[8]) tuple(%a, %b, %x.1)
+  %w = (s32[], f32[64], f32[8]) while(%first), condition=%cond, body=%body
+  ROOT %out = f32[64] get-tuple-element(%w), index=1
+}"""
+
+
+def test_an_asynchronous_kernel_does_what_it_does_inside() -> None:
+    """So GPUs write pieces of state that lies on the host: a loop over them is not one of steps."""
+    module, inputs = parse(ASYNCHRONOUS), [Deps.of(n) for n in range(3)]
+    found = trace(module, inputs, {}, (0b010, 0b100))
+    [out] = found.outputs
+    assert (out.any, out.direct, out.placed) == (0b111, 0b110, 0b100)
+    assert not found.step_loops
+    whole = ASYNCHRONOUS.replace("tuple(%i, %done, %x)", "tuple(%i, %y, %z)").replace(
+        "  ROOT %t", "  %y = f32[64] negate(%done)\n  %z = f32[8] negate(%x)\n  ROOT %t"
+    )
+    assert trace(parse(whole), inputs, {}, (0b010, 0b100)).step_loops == {"w"}

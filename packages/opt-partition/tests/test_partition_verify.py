@@ -10,11 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from opt_partition._mesh.layout import Layout
-from opt_partition._verify.expected import Expected
-from opt_partition._verify.leaves import sharding_str
-from opt_partition._verify.verify import verify
+from jax.sharding import NamedSharding, PartitionSpec
+from opt_partition import Expected, Layout, verify
 from opt_partition.errors import AxesError, ShardingMismatchError
 
 P = PartitionSpec
@@ -35,16 +32,6 @@ def step(params: Any, state: Any, batch: jax.Array) -> Any:
 def compiled() -> jax.stages.Compiled:
     jitted = jax.jit(step, in_shardings=WHOLE, out_shardings=WHOLE)
     return jitted.lower(PARAMS, STATE, jnp.ones((2, 8))).compile()
-
-
-def test_what_was_not_asked_is_not_checked(compiled: jax.stages.Compiled) -> None:
-    report = verify(compiled, Expected(None, None))
-    assert report.ok
-    assert {leaf.asked for leaf in report.leaves} == {None}
-    assert {leaf.path for leaf in report.leaves if leaf.role == "state"} == {
-        "1/count",
-        "1/mu/w",
-    }
 
 
 def test_one_sharding_stands_for_all_leaves_below(compiled: jax.stages.Compiled) -> None:
@@ -77,10 +64,9 @@ def test_memory_kinds_are_compared(compiled: jax.stages.Compiled) -> None:
             Expected(None, None, state="1/nu"),
             r"`state`: the step has no argument .* 1 has \['count', 'mu'\]",
         ),
-        (Expected(None, None, params="9"), "`params`: the step has no argument at '9'; the top"),
         (
-            Expected((None, NamedSharding(MESH, P("data"))), None),
-            r"input 1/count has shape \(\), but .* has more dimensions",
+            Expected((None, {"mu": {"w": jnp.ones((4, 8))}, "count": None}), None),
+            r"`inputs/1/mu/w`: expected float32\[8, 4\], as in the step; got float32\[4, 8\]",
         ),
     ],
 )
@@ -97,36 +83,9 @@ def test_a_key_with_a_slash_has_the_path_that_reports_show() -> None:
 
     params = {"a/b": {"m": jnp.ones(8), "p": jnp.ones(8)}}
     compiled = jax.jit(update, donate_argnums=0).lower(params).compile()
-    report = verify(compiled, Expected(None, None, params="0/a~1b/p", state="0/a~1b/m"))
-    assert report.ok
+    assert verify(compiled, Expected(None, None, params="0/a~1b/p", state="0/a~1b/m")).ok
     with pytest.raises(AxesError, match="`inputs/0/a~1b/m`: expected a `Layout`"):
         verify(compiled, Expected(({"a/b": {"m": P(), "p": None}},), None))
-
-
-def test_other_arguments(compiled: jax.stages.Compiled) -> None:
-    nothing = Expected(None, None)
-    with pytest.raises(ValueError, match=r"`gradients` must be one of \('auto', 'reduce-scatter'"):
-        verify(compiled, nothing, gradients="all-reduce")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`state_gathers` must be one of"):
-        verify(compiled, nothing, state_gathers="none")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`expected` must be an `Expected`.*; got tuple"):
-        verify(compiled, (None, None))  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"`state` must be a path .*, e.g. '0' or '0/params'; got 1"
-    ):
-        verify(compiled, Expected(None, None, state=1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`step` must be the result of `jax.jit\(f\).lower"):
-        verify(jax.jit(step), nothing)  # type: ignore[arg-type]
-
-
-def test_typed_keys() -> None:
-    def draw(params: Any, state: Any, *, key: jax.Array) -> Any:
-        return params + jax.random.normal(key, params.shape), state
-
-    lowered = jax.jit(draw).lower(jnp.ones(4), (), key=jax.random.key(0))
-    report = verify(lowered, Expected(None, None))
-    key = next(leaf for leaf in report.leaves if leaf.path == "key")
-    assert (key.role, key.bytes_found) == ("other", 8)
 
 
 @pytest.fixture(scope="module")
@@ -166,24 +125,9 @@ class TestKeywordArguments:
             ("keyword argument", "note", "batch"),
             ("keyword argument", "note", "state"),
         ]
-        assert "state: 2 arrays not checked; pass `Expected(..., keywords={" in report.details()
-
-    def test_unknown_names(self, by_keyword: jax.stages.Compiled) -> None:
         with pytest.raises(AxesError, match=r"`keywords`: not a prefix .* unknown \['key'\]"):
             verify(by_keyword, Expected(None, None, state="state", keywords={"key": None}))
-        with pytest.raises(AxesError, match="`keywords`: expected a mapping from names"):
-            verify(by_keyword, Expected(None, None, state="state", keywords=WHOLE))  # type: ignore[arg-type]
-
-    def test_their_names_are_said(self, by_keyword: jax.stages.Compiled) -> None:
-        said = (
-            r"`state`: the step has no argument at '1'; the top level has \['0', 'batch', 'state'\]"
-        )
-        with pytest.raises(AxesError, match=said):
-            verify(by_keyword, Expected(None, None))
-
-
-def _contrib(name: str) -> optax.GradientTransformation:
-    return getattr(optax.contrib, name)(0.1)  # type: ignore[no-any-return]
+        assert "state: 2 arrays not checked; pass `Expected(..., keywords={" in report.details()
 
 
 class TestPathsOfParametersAndState:
@@ -219,18 +163,6 @@ class TestPathsOfParametersAndState:
         with pytest.raises(AxesError, match="`params` and `state`: '0' and '0/opt' overlap"):
             verify(self.one_tree(), Expected(None, None, state="0/opt"))
 
-    def test_the_batch_is_returned(self) -> None:
-        """Then it has a counterpart; but it is nobody's state."""
-
-        def fun(train: Any, batch: jax.Array) -> Any:
-            params, state = step(train["params"], train["opt"], batch)
-            return {"params": params, "opt": state}, batch + 1
-
-        lowered = self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH)
-        [warning] = verify(lowered, Expected(None, None)).findings
-        assert (warning.kind, warning.severity) == ("ownership", "warning")
-        assert "`state`: found float32[2, 8] at '1', which does not belong" in warning.message
-
     def test_they_are_swapped(self) -> None:
         def fun(state: Any, params: Any, batch: jax.Array) -> Any:
             return step(params, state, batch)[::-1]
@@ -244,34 +176,17 @@ class TestPathsOfParametersAndState:
         )
         assert verify(lowered, Expected(None, None, "1", "0")).findings == ()
 
-    def test_no_new_parameters(self) -> None:
-        lowered = self.lowered(lambda *a: step(*a)[1]["count"], PARAMS, STATE, self.BATCH)
-        with pytest.raises(
-            AxesError, match=r"`params`: found w float32\[8, 4\] at '0', but nothing"
-        ):
-            verify(lowered, Expected(None, None))
-
-    def test_no_parameters_at_all(self) -> None:
-        lowered = self.lowered(lambda _, *a: step(*a), (), PARAMS, STATE, self.BATCH)
-        with pytest.raises(AxesError, match="`params`: found no arrays at '0'; pass the paths"):
-            verify(lowered, Expected(None, None))
-
     @pytest.mark.sample(8)
     @pytest.mark.parametrize(
         "tx",
         [
             optax.sgd(0.1),
-            optax.sgd(lambda _: 0.1),
             optax.adam(0.1),
             optax.flatten(optax.adam(0.1)),
-            optax.sm3(0.1),
             optax.adafactor(0.1, min_dim_size_to_factor=2),
             optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-            optax.inject_hyperparams(optax.adam)(0.1),
             optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda x: x.ndim < 2, p)),
-            _contrib("muon"),
-            _contrib("schedule_free_adamw"),
-            optax.lbfgs(linesearch=None),
+            optax.contrib.muon(0.1),  # type: ignore[attr-defined]
         ],
     )
     @pytest.mark.parametrize("params", [{"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jnp.ones(4)])
@@ -308,13 +223,7 @@ class TestDtypes:
         )
         assert "cast the state returned by `update` back" in report.details()
 
-    def test_parameters_that_change(self) -> None:
-        def widen(new: Any) -> Any:
-            return {"w": new[0]["w"].astype(jnp.float16)}, new[1]
-
-        with pytest.raises(ShardingMismatchError, match=r"output 0/w float16.* was float32"):
-            verify(by_hand(1, result=widen), Expected(None, None))
-
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("kept", [jnp.float32, jnp.bfloat16])
     @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
     def test_gradients_that_are_returned_too(self, order: tuple[int, ...], kept: Any) -> None:
@@ -331,18 +240,6 @@ class TestDtypes:
         report = verify(lowered, Expected(None, None), raises=False)
         changed = [(f"{order.index(1)}/w", "dtype")] if kept is jnp.bfloat16 else []
         assert [(error.path, error.kind) for error in report.errors] == changed
-
-    def test_the_old_state_that_is_returned_too(self) -> None:
-        def fun(params: Any, state: Any, batch: jax.Array) -> Any:
-            new, after = step(params, state, batch)
-            return new, state, jax.tree.map(lambda x: x.astype(jnp.float16), after)
-
-        lowered = jax.jit(fun).lower(PARAMS, STATE, jnp.ones((2, 8)))
-        report = verify(lowered, Expected(None, None), raises=False)
-        assert {(error.path, error.kind) for error in report.errors} == {
-            ("2/count", "dtype"),
-            ("2/mu/w", "dtype"),
-        }
 
     @pytest.mark.parametrize("asked", [jnp.bfloat16, jnp.float32, "float64"])
     def test_another_than_asked(self, asked: Any) -> None:
@@ -374,16 +271,6 @@ class TestDtypes:
         leaf = next(leaf for leaf in report.leaves if leaf.path == "1/mu/w")
         assert (leaf.bytes_asked, leaf.bytes_found) == (64, 128)
 
-    def test_arrays_of_another_shape(self) -> None:
-        state = {"mu": {"w": jnp.ones((4, 8))}, "count": None}
-        said = r"`inputs/1/mu/w`: expected float32\[8, 4\], as in the step; got float32\[4, 8\]"
-        with pytest.raises(AxesError, match=said):
-            verify(by_hand(0, 1), Expected((None, state), None))
-        with pytest.raises(
-            AxesError, match=r"expected a tree of 2 arrays, as in the step; got float32\[3\]"
-        ):
-            verify(by_hand(0, 1), Expected((None, jnp.ones(3)), None))
-
 
 class TestDonation:
     @pytest.mark.parametrize(
@@ -408,13 +295,3 @@ class TestDonation:
         found = verify(lowered, Expected(None, None, state="state", keywords={"state": None}))
         [warning] = found.findings
         assert "`jax.jit(..., donate_argnums=(0,), donate_argnames=('state',))`" in warning.message
-
-    def test_nothing_was_forgotten(self) -> None:
-        assert verify(by_hand(0, 1), Expected(None, None)).findings == ()
-
-
-def test_shardings_in_words() -> None:
-    mesh = AbstractMesh((4, 2), ("data", "model"))
-    assert sharding_str(NamedSharding(mesh, P(None, ("data", "model"))), 3) == (
-        "P(None, ('data', 'model'), None)"
-    )
