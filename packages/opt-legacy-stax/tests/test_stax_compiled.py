@@ -1,0 +1,176 @@
+"""JAX's own module is the oracle: what is compiled is the same, and no more of it."""
+
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_legacy_stax as ours
+import pytest
+from jax.example_libraries import optimizers as theirs
+from stax_testing import NAMES, assert_equal_leaves, same_structure, triple_of
+
+# Their step saturates by default.
+COUNTING = ("adam", "adamax")
+PARAMS = {"w": jnp.full((4, 3), 0.5), "b": [jnp.zeros(3), jnp.asarray(1.0, jnp.float32)]}
+LOW = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+SCHEDULES: dict[str, tuple[Any, ...]] = {
+    "number": (),
+    "constant": (0.05,),
+    "exponential_decay": (0.05, 4, 0.5),
+    "inverse_time_decay": (0.05, 3, 0.7),
+    "staircase": (0.05, 3, 0.7, True),
+    "polynomial_decay": (0.05, 9, 0.01, 2.5),
+}
+DTYPES = {"float32": PARAMS, "bfloat16": LOW}
+# Every optimizer with every schedule, dtypes in turn.
+TABLE = [
+    (name, schedule, list(DTYPES)[(m + n) % 2])
+    for m, name in enumerate(NAMES)
+    for n, schedule in enumerate(SCHEDULES)
+]
+
+
+def rate_of(module: Any, schedule: str, **options: Any) -> Any:
+    if schedule == "number":
+        return 0.05
+    maker = getattr(module, "inverse_time_decay" if schedule == "staircase" else schedule)
+    return maker(*SCHEDULES[schedule], **options)
+
+
+def lowered(module: Any, name: str, params: Any = PARAMS, rate: Any = 0.05, **options: Any) -> Any:
+    triple = triple_of(name, module, rate, **options)
+    return jax.jit(triple.update_fn).lower(jnp.int32(0), params, triple.init_fn(params))
+
+
+def program(low: Any) -> str:
+    """The optimized program, its names in the order of their appearance, without source lines."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", low.compile().as_text())
+    text = re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "\n", text)
+    text = re.sub(r"^(ENTRY )?(%[\w.-]+) \(.*$", r"\1\2", text, flags=re.MULTILINE)
+    names: dict[str, str] = {}
+    return re.sub(r"%[\w.-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("name", "schedule", "dtype"), TABLE)
+def test_a_compiled_update_is_that_of_jax(name: str, schedule: str, dtype: str) -> None:
+    exact: dict[str, Any] = {"upstream_numerics": True}
+    params = DTYPES[dtype]
+    rate = rate_of(ours, schedule, **(exact if schedule == "polynomial_decay" else {}))
+    found = lowered(ours, name, params, rate, **exact)
+    expected = lowered(theirs, name, params, rate_of(theirs, schedule))
+    assert program(found) == program(expected)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in COUNTING])
+def test_so_is_the_default_where_nothing_is_promoted(name: str) -> None:
+    for params in (PARAMS, LOW):
+        found, expected = (lowered(module, name, params) for module in (ours, theirs))
+        assert program(found) == program(expected)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "sm3"])
+def test_states_move_between_the_modules(name: str) -> None:
+    mine, other = (triple_of(name, module) for module in (ours, theirs))
+    params = [
+        np.linspace(-1.0, 1.0, 6).reshape(2, 3),
+        (jnp.ones(3), None, Pair(jnp.float32(2.0), {})),
+    ]
+    grads = [jax.tree.map(lambda p, t=t: jnp.cos(jnp.asarray(p) + t), params) for t in range(3)]
+    whole = mixed = other.init_fn(params)
+    for i, g in enumerate(grads):
+        whole = other.update_fn(i, g, whole)
+        mixed = (mine if i % 2 else other).update_fn(i, g, mixed)
+        assert type(mixed) is theirs.OptimizerState  # it stays what it was
+    for a, b in zip(jax.tree.leaves(mixed), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert_equal_leaves(mine.params_fn(mixed), other.params_fn(mixed))
+    start = mine.init_fn(params)
+    assert same_structure(list(other.update_fn(0, grads[0], start)), list(start))
+    packed = ours.pack_optimizer_state(theirs.unpack_optimizer_state(start))
+    assert same_structure(packed, start)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_saturation_is_one_scalar_operation(name: str) -> None:
+    found, expected = (operations(lowered(m, name)) for m in (ours, theirs))
+    corrections = 2 if name == "adam" else 1
+    leaves = len(jax.tree.leaves(PARAMS))
+    assert found - expected == Counter({"minimum tensor<i32>": corrections * leaves})
+    # JAX's converts the exponent besides, and does not use it.
+    assert all(op.startswith("convert ") for op in expected - found)
+
+
+def operations(low: Any) -> Counter[str]:
+    """How often each operation occurs with each result, constants apart."""
+    found = re.findall(r"= stablehlo\.(\w+) .*?(tensor<[^>]*>)$", low.as_text(), re.MULTILINE)
+    return Counter(f"{op} {result}" for op, result in found if op != "constant")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_trace_for_all_steps_and_no_dtype_changes(name: str) -> None:
+    triple = triple_of(name, rate=ours.piecewise_constant([1], [0.1, 0.01]))  # a float32 array
+    step = jax.jit(chex.assert_max_traces(triple.update_fn, 1))
+    # Weakly typed ones and a Python number are among the parameters; gradients are float32.
+    params = {"w": LOW["w"], "a": jnp.full(3, 1.0), "h": jnp.ones(2, jnp.float16), "s": 2.0}
+    state = triple.init_fn(params)
+    kinds = jax.tree.map(jnp.result_type, state)
+    for i in range(3):
+        grads = jax.tree.map(lambda p: jnp.ones(jnp.shape(p), jnp.float32), params)
+        state = step(i, grads, state)
+        assert jax.tree.map(jnp.result_type, state) == kinds
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_python_steps_compile_nothing_new(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    triple = triple_of(name, rate=ours.exponential_decay(0.1, 10, 0.5))
+    # A shape of its own: nothing of it is compiled yet.
+    params = jnp.ones(100 + NAMES.index(name))
+    state = triple.init_fn(params)
+    compiled = []
+    with jax.log_compiles():
+        for i in range(5):
+            state = triple.update_fn(i, params, state)
+            compiled.append(sum("Compiling" in r.message for r in caplog.records))
+            caplog.clear()
+    assert compiled[0] > 0
+    assert compiled[2:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("step", [0, jnp.int32(0)], ids=["number", "array"])
+def test_arrays_that_are_alike_are_traced_once(step: Any) -> None:
+    seen = []
+    rate = {"now": 0.5}
+
+    @ours.optimizer
+    def signs() -> Any:
+        def update(i: Any, g: Any, x: Any) -> Any:
+            seen.append(g.shape)
+            return x - rate["now"] * jnp.sign(g)
+
+        return lambda x: x, update, lambda x: x
+
+    triple = signs()
+    params = [jnp.ones(2 + n % 3) for n in range(12)]
+    state = triple.init_fn(params)
+    for now in 0.5, 0.25:
+        rate["now"] = now
+        seen.clear()
+        new = jax.jit(lambda *args: triple.update_fn(*args))(step, params, state)
+        assert sorted(seen) == [(2,), (3,), (4,)]
+        chex.assert_trees_all_equal(triple.params_fn(new), [x - now for x in params])
+    seen.clear()
+    triple.update_fn(step, params, state)
+    assert len(seen) == len(params)  # outside of a trace it runs as it is
