@@ -123,13 +123,6 @@ def test_chains_in_chains_and_definitions_in_wrappers() -> None:
     assert_same_bits(stepped.target, optimizer.target)
 
 
-def test_parts_that_were_built_already_have_nothing_to_override() -> None:
-    definition = chain(optax.clip(1.0), opt.sgd(0.5), optax.MultiSteps(optax.adam(0.1), 2))
-    assert tuple(definition.hyper_params.__dataclass_fields__) == ("learning_rate",)
-    optimizer = definition.create({"w": jnp.zeros(1)})
-    assert optimizer.apply_gradient({"w": jnp.ones(1)}, learning_rate=0.1).target["w"] == 0.0
-
-
 def test_one_sequence_or_several_arguments() -> None:
     parts: list[Any] = [opt.clip(1.0), optax.sgd(0.5)]
     assert chain(*parts) == chain(parts) == chain(tuple(parts))
