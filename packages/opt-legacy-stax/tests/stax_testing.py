@@ -24,6 +24,6 @@ def same_structure(one: Any, other: Any) -> bool:
     return bool(first == second)
 
 
-def assert_equal_leaves(found: Any, expected: Any) -> None:
+def assert_same(found: Any, expected: Any) -> None:
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)

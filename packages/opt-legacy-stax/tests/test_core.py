@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import RestoreError, TreeMismatchError
 from opt_core.protocols import DerivesLogicalAxes
-from stax_testing import NAMES, assert_equal_leaves, same_structure, triple_of
+from stax_testing import NAMES, assert_same, same_structure, triple_of
 
 PARAMS: Any = {
     "w": jnp.arange(6.0).reshape(2, 3),
@@ -24,7 +24,7 @@ def grads_at(i: int) -> Any:
     return jax.tree.map(lambda p: jnp.cos(i + p.astype(jnp.float32)).astype(p.dtype), PARAMS)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_that_switches_and_comes_back_is_the_same(name: str) -> None:
     triple = triple_of(name, rate=ours.exponential_decay(0.1, 5, 0.5))
@@ -39,7 +39,7 @@ def test_a_run_that_switches_and_comes_back_is_the_same(name: str) -> None:
         optimizer = step(optimizer, grads_at(i))
     state, i = definition.convert_state_back(optimizer)
     assert int(i) == STEPS
-    assert_equal_leaves(state, states[-1])
+    assert_same(state, states[-1])
     again = definition.create(PARAMS)
     again = again.restore_state(optimizer.state_dict())
     assert same_structure(again, optimizer)

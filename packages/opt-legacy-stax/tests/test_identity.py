@@ -11,8 +11,7 @@ import opt_legacy_stax as ours
 import pytest
 from jax.example_libraries import optimizers as theirs
 from opt_legacy_stax import errors
-from stax_testing import NAMES, triple_of
-from stax_testing import assert_equal_leaves as assert_same
+from stax_testing import NAMES, assert_same, triple_of
 
 PARAMS: Any = {"w": jnp.arange(6.0).reshape(2, 3), "low": [jnp.ones((3,), jnp.bfloat16)]}
 GOLDEN = Path(__file__).parent / "goldens" / "files" / "adam_unnamed.safetensors"

@@ -124,7 +124,7 @@ def test_a_state_of_jax_converts_too() -> None:
     check(finished, other.params_fn(run_triple(other, state, 3, 6)), exact=False)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_triple_as_a_transformation_is_itself(name: str, rate: str) -> None:
@@ -280,6 +280,7 @@ def run_both(equivalent: Any, params: Any, dtype: Any) -> tuple[Any, Any]:
     return state, back
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("rate", "dtypes", "exact"),
     [

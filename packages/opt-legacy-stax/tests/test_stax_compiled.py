@@ -11,7 +11,7 @@ import numpy as np
 import opt_legacy_stax as ours
 import pytest
 from jax.example_libraries import optimizers as theirs
-from stax_testing import NAMES, assert_equal_leaves, same_structure, triple_of
+from stax_testing import NAMES, assert_same, same_structure, triple_of
 
 # Their step saturates by default.
 COUNTING = ("adam", "adamax")
@@ -55,7 +55,7 @@ def program(low: Any) -> str:
     return re.sub(r"%[\w.-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "schedule", "dtype"), TABLE)
 def test_a_compiled_update_is_that_of_jax(name: str, schedule: str, dtype: str) -> None:
     exact: dict[str, Any] = {"upstream_numerics": True}
@@ -66,12 +66,11 @@ def test_a_compiled_update_is_that_of_jax(name: str, schedule: str, dtype: str) 
     assert program(found) == program(expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in COUNTING])
 def test_so_is_the_default_where_nothing_is_promoted(name: str) -> None:
-    for params in (PARAMS, LOW):
-        found, expected = (lowered(module, name, params) for module in (ours, theirs))
-        assert program(found) == program(expected)
+    found, expected = (lowered(module, name, LOW) for module in (ours, theirs))
+    assert program(found) == program(expected)
 
 
 class Pair(NamedTuple):
@@ -94,7 +93,7 @@ def test_states_move_between_the_modules(name: str) -> None:
         assert type(mixed) is theirs.OptimizerState  # it stays what it was
     for a, b in zip(jax.tree.leaves(mixed), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert_equal_leaves(mine.params_fn(mixed), other.params_fn(mixed))
+    assert_same(mine.params_fn(mixed), other.params_fn(mixed))
     start = mine.init_fn(params)
     assert same_structure(list(other.update_fn(0, grads[0], start)), list(start))
     packed = ours.pack_optimizer_state(theirs.unpack_optimizer_state(start))
@@ -117,7 +116,7 @@ def operations(low: Any) -> Counter[str]:
     return Counter(f"{op} {result}" for op, result in found if op != "constant")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_trace_for_all_steps_and_no_dtype_changes(name: str) -> None:
     triple = triple_of(name, rate=ours.piecewise_constant([1], [0.1, 0.01]))  # a float32 array

@@ -88,8 +88,8 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         changing_containers,
         errors.StateChangedError,
         (
-            "the update changed the structure of the state of parameter `w`:\n  .: expected a tuple, "
-            "found a list\nReturn the same containers as `init` does."
+            "the update changed the structure of the state of parameter `w`:\n  .: expected a "
+            "tuple, found a list\nReturn the same containers as `init` does."
         ),
     ),
     "a function as the step": (
@@ -114,16 +114,16 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ours.sgd(jnp.ones(2)),
         errors.ScheduleError,
         (
-            "`step_size` must be a number or a function of the step; got an array of shape (2,). For "
-            "a list of values use `piecewise_constant`."
+            "`step_size` must be a number or a function of the step; got an array of shape (2,). "
+            "For a list of values use `piecewise_constant`."
         ),
     ),
     "as many values as boundaries": (
         lambda: ours.piecewise_constant([1, 2], [1, 2]),
         errors.BoundariesError,
         (
-            "`values` must have one entry more than `boundaries`; got 2 values and 2 boundaries. Pass "
-            "one step size up to each boundary and one for after the last."
+            "`values` must have one entry more than `boundaries`; got 2 values and 2 boundaries. "
+            "Pass one step size up to each boundary and one for after the last."
         ),
     ),
     "a tree without join points": (
@@ -131,16 +131,16 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.JoinPointError,
         (
             "`marked_pytree` must have a JoinPoint in place of every leaf:\n  a: expected a "
-            "JoinPoint, found float\n  b/1: expected a JoinPoint, found str\nPass a tree returned by "
-            "`unpack_optimizer_state`."
+            "JoinPoint, found float\n  b/1: expected a JoinPoint, found str\nPass a tree returned "
+            "by `unpack_optimizer_state`."
         ),
     ),
     "the state of another optimizer": (
         lambda: EQUIVALENT.convert_state(ours.momentum(0.1, 0.9).init_fn(W), 0),
         errors.LayoutError,
         (
-            "`opt_state` is not a state of `adam`, which keeps (x, m, v): for parameter `w` found a "
-            "tuple of 2. Pass a state of this optimizer; convert states of older JAX versions with "
+            "`opt_state` is not a state of `adam`, which keeps (x, m, v): for parameter `w` found "
+            "a tuple of 2. Pass a state of this optimizer; convert states of older JAX versions with "
             "`convert_old_layout`."
         ),
     ),
@@ -183,8 +183,8 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: load(optimizer=ours.momentum(0.1, 0.9)),
         errors.StateMismatchError,
         (
-            "the file holds a different state than expected:\n  optimizer: expected `momentum`, found "
-            "`rmsprop`\nLoad it with the optimizer and parameters it was saved with."
+            "the file holds a different state than expected:\n  optimizer: expected `momentum`, "
+            "found `rmsprop`\nLoad it with the optimizer and parameters it was saved with."
         ),
     ),
     "a file of another program": (

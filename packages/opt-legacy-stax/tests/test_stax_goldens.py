@@ -29,7 +29,7 @@ def names(found: list[Any]) -> list[str]:
     return [case["id"] for case in found]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", TRAJECTORIES, ids=names(TRAJECTORIES))
 def test_exact_numerics_replay(case: Any) -> None:
     for t, state in enumerate(golden.replay(case, upstream_numerics=True)):
@@ -54,7 +54,7 @@ UNCHANGED = [c for c in TRAJECTORIES if c["id"] not in PROMOTED | CORRECTED | {S
 SHORT = [c for c in UNCHANGED if c["optimizer"] in ("adam", "adamax") or c["id"] == "sm3_bare"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", SHORT, ids=names(SHORT))
 def test_the_default_replays_too(case: Any) -> None:
     for t, state in enumerate(golden.replay(case)):
@@ -62,7 +62,7 @@ def test_the_default_replays_too(case: Any) -> None:
             assert max(map(golden.worst, found, leaves)) <= POWER
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", sorted(PROMOTED | CORRECTED))
 def test_the_default_keeps_dtypes_and_stays_near(name: str) -> None:
     case = golden.case_of(name)
@@ -124,6 +124,7 @@ def clipped_to(series: dict[str, np.ndarray], max_norm: float, path: str) -> np.
 CLIPPED = golden.cases("l2_norm_clip_grads")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("case", CLIPPED, ids=names(CLIPPED))
 def test_norms(case: Any, exact: bool) -> None:

@@ -14,7 +14,7 @@ from jax.example_libraries import optimizers as theirs
 from stax_testing import NAMES, same_structure, triple_of
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 3)], ids=str)
 def test_sm3_gives_its_parameters_under_jit(shape: tuple[int, ...]) -> None:
     triple = ours.sm3(0.1)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)

@@ -117,16 +117,6 @@ def test_a_state_without_arrays_has_no_entry(tx: Any) -> None:
     assert structure(stepped) == structure(optimizer)
 
 
-def test_empty_parameters_stay_in_the_target_alone() -> None:
-    params = {**make_params(), "empty": {}}
-    optimizer = opt_optax_bridge.adam(0.1).create(params)
-    written = optimizer.state_dict()
-    assert written["target"]["empty"] == {}
-    assert written["state"]["param_states"]["0"]["mu"].keys() == PARAMS
-    restored = optimizer.restore_state(through_bytes(written))
-    assert_same_bits(restored, optimizer)
-
-
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_comes_back_to_the_bit(name: str) -> None:

@@ -143,11 +143,3 @@ def test_a_constructor_that_is_not_a_function() -> None:
         optimizer = wrap_optax_optimizer(constructor)(0.5).create({"w": jnp.ones(1)})
         stepped = optimizer.apply_gradient({"w": jnp.ones(1)}, learning_rate=0.25)
         assert stepped.target["w"].item() == 0.75
-
-
-def test_wrong_arguments_fail_as_in_optax() -> None:
-    adamw: Any = opt_optax_bridge.adamw
-    with pytest.raises(TypeError, match="learning_rate"):
-        adamw()
-    with pytest.raises(TypeError, match="lerning_rate"):
-        adamw(lerning_rate=0.1)

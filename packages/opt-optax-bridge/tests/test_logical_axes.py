@@ -120,13 +120,6 @@ def test_factored_statistics() -> None:
     assert state.v == {"b": P("mlp"), "w": None}
 
 
-def test_a_leaf_of_another_shape_follows_dimension_by_dimension() -> None:
-    tx = optax.GradientTransformation(
-        lambda p: jax.tree.map(lambda x: x[None], p), lambda u, s, p=None: (u, s)
-    )
-    assert derive(tx) == {"b": P(None, "mlp"), "w": P(None, "embed", "mlp")}
-
-
 def test_shapes_are_enough() -> None:
     wrapper = opt_optax_bridge.adamw(SCHEDULE)
     abstract = wrapper.create(jax.eval_shape(make_params))

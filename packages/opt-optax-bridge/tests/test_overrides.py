@@ -197,24 +197,6 @@ def test_a_float_that_decides_a_branch_is_structural_and_the_others_act() -> Non
     )
 
 
-def test_a_float_that_decides_the_structure_of_the_state_is_structural() -> None:
-    @wrap_optax_optimizer
-    def growing(learning_rate: float, decay: Any = 0.5) -> Any:
-        more = {} if isinstance(decay, float) else {"more": jnp.zeros(())}
-
-        def update(updates: Any, state: Any, params: Any = None) -> Any:
-            del params
-            return optax.tree.scale(-learning_rate * decay, updates), {**state, **more}
-
-        return optax.GradientTransformation(lambda params: {"count": jnp.zeros(())}, update)
-
-    grads = {"w": jnp.ones(2)}
-    optimizer = growing(0.5).create(grads)
-    assert overridable_hyper_params(optimizer) == ("learning_rate",)
-    with pytest.raises(HyperParamError, match=r"`decay` cannot be overridden.*structure"):
-        optimizer.apply_gradient(grads, decay=0.25)
-
-
 def test_an_error_of_the_update_itself_is_not_blamed_on_the_override() -> None:
     @wrap_optax_optimizer
     def failing(learning_rate: float) -> Any:

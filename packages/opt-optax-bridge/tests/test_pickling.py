@@ -88,14 +88,6 @@ def test_other_captured_values_make_other_pickles() -> None:
     assert pickle.loads(pickle.dumps(one)) != two
 
 
-def test_modules_are_pickled_by_name() -> None:
-    captured: Any = jnp
-    made = opt_optax_bridge.sgd(lambda count: 0.1 * captured.sqrt(1.0 + count))
-    unpickled = pickle.loads(pickle.dumps(made))
-    assert unpickled == made
-    assert unpickled.hyper_params.learning_rate(3).item() == pytest.approx(0.2)
-
-
 def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickle.dumps(BUILT["lambda, closure"])
     major, minor = sys.version_info[:2]
