@@ -4,8 +4,6 @@ import functools
 import io
 import os
 import stat
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -368,35 +366,6 @@ def test_unbuffered_file_objects() -> None:
     whole = io.BytesIO()
     save(whole, state)
     assert whole.getvalue() == file.getvalue()
-
-
-CRASH = """
-import os, sys, jax.numpy as jnp, opt_legacy_stax as ours
-path, at = sys.argv[1], int(sys.argv[2])
-state = ours.sgd(0.1).init_fn({f"w{i}": jnp.full(1000, 2.0) for i in range(3)})
-count = 0
-def stop(event, args):
-    global count
-    folder = os.path.dirname(path)
-    if event in ("open", "os.rename") and any(str(a).startswith(folder) for a in args):
-        count += 1
-        if count == at:
-            os._exit(9)
-sys.addaudithook(stop)
-ours.save(path, state, optimizer="test")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_crash_leaves_the_old_file(tmp_path: Path, at: int) -> None:
-    path = tmp_path / "state"
-    triple = ours.sgd(0.1)
-    old = triple.init_fn({f"w{i}": jnp.full(1000, 1.0) for i in range(3)})
-    save(path, old)
-    done = subprocess.run([sys.executable, "-c", CRASH, path, str(at)], check=False)
-    assert done.returncode == 9
-    check_same(load(path, like=old), old)
 
 
 def test_where_it_stands_in_a_file_object() -> None:

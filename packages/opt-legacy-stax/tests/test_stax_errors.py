@@ -140,8 +140,8 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.LayoutError,
         (
             "`opt_state` is not a state of `adam`, which keeps (x, m, v): for parameter `w` found "
-            "a tuple of 2. Pass a state of this optimizer; convert states of older JAX versions with "
-            "`convert_old_layout`."
+            "a tuple of 2. Pass a state of this optimizer; convert states of older JAX versions "
+            "with `convert_old_layout`."
         ),
     ),
     "the state of another transformation": (
@@ -211,10 +211,19 @@ def test_the_words(call: Callable[[], Any], error: type[Exception], words: str) 
 
 
 @pytest.mark.parametrize(
-    ("error", "builtin"), [(errors.LoadError, ValueError), (errors.MissingExtraError, ImportError)]
+    ("error", "builtin"),
+    [
+        (errors.TreeMismatchError, TypeError),
+        (errors.StateChangedError, TypeError),
+        (errors.ScheduleError, TypeError),
+        (errors.BoundariesError, ValueError),
+        (errors.JoinPointError, AssertionError),
+        (errors.LoadError, ValueError),
+        (errors.MissingExtraError, ImportError),
+    ],
 )
 def test_errors_are_builtin_ones_too(error: type[Exception], builtin: type[Exception]) -> None:
-    """Those that JAX raises as well are compared with the recorded ones."""
+    """The first five are those that JAX's module raises."""
     assert issubclass(error, builtin)
 
 

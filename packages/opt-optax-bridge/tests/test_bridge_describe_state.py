@@ -254,20 +254,6 @@ def test_a_lambda_leaves_it_to_the_type() -> None:
         (f"{MINE}.trace", ("trace",))
     }
     assert {leaf.source for leaf in found.leaves} == {"types"}
-    plain = of(with_init(lambda tree: [jnp.zeros(()), tree]))
-    assert {leaf.transformation for leaf in plain.leaves} == {"optax_wrapper"}
-
-
-def test_dimensions_of_a_users_state_are_traced() -> None:
-    def rows() -> Any:
-        def init_fn(tree: Any) -> Any:
-            return {"rows": jax.tree.map(lambda p: jnp.sum(p, -1), tree)}
-
-        return with_init(init_fn)
-
-    square = wrapped(rows(), {"w": jnp.ones((4, 4))})
-    (leaf,) = describe_state(square).leaves
-    assert (leaf.dimensions, leaf.role) == ((0,), "factored")
 
 
 # Settings and what bears on state.

@@ -117,7 +117,7 @@ def test_a_state_without_arrays_has_no_entry(tx: Any) -> None:
     assert structure(stepped) == structure(optimizer)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_comes_back_to_the_bit(name: str) -> None:
     optimizer = trained(name)
@@ -125,7 +125,7 @@ def test_every_optimizer_comes_back_to_the_bit(name: str) -> None:
     assert_same_bits(definition(name).create(make_params()).restore_state(written), optimizer)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", block_names())
 def test_every_building_block_comes_back_to_the_bit(name: str) -> None:
     created = OptaxWrapper(block(name)).create(make_params())

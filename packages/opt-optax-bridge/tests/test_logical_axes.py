@@ -55,13 +55,6 @@ def test_dicts_of_either_kind_stand_for_one_another(params: Any, axes: Any) -> N
     assert skeleton(derived) == skeleton(optimizer)
 
 
-NESTED = {"mlp": {"wi": jnp.ones((3, 4)), "wo": jnp.ones((4, 3))}, "norm": {"scale": jnp.ones(3)}}
-NESTED_AXES = {
-    "mlp": {"wi": P("embed", "mlp"), "wo": P("mlp", "embed")},
-    "norm": {"scale": P("embed")},
-}
-
-
 def test_moments_have_the_axes_of_their_parameters_and_counts_none() -> None:
     clip, (adam, decay, schedule) = derive(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE))
@@ -73,27 +66,6 @@ def test_moments_have_the_axes_of_their_parameters_and_counts_none() -> None:
         "b": None,
         "w": P("embed", None),
     }
-
-
-def test_a_mask_may_be_a_prefix() -> None:
-    tx = optax.masked(optax.trace(0.9), {"mlp": True, "norm": False})
-    state = derive(tx, NESTED, NESTED_AXES).inner_state
-    assert state.trace == {"mlp": NESTED_AXES["mlp"], "norm": optax.MaskedNode()}
-
-
-def test_partition_with_prefix_labels() -> None:
-    transforms: dict[Any, Any] = {0: optax.trace(0.9), True: optax.ema(0.9)}
-    state = derive(
-        optax.partition(
-            {"slow": transforms[0], "fast": transforms[True]}, {"mlp": "fast", "norm": "slow"}
-        ),
-        NESTED,
-        NESTED_AXES,
-    )
-    slow, fast = (state.inner_states[name].inner_state for name in ("slow", "fast"))
-    assert slow.trace == {"mlp": optax.MaskedNode(), "norm": NESTED_AXES["norm"]}
-    assert fast.ema == {"mlp": NESTED_AXES["mlp"], "norm": optax.MaskedNode()}
-    assert fast.count is None
 
 
 def test_accumulated_gradients() -> None:
@@ -110,14 +82,6 @@ def test_states_that_no_name_gives_away() -> None:
     assert derive(optax.apply_every(2)).grad_acc == AXES
     tx = optax.GradientTransformation(lambda p: {"mine": [p, p]}, lambda u, s, p=None: (u, s))
     assert derive(tx) == {"mine": [AXES, AXES]}
-
-
-def test_factored_statistics() -> None:
-    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    state = derive(tx)
-    assert state.v_row == {"b": None, "w": P("embed")}
-    assert state.v_col == {"b": None, "w": P("mlp")}
-    assert state.v == {"b": P("mlp"), "w": None}
 
 
 def test_shapes_are_enough() -> None:

@@ -240,12 +240,11 @@ def test_a_factor_bears_meaning_before_moments_alone(name: str) -> None:
             assert not any(t.bearing for t in found.transformations)
 
 
-@harm("rms", "bias_correction")
-def _() -> float:
-    """The count of steps begins beside a moment that is 20 steps old."""
-    old, new = (optax.scale_by_rms(0.99, bias_correction=flag) for flag in (False, True))
+def harm_of_a_correction(make: Callable[..., Any]) -> float:
+    """The count of steps begins beside moments that are 20 steps old."""
+    old, new = (make(0.99, bias_correction=flag) for flag in (False, True))
     params, state = trained(optax.chain(old, optax.scale(-0.01)), 20)
-    fresh = new.init(PARAMS)._replace(nu=state[0].nu)
+    fresh = new.init(PARAMS)._replace(**state[0]._asdict())
     known = fresh._replace(count=jnp.int32(20))
     chained = optax.chain(new, optax.scale(-0.01))
     going, _ = go(chained, params, (fresh, state[1]), 20, 1)
@@ -253,16 +252,8 @@ def _() -> float:
     return off(going, wanted, params)
 
 
-@harm("stddev", "bias_correction")
-def _() -> float:
-    old, new = (optax.scale_by_stddev(0.99, bias_correction=flag) for flag in (False, True))
-    params, state = trained(optax.chain(old, optax.scale(-0.01)), 20)
-    fresh = new.init(PARAMS)._replace(nu=state[0].nu, mu=state[0].mu)
-    known = fresh._replace(count=jnp.int32(20))
-    chained = optax.chain(new, optax.scale(-0.01))
-    going, _ = go(chained, params, (fresh, state[1]), 20, 1)
-    wanted, _ = go(chained, params, (known, state[1]), 20, 1)
-    return off(going, wanted, params)
+for _name, _make in (("rms", optax.scale_by_rms), ("stddev", optax.scale_by_stddev)):
+    harm(_name, "bias_correction")(functools.partial(harm_of_a_correction, _make))
 
 
 def grads_at(t: int) -> Any:
