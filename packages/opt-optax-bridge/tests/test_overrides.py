@@ -82,7 +82,7 @@ def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     assert compiled.traces == 1
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_float_is_overridable_unless_it_makes_no_difference(name: str) -> None:
     constructor = constructor_of(name)
@@ -105,7 +105,7 @@ KINDS: dict[str, Callable[[float], Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_one_trace_serves_every_value(kind: Callable[[float], Any], dtype: Any) -> None:
@@ -119,6 +119,7 @@ def test_one_trace_serves_every_value(kind: Callable[[float], Any], dtype: Any) 
     assert compiled.traces == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rate", [0.1, np.float32(0.1), jnp.float32(0.1)], ids=type)
 def test_an_override_promotes_nothing(rate: Any) -> None:
     """In bfloat16 a strong float32 would keep digits that Optax rounds away."""
@@ -213,6 +214,7 @@ def test_an_error_of_the_update_itself_is_not_blamed_on_the_override() -> None:
         overridable_hyper_params(optimizer)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("extra", [{"mode": "b"}, {"train": True}])
 def test_keywords_of_a_function_that_is_given_are_taken(extra: dict[str, Any]) -> None:
     def value_fn(params: Any, mode: str = "a", train: bool = False) -> Any:

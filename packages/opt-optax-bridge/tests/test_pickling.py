@@ -48,6 +48,7 @@ print(len(built), "definitions")
 """
 
 
+@pytest.mark.slow
 def test_every_definition_moves_to_another_process(tmp_path: Path) -> None:
     path = tmp_path / "definitions.pickle"
     path.write_bytes(pickle.dumps(BUILT))

@@ -132,7 +132,7 @@ NESTED = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("constructor", NESTED.values(), ids=list(NESTED))
 def test_schedules_inside_branches_loops_and_masks(constructor: Callable[..., Any]) -> None:
     optimizer = constructor(SCHEDULES["linear"]).create(make_params())
