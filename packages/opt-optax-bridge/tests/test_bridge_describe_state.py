@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import pickle
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import opt_optax_bridge as opt
 import pytest
-from opt_core import MultiOptimizer, Optimizer, StateDescription, describe_state
+from opt_core import Optimizer, StateDescription, describe_state
 from opt_core.errors import DescriptionError
 from opt_core.protocols import DescribesState
 from opt_optax_bridge import OptaxWrapper
@@ -95,23 +94,6 @@ def test_likes_are_numbered_as_init_makes_them() -> None:
     assert decays == [(1, 0.9), (2, 0.99)]
 
 
-def test_groups_are_in_the_description() -> None:
-    transforms = {"m": optax.trace(0.9), "n": optax.clip(1.0)}
-    in_optax = of(optax.partition(transforms, {"b": "n", "w": "m"}))
-    rules = [
-        (name, pattern, OptaxWrapper(transforms[name]))
-        for name, pattern in (("m", "w"), ("n", "b"))
-    ]
-    in_groups = describe_state(MultiOptimizer.from_rules(rules).create(params()))
-    assert [leaf.key for leaf in in_optax.leaves] == [leaf.key for leaf in in_groups.leaves]
-    assert {leaf.group for leaf in in_optax.leaves} == {("m",)}
-    assert in_optax.transformations == in_groups.transformations
-    nested = MultiOptimizer.from_rules(
-        [("outer", ".*", OptaxWrapper(optax.partition(transforms, {"b": "n", "w": "m"})))]
-    )
-    assert {x.group for x in describe_state(nested.create(params())).leaves} == {("outer", "m")}
-
-
 @pytest.mark.parametrize(
     ("tx", "expected"),
     [
@@ -170,23 +152,6 @@ def by_halves(inner: Any) -> Any:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-class Holder:
-    def __init__(self, tx: Any) -> None:
-        self.tx = tx
-
-
-@dataclasses.dataclass(frozen=True)
-class Outer:
-    inner: Any
-    rate: float = 0.5
-
-    def init(self, tree: Any) -> Any:
-        return self.inner.tx.init(tree)
-
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
-        return self.inner.tx.update(updates, state, params)
-
-
 def test_users_transformations_are_named_after_their_factories() -> None:
     tx = averaging()
     for _ in range(2):
@@ -205,17 +170,6 @@ def test_what_they_hold_is_seen() -> None:
     leaves = of(by_halves(inner)).leaves
     steps = [leaf for leaf in leaves if leaf.transformation == f"{MINE}.by_halves"]
     assert [(leaf.field, leaf.role) for leaf in steps] == [(("steps",), "count")]
-
-
-def test_objects_are_seen_through_and_stay_as_they_are() -> None:
-    heavy = optax.trace(0.9)
-    outer = Outer(Holder(heavy))
-    found = of(outer)
-    assert [made.name for made in found.transformations] == [f"{MINE}.outer", "trace"]
-    assert found.transformations[0].settings == {"rate": 0.5}
-    assert {leaf.transformation for leaf in found.leaves} == {"trace"}
-    assert outer.inner.tx is heavy
-    assert "init" not in vars(outer.inner)
 
 
 def test_an_update_that_is_wrapped_keeps_the_names() -> None:

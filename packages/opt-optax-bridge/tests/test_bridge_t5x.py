@@ -14,8 +14,7 @@ import pytest
 from bridge_testing import assert_close, assert_same_bits, grads_of, make_params, through_bytes
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import GroupError, HyperParamError, RestoreError
-from opt_optax_bridge import t5x
-from opt_optax_bridge._wrapper import OptaxWrapper
+from opt_optax_bridge import OptaxWrapper, t5x
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 

@@ -162,31 +162,10 @@ def growing() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: Growing({}), update)
 
 
-def reshaping() -> optax.GradientTransformation:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        del params
-        return updates, {"kept": state["kept"], "norms": jnp.zeros((3, 1))}
-
-    return optax.GradientTransformation(
-        lambda params: {"kept": jnp.zeros(2), "norms": jnp.zeros(3)}, update
-    )
-
-
-@pytest.mark.parametrize(
-    ("tx", "lines"),
-    [
-        (growing(), ["seen/norm_0: was absent, became ()"]),
-        (optax.chain(optax.identity(), reshaping()), ["1/norms: was (3,), became (3, 1)"]),
-    ],
-    ids=["structure", "shape"],
-)
-def test_a_state_that_changes_is_an_error_that_names_the_paths(tx: Any, lines: list[str]) -> None:
-    optimizer = OptaxWrapper(tx).create(make_params())
-    with pytest.raises(StateChangedError) as caught:
+def test_a_state_that_changes_is_an_error_that_names_the_paths() -> None:
+    optimizer = OptaxWrapper(optax.chain(optax.identity(), growing())).create(make_params())
+    with pytest.raises(StateChangedError, match=r"\n  1/seen/norm_0: was absent, became \(\)\n"):
         optimizer.apply_gradient(make_params())
-    said = str(caught.value).splitlines()
-    assert [line.strip() for line in said[1:-1]] == lines
-    assert said[0] == "the transformation changed the structure or the shapes of its state:"
 
 
 def test_the_step_stops_at_the_largest_int32() -> None:

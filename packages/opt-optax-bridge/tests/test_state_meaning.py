@@ -447,6 +447,7 @@ def test_another_mask_before_moments_goes_wrong(how: str, after: str) -> None:
     assert from_another_state(one, other, steps=20) > 0.05
 
 
+@pytest.mark.internals
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
     refused -= INITIAL.keys()
