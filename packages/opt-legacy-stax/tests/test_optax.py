@@ -78,7 +78,7 @@ def check(found: Any, expected: Any, *, exact: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-# One that is exact, one whose momentum has the other sign in Optax, one with a count, one with rows.
+# Exact; with a momentum of the other sign in Optax; with a count; with rows.
 SAMPLE = {"momentum": "number", "rmsprop_momentum": "number", "adam": "schedule", "sm3": "schedule"}
 SWITCHES = [
     pytest.param(name, rate, marks=[] if SAMPLE.get(name) == rate else pytest.mark.slow)
