@@ -3,13 +3,10 @@
 import functools
 import io
 import os
-import re
 import stat
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.example_libraries import optimizers as theirs
 from opt_legacy_stax import errors
-from stax_testing import same_structure
+from stax_testing import NAMES, same_structure, triple_of
 
 PARAMS: Any = {
     "w": jnp.arange(6.0).reshape(2, 3),
     "low": [jnp.ones((3,), jnp.bfloat16), (), None],
     "s": jnp.float32(2.0),
 }
-NAMES = [
-    "sgd",
-    "momentum",
-    "nesterov",
-    "adagrad",
-    "rmsprop",
-    "rmsprop_momentum",
-    "adam",
-    "adamax",
-    "sm3",
-]
 
 
 save = functools.partial(ours.save, optimizer="test")
@@ -47,11 +33,6 @@ load = functools.partial(ours.load, optimizer="test")
 
 # untyped in safetensors
 deserialize: Any = safetensors.deserialize
-
-
-def triple_of(name: str, module: Any = ours) -> Any:
-    rest = (0.9,) if name in ("momentum", "nesterov") else ()
-    return getattr(module, name)(0.1, *rest)
 
 
 def trained(triple: Any, params: Any = PARAMS, steps: int = 2) -> Any:
@@ -84,6 +65,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
 def test_states_come_back(name: str, module: Any) -> None:
@@ -151,16 +133,12 @@ BASE = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 @pytest.mark.parametrize(
     "array",
     [
-        BASE.T,
-        BASE[:, ::2],
-        BASE[::-1, :, ::-1],
+        BASE[::-1, :, ::2],
         np.asfortranarray(BASE),
-        np.broadcast_to(np.float32(3), (2, 3)),
         np.broadcast_to(BASE[0, 0], (5, 4)),
         BASE.astype(">f4"),
-        BASE.swapaxes(0, 1)[1:],
     ],
-    ids=["T", "strided", "reversed", "F", "scalar", "broadcast", "big-endian", "swapped"],
+    ids=["strided", "Fortran", "broadcast", "big-endian"],
 )
 def test_the_order_in_memory_does_not_matter(array: np.ndarray) -> None:
     after = leaf_after(array)
@@ -168,9 +146,7 @@ def test_the_order_in_memory_does_not_matter(array: np.ndarray) -> None:
     assert after.flags.c_contiguous
 
 
-@pytest.mark.parametrize(
-    "leaf", [3, -(2**63), True, 0.1, -0.0, float("inf"), 1e-320, 2j, np.float32(1), np.int64(2**40)]
-)
+@pytest.mark.parametrize("leaf", [-(2**63), True, -0.0, float("inf"), 1e-320, 2j, np.int64(2**40)])
 def test_numbers_are_what_they_were(leaf: Any) -> None:
     after = leaf_after(leaf)
     assert type(after) is type(leaf)
@@ -202,27 +178,18 @@ trees = st.recursive(
 
 
 @given(trees, trees)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
     state = ours.pack_optimizer_state(jax.tree.map(lambda _: ours.JoinPoint(kept), tree))
     check_same(round_trip(state), state)
 
 
-class Named(NamedTuple):
-    x: Any
-    y: Any
-
-
 @pytest.mark.parametrize(
     ("saved", "expected", "line"),
     [
-        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b: expected an array, found nothing"),
-        ({"a": 1.0, "b/c": 1.0}, {"a": 1.0}, "b~1c: expected nothing, found an array"),
+        ({"a": 1.0}, {"a": 1.0, "b/c": 1.0}, "b~1c: expected an array, found nothing"),
         ({"a": [1.0]}, {"a": (1.0,)}, "a: expected a tuple, found a list"),
-        ({"a": [1.0]}, {"a": 1.0}, "a: expected an array, found a list"),
         ({"0": 1.0}, {0: 1.0}, ".: expected a dict with int keys, found a dict\n"),
-        ({"a": 1.0}, OrderedDict(a=1.0), ".: expected an OrderedDict, found a dict"),
-        (Named(1.0, 2.0), (1.0, 2.0), ".: expected a tuple, found a Named"),
         ({"a": None}, {"a": ()}, "a: expected a tuple, found None"),
         (
             {"d": OrderedDict(a=1.0, b=2.0, c=3.0)},
@@ -231,14 +198,9 @@ class Named(NamedTuple):
         ),
         ({"a\n\x1b[1m": 1.0}, {}, "a\\n\\x1b[1m: expected nothing, found an array"),
         ({"a" * 500: 1.0}, {}, "a" * 97 + "...: expected nothing, found an array"),
-        (np.ones(3), np.ones(3, np.float32), ".:0: expected float32[3], found float64[3]"),
         (np.ones(3), jnp.ones(3), ".:0: expected float32[3], found float64[3]"),
-        (jnp.ones(3), np.ones(3), ".:0: expected float64[3], found float32[3]"),
-        (np.uint64(1), jnp.uint32(1), ".:0: expected uint32[], found uint64[]"),
         (2**40, jnp.int32(1), ".:0: expected int32[], found a Python int"),
         (True, 1, ".:0: expected a Python int, found a Python bool"),
-        (np.float64(1), jax.ShapeDtypeStruct((), np.float16), ".:0: expected float16[], found flo"),
-        (jnp.int8(1), jax.ShapeDtypeStruct((), np.int32), ".:0: expected int32[], found int8[]"),
         (
             2**40,
             jax.ShapeDtypeStruct((), np.int32),
@@ -246,7 +208,6 @@ class Named(NamedTuple):
         ),
         (np.ones(3), np.ones((3, 1)), ".:0: expected float64[3, 1], found float64[3]"),
         (jnp.ones(3), jnp.ones(3, jnp.bfloat16), ".:0: expected bfloat16[3], found float32[3]"),
-        (jnp.ones(3), jnp.ones(3, jnp.int32), ".:0: expected int32[3], found float32[3]"),
     ],
 )
 def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str) -> None:
@@ -256,18 +217,6 @@ def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str
     assert str(caught.value).startswith(
         f"the file holds a different state than expected:\n  {line}"
     )
-    assert str(caught.value).endswith(
-        "\nLoad it with the optimizer and parameters it was saved with."
-    )
-
-
-def test_numbers_of_python_are_not_arrays() -> None:
-    for saved, expected, words in (
-        (jnp.float32(1), 1.0, "expected a Python float, found float32[]"),
-        (1.0, jnp.float32(1), "expected float32[], found a Python float"),
-    ):
-        with pytest.raises(errors.StateMismatchError, match=re.escape(words)):
-            round_trip(as_state(saved), like=as_state(expected))
 
 
 def test_what_jax_narrows_fits_what_it_becomes() -> None:
@@ -290,17 +239,6 @@ def test_weak_types_give_way_to_bits() -> None:
     assert same_bits(found, signalling)
 
 
-def test_a_state_of_another_optimizer_is_refused() -> None:
-    state = trained(ours.adam(0.1), {"w": jnp.ones(2)})
-    file = io.BytesIO()
-    ours.save(file, state, optimizer=ours.adam(0.1))
-    file.seek(0)
-    with pytest.raises(errors.StateMismatchError) as caught:
-        ours.load(file, optimizer=ours.momentum(0.1, 0.9), params={"w": jnp.ones(2)})
-    assert "\n  optimizer: expected `momentum`, found `adam`\n" in str(caught.value)
-    assert "  w, in its state: 2: expected nothing, found an array\n" in str(caught.value)
-
-
 def test_64_bits_need_the_mode() -> None:
     with jax.enable_x64(True):
         state = ours.sgd(0.1).init_fn(jnp.ones(2))
@@ -311,59 +249,44 @@ def test_64_bits_need_the_mode() -> None:
         check_same(round_trip(state), state)
 
 
-def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path) -> None:
-    donated = jnp.ones(2)
-    donated.delete()
-    cases: list[tuple[Any, str]] = [
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
         (object(), "`x, leaf 0` is a object; leaves of a saved state must be arrays or"),
-        ("text", "`x, leaf 0` is a str; leaves"),
         (np.ma.MaskedArray([1.0], [True]), "`x, leaf 0` is a MaskedArray; leaves"),
-        (np.ones((1, 1)).view(np.matrix), "`x, leaf 0` is a matrix; leaves"),
         (2**64, "`x, leaf 0` is an integer that does not fit in 64 bits."),
         (np.array(["a"]), "`x, leaf 0` has dtype <U1, which the format cannot hold exactly."),
-        (np.array([object()]), "`x, leaf 0` has dtype object"),
-        (np.zeros(2, "i4,f4"), "`x, leaf 0` has dtype [('f0', '<i4'), ('f1', '<f4')]"),
-        (np.datetime64("2020"), "`x, leaf 0` has dtype datetime64[Y]"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "`x, leaf 0` is abstract (ShapeDtypeStruct)."),
-        (donated, "the buffer of `x, leaf 0` has been donated or deleted. Save the state that the"),
-    ]
+    ],
+    ids=["object", "masked", "integer", "text", "abstract"],
+)
+def test_what_cannot_be_saved_is_said_and_nothing_is_written(
+    leaf: Any, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "state.safetensors"
     path.write_text("old")
-    for leaf, words in cases:
-        with pytest.raises(errors.SaveError) as caught:
-            save(path, as_state(leaf))
-        assert str(caught.value).startswith(words)
-    for keys, words in (
-        (OrderedDict({"0": None, 0: None}), r"two entries would have the name `0`"),
-        ({"__metadata__": None}, r"two entries would have the name `__metadata__`"),
-        ({"\ud800": None}, r"a key cannot be written as UTF-8"),
-    ):
-        marked = OrderedDict({key: ours.JoinPoint(1) for key in keys})
-        with pytest.raises(errors.SaveError, match=words):
-            save(path, ours.pack_optimizer_state(marked))
-    with pytest.raises(errors.SaveError, match="`state` must be an OptimizerState; got dict"):
-        save(path, {"a": 1})
-    with pytest.raises(errors.SaveError, match="is abstract"):
-        jax.jit(lambda s: save(path, s))(as_state(jnp.ones(2)))
+    with pytest.raises(errors.SaveError) as caught:
+        save(path, as_state(leaf))
+    assert str(caught.value).startswith(words)
     assert os.listdir(tmp_path) == ["state.safetensors"]
     assert path.read_text() == "old"
 
 
-def test_load_says_what_it_needs() -> None:
-    triple = ours.sgd(0.1)
-    state = triple.init_fn(jnp.ones(2))
-    file = io.BytesIO()
-    save(file, state)
-    wrong: list[dict[str, Any]] = [
-        {},
-        {"like": state, "optimizer": triple, "params": jnp.ones(2)},
-        {"like": state, "params": 1.0},
-    ]
-    for reference in wrong:
-        with pytest.raises(TypeError, match="either `like`, a state to compare with, or both `op"):
-            ours.load(file, **reference)
-    with pytest.raises(TypeError, match="`like` must be an OptimizerState; got ArrayImpl"):
-        ours.load(io.BytesIO(), like=jnp.ones(2))
+def test_states_that_cannot_be_saved() -> None:
+    donated = jnp.ones(2)
+    donated.delete()
+    with pytest.raises(errors.SaveError, match="the buffer of `x, leaf 0` has been donated or del"):
+        save(io.BytesIO(), as_state(donated))
+    with pytest.raises(errors.SaveError, match="is abstract"):
+        jax.jit(lambda s: save(io.BytesIO(), s))(as_state(jnp.ones(2)))
+    for keys, words in (
+        (("0", 0), r"two entries would have the name `0`"),
+        (("__metadata__",), r"two entries would have the name `__metadata__`"),
+        (("\ud800",), r"a key cannot be written as UTF-8"),
+    ):
+        marked = OrderedDict({key: ours.JoinPoint(1) for key in keys})
+        with pytest.raises(errors.SaveError, match=words):
+            save(io.BytesIO(), ours.pack_optimizer_state(marked))
 
 
 def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,30 +329,22 @@ def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monkey
     check_same(load(path, like=first), second)
 
 
-def test_paths_of_every_kind(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such permissions or names")
+def test_names_are_of_any_kind_and_permissions_stay(tmp_path: Path) -> None:
     state = trained(ours.sgd(0.1))
-    for name in ("検" * 80, "x" * 254, "é" * 120):
-        save(tmp_path / name, state)
-        check_same(load(tmp_path / name, like=state), state)
-    encoded = os.fsencode(tmp_path / "bytes")
-    save(encoded, state)
-    check_same(load(encoded, like=state), state)
+    paths: list[Any] = [tmp_path / ("検" * 80), tmp_path / ("x" * 254), os.fsencode(tmp_path / "b")]
+    for path in paths:
+        for _ in range(2):
+            save(path, state)
+            os.chmod(path, 0o640)
+        check_same(load(path, like=state), state)
+        save(path, state)
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o640
+    assert len(os.listdir(tmp_path)) == len(paths)
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     with pytest.raises(OSError, match=r"loop|symbolic links"):
         save(loop, state)
-    assert loop.is_symlink()
-    assert len(os.listdir(tmp_path)) == 5
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no such permissions")
-@pytest.mark.parametrize("mode", [0o600, 0o444, 0o640])
-def test_permissions_stay(tmp_path: Path, mode: int) -> None:
-    path = tmp_path / "state"
-    save(path, trained(ours.sgd(0.1)))
-    path.chmod(mode)
-    save(path, trained(ours.sgd(0.1)))
-    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 class Unbuffered(io.BytesIO):
@@ -451,34 +366,6 @@ def test_unbuffered_file_objects() -> None:
     whole = io.BytesIO()
     save(whole, state)
     assert whole.getvalue() == file.getvalue()
-
-
-CRASH = """
-import os, sys, jax.numpy as jnp, opt_legacy_stax as ours
-path, at = sys.argv[1], int(sys.argv[2])
-state = ours.sgd(0.1).init_fn({f"w{i}": jnp.full(1000, 2.0) for i in range(3)})
-count = 0
-def stop(event, args):
-    global count
-    folder = os.path.dirname(path)
-    if event in ("open", "os.rename") and any(str(a).startswith(folder) for a in args):
-        count += 1
-        if count == at:
-            os._exit(9)
-sys.addaudithook(stop)
-ours.save(path, state, optimizer="test")
-"""
-
-
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_crash_leaves_the_old_file(tmp_path: Path, at: int) -> None:
-    path = tmp_path / "state"
-    triple = ours.sgd(0.1)
-    old = triple.init_fn({f"w{i}": jnp.full(1000, 1.0) for i in range(3)})
-    save(path, old)
-    done = subprocess.run([sys.executable, "-c", CRASH, path, str(at)], check=False)
-    assert done.returncode == 9
-    check_same(load(path, like=old), old)
 
 
 def test_where_it_stands_in_a_file_object() -> None:
@@ -512,9 +399,3 @@ def test_safetensors_reads_the_file() -> None:
     assert {"w:0", "w:1", "low/0:1", "s:0"} < {*tensors}
     assert (tensors["w:0"]["dtype"], tensors["w:0"]["shape"]) == ("F32", [2, 3])
     assert tensors["low/0:1"]["dtype"] == "BF16"
-
-
-def test_extreme_keys() -> None:
-    keys = ["../../x", "/abs", "..", ".", "", "a/b", "a:b", "%2E", "...", "nul\0", "é\n", 'q"\\']
-    state = ours.momentum(0.1, 0.9).init_fn({key: np.float32(n) for n, key in enumerate(keys)})
-    check_same(round_trip(state), state)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import opt_legacy_stax as ours
 import optax
+import optax.contrib
 import pytest
 from jax.example_libraries import optimizers as theirs
 from opt_legacy_stax import errors
@@ -77,9 +78,16 @@ def check(found: Any, expected: Any, *, exact: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("name", ARGUMENTS)
+# Exact; with a momentum of the other sign in Optax; with a count; with rows.
+SAMPLE = {"momentum": "number", "rmsprop_momentum": "number", "adam": "schedule", "sm3": "schedule"}
+SWITCHES = [
+    pytest.param(name, rate, marks=[] if SAMPLE.get(name) == rate else pytest.mark.slow)
+    for name in ARGUMENTS
+    for rate in RATES
+]
+
+
+@pytest.mark.parametrize(("name", "rate"), SWITCHES)
 def test_a_run_that_switches_to_the_equivalent_and_back(name: str, rate: str) -> None:
     equivalent = ours.optax_equivalent(name, step_size=RATES[rate], **ARGUMENTS[name])
     assert equivalent.is_exact == (name in EXACT)
@@ -102,6 +110,7 @@ def test_a_run_that_switches_to_the_equivalent_and_back(name: str, rate: str) ->
     check(returned, whole, exact=equivalent.is_exact)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_the_states_are_those_that_optax_makes(name: str) -> None:
     equivalent = ours.optax_equivalent(name, step_size=0.1, **ARGUMENTS[name])
@@ -122,7 +131,7 @@ def test_a_state_of_jax_converts_too() -> None:
     check(finished, other.params_fn(run_triple(other, state, 3, 6)), exact=False)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_triple_as_a_transformation_is_itself(name: str, rate: str) -> None:
@@ -212,59 +221,99 @@ def test_transformations_get_their_extra_arguments_and_keep_dtypes() -> None:
         triple.update_fn(jnp.sin, {"w": jnp.ones(3)}, state)
 
 
-@pytest.mark.parametrize("triple", [ours.sm3(0.1), theirs.adam(0.1)], ids=["ours", "jax"])
-def test_there_and_back_again(triple: Any) -> None:
-    tx = ours.to_optax(triple)
-    state = triple.init_fn(PARAMS)
-    params, opt_state = tx.convert_state(state, 3)
-    back, i = tx.convert_state_back(params, opt_state)
-    assert int(i) == 3
+private: Any = vars(optax.contrib)["differentially_private_aggregate"]  # not exported for mypy
+
+
+def noisy(rate: float) -> ours.Optimizer:
+    @ours.optimizer
+    def make() -> Any:
+        def update(i: Any, g: Any, state: Any) -> Any:
+            x, key = state
+            return x - rate * g * jax.random.uniform(key), jax.random.fold_in(key, i)
+
+        return lambda x: (x, jax.random.key(0)), update, lambda state: state[0]
+
+    return make()
+
+
+def test_keys_in_states_stay_keys() -> None:
+    triple, params = noisy(0.5), {"w": jnp.ones(2)}
+    state = triple.update_fn(0, params, triple.init_fn(params))
+    _, key = jax.tree.leaves(state)
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    moved: Any = triple.params_fn(state)
+    tx: Any = ours.to_optax(triple)
+    definition = ours.to_optimizer_def(triple)
+    found, _ = tx.apply(params, tx.init(params), params)
+    np.testing.assert_array_equal(found["w"], moved["w"])
+    target = definition.create(params).apply_gradient(params).target
+    np.testing.assert_array_equal(target["w"], moved["w"])
+    other = ours.from_optax(private(1.0, 0.1, jax.random.key(1)))
+    assert other.update_fn(0, {"w": jnp.ones((3, 2))}, other.init_fn(params))
+
+
+@pytest.mark.parametrize("names", [("mu", "nu"), ("count", "sum_of_squares")])
+@pytest.mark.parametrize("name", ["momentum", "adagrad", "adam"])
+def test_parameters_may_be_named_as_fields_of_optax(name: str, names: tuple[str, ...]) -> None:
+    equivalent = ours.optax_equivalent(name, step_size=0.1, **ARGUMENTS[name])
+    params = {key: jnp.arange(1.0, 4.0) + n for n, key in enumerate(names)}
+    state = equivalent.triple.update_fn(0, params, equivalent.triple.init_fn(params))
+    back, i = equivalent.convert_state_back(*equivalent.convert_state(state, 1))
+    assert int(i) == 1
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-NO = (
-    "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, which wraps the triple "
-    "itself as a transformation."
-)
+def run_both(equivalent: Any, params: Any, dtype: Any) -> tuple[Any, Any]:
+    """The state of the triple after four updates; and after two, and two of Optax."""
+    triple, tx = equivalent.triple, equivalent.transformation
+    grads = [jnp.asarray(np.sin(np.arange(4.0) + i) * 3, dtype) for i in range(4)]
+    update = jax.jit(triple.update_fn)
+
+    @jax.jit
+    def optax_step(params: Any, state: Any, g: Any) -> Any:
+        updates, state = tx.update(g, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = triple.init_fn(params)
+    for i in (0, 1):
+        state = update(jnp.int32(i), grads[i], state)
+    switched: Any = equivalent.convert_state(state, 2)
+    for i in (2, 3):
+        state = update(jnp.int32(i), grads[i], state)
+        switched = optax_step(*switched, grads[i])
+    back, i = equivalent.convert_state_back(*switched)
+    assert int(i) == 4
+    return state, back
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    ("name", "arguments", "reason"),
+    ("rate", "dtypes", "exact"),
     [
-        (
-            "adamax",
-            {},
-            (
-                "Optax adds `eps` to the gradient inside the maximum, the triple adds it to the "
-                "result; they agree only for `eps=0`"
-            ),
-        ),
-        (
-            "adam",
-            {"upstream_numerics": True},
-            "Optax rounds like the default numerics, not like those of JAX's module",
-        ),
+        (0.1, ("float32", "float32"), True),
+        (0.1, ("bfloat16", "bfloat16"), True),
+        (np.float32(0.1), ("float32", "float32"), True),
+        (np.float32(0.1), ("bfloat16", "bfloat16"), False),
+        (ours.exponential_decay(0.1, 3, 0.5), ("float32", "float32"), True),
+        (ours.piecewise_constant([2], [0.1, 0.03]), ("float16", "float16"), False),
+        (0.1, ("bfloat16", "float32"), False),
     ],
 )
-def test_no_equivalent(name: str, arguments: dict[str, Any], reason: str) -> None:
-    with pytest.raises(errors.NoEquivalentError) as caught:
-        ours.optax_equivalent(name, step_size=0.1, **arguments)
-    assert str(caught.value) == NO.format(name, reason)
-
-
-def test_no_equivalent_of_scalars_and_strangers() -> None:
-    equivalent = ours.optax_equivalent("sm3", step_size=0.1)
-    state = equivalent.triple.init_fn({"a": jnp.ones(2), "s": jnp.ones(())})
-    with pytest.raises(errors.NoEquivalentError) as caught:
-        equivalent.convert_state(state, 0)
-    assert str(caught.value) == NO.format(
-        "sm3", "`optax.sm3` does not support scalars, and parameter `s` is one"
-    )
-    with pytest.raises(errors.NoEquivalentError) as caught:
-        ours.optax_equivalent("adamw", step_size=0.1)
-    assert str(caught.value).startswith("`name` must be one of sgd, momentum, nesterov, adagrad,")
-    with pytest.raises(errors.ScheduleError):
-        ours.optax_equivalent("sgd", step_size="x")
-    with pytest.raises(TypeError):
-        ours.optax_equivalent("sgd", learning_rate=0.1)
+def test_exact_for_says_what_is_so(rate: Any, dtypes: tuple[str, str], exact: bool) -> None:
+    dtype, grads_dtype = dtypes
+    params = jnp.asarray(np.linspace(-1.7, 2, 4), dtype)
+    for name, arguments in [("sgd", {}), ("nesterov", {"mass": 0.8})]:
+        equivalent = ours.optax_equivalent(name, step_size=rate, **arguments)
+        grads = jax.ShapeDtypeStruct((4,), grads_dtype)
+        assert equivalent.is_exact_for(params, grads) == exact
+        for mine, other in zip(
+            *map(jax.tree.leaves, run_both(equivalent, params, grads_dtype)), strict=True
+        ):
+            assert mine.dtype == other.dtype == dtype  # the triple's, whatever Optax kept
+            if exact:
+                np.testing.assert_array_equal(mine, other)
+    adam = ours.optax_equivalent("adam", step_size=0.1)
+    assert not adam.is_exact_for(params)
+    with jax.enable_x64(True):
+        assert equivalent.is_exact_for(params, grads) == (exact and type(rate) is float)

@@ -1,7 +1,6 @@
 """What is broken upstream, and works here."""
 
 import inspect
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -12,27 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.example_libraries import optimizers as theirs
-from stax_testing import same_structure
-
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "sgd": (),
-    "momentum": (0.9,),
-    "nesterov": (0.9,),
-    "adagrad": (),
-    "rmsprop": (),
-    "rmsprop_momentum": (),
-    "adam": (),
-    "adamax": (),
-    "sm3": (),
-}
+from stax_testing import NAMES, same_structure, triple_of
 
 
-def triple_of(name: str, rate: Any = 0.1, **options: Any) -> ours.Optimizer:
-    made: ours.Optimizer = getattr(ours, name)(rate, *ARGUMENTS[name], **options)
-    return made
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 3)], ids=str)
 def test_sm3_gives_its_parameters_under_jit(shape: tuple[int, ...]) -> None:
     triple = ours.sm3(0.1)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
@@ -42,9 +24,6 @@ def test_sm3_gives_its_parameters_under_jit(shape: tuple[int, ...]) -> None:
         grads = jax.grad(lambda p: jnp.sum(p**2))(triple.params_fn(state))
         return triple.update_fn(0, grads, state)
 
-    if 0 in shape:
-        np.testing.assert_array_equal(jax.jit(triple.params_fn)(triple.init_fn(x)), x)
-        return
     state = train(train(triple.init_fn(x)))
     found = jax.jit(triple.params_fn)(state)
     assert found.shape == shape
@@ -58,7 +37,7 @@ def test_sm3_gives_its_parameters_under_jit(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_moves_as_float32_does(name: str, dtype: str) -> None:
     def train(dtype: str) -> np.ndarray:
-        triple = triple_of(name, 0.125)
+        triple = triple_of(name, rate=0.125)
         state = triple.init_fn(jnp.zeros(3, dtype))
         for i in range(3):
             grads = jnp.array([1.0, -2.0, 0.0], dtype)
@@ -71,18 +50,6 @@ def test_low_precision_moves_as_float32_does(name: str, dtype: str) -> None:
     last = 2 if dtype == "float16" else 3
     np.testing.assert_allclose(found[:last], expected[:last], rtol=2e-2)
     assert (found[:2] != 0).all()
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_dtypes_stay(name: str) -> None:
-    triple = triple_of(name, ours.piecewise_constant([1], [0.1, 0.01]))  # a float32 array
-    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones((), jnp.float16), "c": jnp.ones(2)}
-    state = triple.init_fn(params)
-    kinds = [jnp.result_type(leaf) for leaf in jax.tree.leaves(state)]
-    for i in range(3):
-        grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5, jnp.float32), params)
-        state = triple.update_fn(jnp.int32(i), grads, state)
-        assert [jnp.result_type(leaf) for leaf in jax.tree.leaves(state)] == kinds
 
 
 def test_an_update_is_computed_in_the_higher_precision_and_rounded_once() -> None:
@@ -105,18 +72,10 @@ def test_what_cannot_be_rounded_back_is_promoted_as_upstream() -> None:
     assert found.tolist() == [-0.5, 0.5, 1.5]
 
 
-def test_numpy_float64_parameters_are_as_upstream() -> None:
-    triple = ours.momentum(0.1, 0.9)
-    state = triple.init_fn({"w": np.ones(3)})
-    assert isinstance(triple.params_fn(state)["w"], np.ndarray)
-    state = triple.update_fn(0, {"w": np.ones(3)}, state)
-    assert triple.params_fn(state)["w"].dtype == jnp.float32
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("last", [2**31 - 2, 2**31 - 1])
-def test_the_step_saturates(name: str, last: int) -> None:
-    triple = triple_of(name, ours.inverse_time_decay(0.1, 10, 2))  # an integer rate
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamax"])
+def test_the_step_saturates(name: str) -> None:
+    last = 2**31 - 1
+    triple = triple_of(name, rate=ours.inverse_time_decay(0.1, 10, 2))  # an integer rate
     state = triple.init_fn(jnp.ones(2))
     update = jax.jit(triple.update_fn)
     for i in (last, np.int64(last), jnp.int32(last)):
@@ -134,7 +93,7 @@ def test_the_step_saturates(name: str, last: int) -> None:
 
 
 @given(st.integers(0, 2**31 - 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_all_kinds_of_steps_are_one_step(i: int) -> None:
     triple = ours.adam(ours.exponential_decay(0.1, 1000, 0.9))
     state = triple.init_fn(jnp.ones(2))
@@ -156,7 +115,7 @@ def test_an_integer_rate_does_not_wrap_around() -> None:
 
 
 @given(st.integers(1, 1000), st.floats(0.1, 3.0), st.integers(0, 2000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_polynomial_decay_ends_where_it_says(steps: int, power: float, i: int) -> None:
     schedule = ours.polynomial_decay(0.1, steps, 0.01, power)
     compiled = jax.jit(schedule)
@@ -166,6 +125,18 @@ def test_polynomial_decay_ends_where_it_says(steps: int, power: float, i: int) -
         assert np.isfinite(found)
     assert float(schedule(i)) == pytest.approx(expected, rel=1e-3)
     assert float(compiled(steps)) == float(compiled(steps + 9)) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("power", [2, 0.5, -1.0])
+def test_a_decay_over_no_steps_has_ended(power: Any) -> None:
+    for schedule in (
+        ours.polynomial_decay(0.1, 0, 0.02, power),
+        jax.jit(ours.polynomial_decay(0.1, 0, 0.02, power)),
+    ):
+        for i in (0, 5):
+            assert float(schedule(i)) == (np.inf if power < 0 else np.float32(0.02))
+    exact = ours.polynomial_decay(0.1, 0, 0.02, power, upstream_numerics=True)
+    np.testing.assert_array_equal(exact(0), theirs.polynomial_decay(0.1, 0, 0.02, power)(0))
 
 
 def test_polynomial_decay_upstream_is_nan_and_stays_available() -> None:
@@ -208,92 +179,25 @@ def test_clipping_keeps_nan_where_it_is_and_dtypes_as_they_are() -> None:
     assert jnp.isnan(everywhere[2]).all()
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_everything_runs_under_strict_promotion(name: str) -> None:
-    with jax.numpy_dtype_promotion("strict"):
-        triple = triple_of(name, ours.exponential_decay(0.1, 10, 0.5))
-        state = jax.jit(triple.update_fn)(jnp.int32(1), jnp.ones(5), triple.init_fn(jnp.ones(5)))
-        assert triple.params_fn(state).dtype == jnp.float32
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", NAMES)
 def test_states_can_be_donated_and_shaped(name: str) -> None:
-    triple = triple_of(name)
+    triple = triple_of(name, rate=ours.exponential_decay(0.1, 10, 0.5))
     params = {"w": jnp.ones((2, 3)), "s": jnp.ones(())}
     state = jax.tree.map(jnp.array, triple.init_fn(params))
     shapes = jax.eval_shape(triple.init_fn, params)
     assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(state)]
     update = jax.jit(triple.update_fn, donate_argnums=2)
-    for i in range(2):
-        state = update(i, jax.tree.map(jnp.ones_like, params), state)
+    with jax.numpy_dtype_promotion("strict"):
+        for i in range(2):
+            state = update(i, jax.tree.map(jnp.ones_like, params), state)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert paths[0] == ".packed_state[0][0]"
     assert jax.tree.map(jnp.shape, triple.params_fn(state)) == jax.tree.map(jnp.shape, params)
     unpacked = ours.unpack_optimizer_state(state)
     again = ours.pack_optimizer_state(unpacked)
     assert same_structure(again, state)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (again, state)), strict=True))
-
-
-def test_what_is_kept_may_grow() -> None:
-    @ours.optimizer
-    def averaging() -> Any:
-        return (
-            lambda x: (x, jnp.zeros((0, *x.shape))),
-            lambda i, g, s: (s[0] - g, jnp.concatenate([s[1], g[None]])),
-            lambda s: s[0],
-        )
-
-    triple = averaging()
-    state = triple.init_fn(jnp.ones(2))
-    for i in range(3):
-        state = triple.update_fn(i, jnp.ones(2), state)
-    assert jax.tree.leaves(state)[1].shape == (3, 2)
-
-
-def test_a_scalar_gradient_is_for_every_entry() -> None:
-    triple = ours.sgd(0.5)
-    found = triple.update_fn(0, {"w": 0.0, "b": 1.0}, triple.init_fn({"w": jnp.ones(2), "b": 1.0}))
-    assert jax.tree.map(lambda x: x.tolist(), triple.params_fn(found)) == {
-        "w": [1.0, 1.0],
-        "b": 0.5,
-    }
-
-
-@pytest.mark.parametrize("i", [-(2**40), np.int64(-(2**40)), -(2**31)])
-def test_the_step_saturates_downwards_too(i: Any) -> None:
-    triple = ours.adam(0.1)
-    state = triple.init_fn(jnp.ones(2))
-    found, expected = (triple.update_fn(n, jnp.ones(2), state) for n in (i, -(2**31)))
-    np.testing.assert_array_equal(triple.params_fn(found), triple.params_fn(expected))
-
-
-def test_booleans_are_steps_and_fractions_are_step_sizes() -> None:
-    triple = ours.adam(Fraction(1, 10))
-    state = triple.init_fn(jnp.ones(2))
-    expected = triple.params_fn(ours.adam(0.1).update_fn(1, jnp.ones(2), state))
-    for i in (True, np.bool_(True), np.array(True), jnp.bool_(True)):
-        found = triple.params_fn(triple.update_fn(i, jnp.ones(2), state))
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_an_infinite_power_has_decayed_at_once(jit: bool) -> None:
-    schedule: Any = ours.polynomial_decay(0.5, 7, 0.125, float("inf"))
-    schedule = jax.jit(schedule) if jit else schedule
-    assert [float(schedule(i)) for i in (0, 1, 7, 9)] == [0.5, 0.125, 0.125, 0.125]
-
-
-def test_clipping_to_nan_is_not_silent() -> None:
-    assert jnp.isnan(ours.clip_grads([jnp.array([3.0, 4.0])], jnp.nan)[0]).all()
-
-
-def test_sm3_updates_arrays_without_entries() -> None:
-    triple = ours.sm3(0.1)
-    state = triple.init_fn({"none": jnp.zeros((0, 3)), "w": jnp.ones((2, 3))})
-    after = triple.update_fn(0, triple.params_fn(state), state)
-    assert same_structure(after, state)
-    params: Any = triple.params_fn(after)
-    assert params["none"].shape == (0, 3)
-    assert (params["w"] < 1).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -151,13 +151,9 @@ def compiled_step(name: str) -> Jitted:
 
 @functools.cache
 def trained(name: str) -> Optimizer:
-    """An optimizer two steps on. Nobody may donate it: `copied` does."""
+    """An optimizer two steps on. Nobody may donate it."""
     optimizer = definition(name).create(make_params())
     return cast(Optimizer, compiled_step(name)(compiled_step(name)(optimizer)))
-
-
-def copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
 
 
 def through_bytes(state_dict: Mapping[str, Any]) -> Any:

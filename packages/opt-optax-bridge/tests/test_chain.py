@@ -19,7 +19,6 @@ from bridge_testing import (
     loss,
     make_params,
 )
-from opt_core import describe_state
 from opt_core.errors import HyperParamError
 from opt_optax_bridge import building_block_names, chain, overridable_hyper_params
 
@@ -54,17 +53,6 @@ def test_the_overrides_of_all_parts_act_and_compile_once() -> None:
         assert avals(optimizer.state.param_states) == avals(state)
     assert step.traces == 1
     assert overridable_hyper_params(optimizer)[:2] == ("max_norm", "learning_rate")
-
-
-def test_state_and_step_are_those_of_optax() -> None:
-    raw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.5))
-    ours = clipped_adamw().create(make_params())
-    plain = opt.OptaxWrapper(raw).create(make_params())
-    assert ours.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
-    assert_same_bits(ours.state, plain.state)
-    grads = jax.grad(loss)(ours.target)
-    assert_same_bits(ours.apply_gradient(grads).target, plain.apply_gradient(grads).target)
-    assert describe_state(ours) == describe_state(plain)
 
 
 def test_what_two_parts_have_goes_by_part_and_name() -> None:
@@ -121,13 +109,6 @@ def test_chains_in_chains_and_definitions_in_wrappers() -> None:
     grads = jax.grad(loss)(optimizer.target)
     stepped = optimizer.apply_gradient(grads, **dict.fromkeys(rates, 0.0))
     assert_same_bits(stepped.target, optimizer.target)
-
-
-def test_parts_that_were_built_already_have_nothing_to_override() -> None:
-    definition = chain(optax.clip(1.0), opt.sgd(0.5), optax.MultiSteps(optax.adam(0.1), 2))
-    assert tuple(definition.hyper_params.__dataclass_fields__) == ("learning_rate",)
-    optimizer = definition.create({"w": jnp.zeros(1)})
-    assert optimizer.apply_gradient({"w": jnp.ones(1)}, learning_rate=0.1).target["w"] == 0.0
 
 
 def test_one_sequence_or_several_arguments() -> None:

@@ -20,7 +20,6 @@ from bridge_testing import (
     avals,
     constructor_of,
     inputs,
-    loss,
     make_params,
     step,
     third_step,
@@ -31,7 +30,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from opt_core import Optimizer
 from opt_core.errors import HyperParamError
-from opt_optax_bridge import OptaxWrapper, overridable_hyper_params, wrap_optax_optimizer
+from opt_optax_bridge import overridable_hyper_params, wrap_optax_optimizer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -83,21 +82,7 @@ def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     assert compiled.traces == 1
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("name", NAMES)
-def test_without_tracing_an_override_is_the_same(name: str) -> None:
-    names = overridable(name)
-    if not names:
-        with pytest.raises(HyperParamError):
-            third_step(name, learning_rate=0.05)
-        return
-    value = 0.7 * getattr(trained(name).optimizer_def.hyper_params, names[0]) + 0.01
-    overridden = third_step(name, **{names[0]: value})
-    assert_close(result(overridden), third_step_by_optax(name, **{names[0]: value}))
-    assert avals(overridden) == avals(trained(name))
-
-
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_float_is_overridable_unless_it_makes_no_difference(name: str) -> None:
     constructor = constructor_of(name)
@@ -110,32 +95,17 @@ def test_every_float_is_overridable_unless_it_makes_no_difference(name: str) -> 
         assert are_close(changed, third_step_by_optax(name), rtol=0.0, atol=0.0), argument
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("name", NAMES)
-def test_what_cannot_be_overridden_is_refused_and_named(name: str) -> None:
-    fields = trained(name).optimizer_def.hyper_params.__dataclass_fields__
-    allowed = overridable(name)
-    for argument in set(fields) - set(allowed):
-        with pytest.raises(HyperParamError) as caught:
-            third_step(name, **{argument: 0.125})
-        assert f"`{argument}` cannot be overridden at run time" in str(caught.value)
-        listed = str(caught.value).rpartition("these may be: ")[2]
-        assert listed == ", ".join(f"`{n}`" for n in allowed)
-
-
 KINDS: dict[str, Callable[[float], Any]] = {
     "float": float,
-    "np.float32": np.float32,
     "np.float64": np.float64,
     "np.array": np.array,
-    "jnp.float32": jnp.float32,
     "jnp.bfloat16": jnp.bfloat16,
     "ml_dtypes.bfloat16": ml_dtypes.bfloat16,
     "weak": jnp.asarray,
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_one_trace_serves_every_value(kind: Callable[[float], Any], dtype: Any) -> None:
@@ -149,6 +119,7 @@ def test_one_trace_serves_every_value(kind: Callable[[float], Any], dtype: Any) 
     assert compiled.traces == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rate", [0.1, np.float32(0.1), jnp.float32(0.1)], ids=type)
 def test_an_override_promotes_nothing(rate: Any) -> None:
     """In bfloat16 a strong float32 would keep digits that Optax rounds away."""
@@ -157,14 +128,6 @@ def test_an_override_promotes_nothing(rate: Any) -> None:
     built = step("adamw", opt_optax_bridge.adamw(0.1, b1=0.8).create(optimizer.target))
     assert_same_bits(overridden.target, built.target)
     assert_same_bits(overridden.state, built.state)
-
-
-def test_an_integer_is_a_number() -> None:
-    grads = {"w": jnp.ones(2)}
-    optimizer = opt_optax_bridge.sgd(0.5).create({"w": jnp.zeros(2)})
-    for one in (1, np.int32(1), jnp.int8(1)):
-        stepped = optimizer.apply_gradient(grads, learning_rate=one)
-        assert stepped.target["w"].tolist() == [-1.0, -1.0]
 
 
 def test_a_schedule_gives_way_to_a_number_and_to_a_schedule() -> None:
@@ -191,24 +154,6 @@ def test_hyper_params_replaces_all_and_overrides_come_after() -> None:
     assert_close(result(both), wanted)
 
 
-def test_an_override_equal_to_the_argument_changes_no_bit() -> None:
-    own = trained("adamw").optimizer_def.hyper_params
-    assert_same_bits(third_step("adamw", hyper_params=own, b2=0.999), third_step("adamw"))
-
-
-def test_overrides_inside_scan() -> None:
-    optimizer = opt_optax_bridge.adamw(0.1).create(make_params())
-    rates = jnp.array([0.3, 0.2, 0.1])
-
-    def body(optimizer: Optimizer, rate: Any) -> tuple[Optimizer, None]:
-        return step("adamw", optimizer, learning_rate=rate), None
-
-    scanned, _ = jax.lax.scan(body, optimizer, rates)
-    for rate in rates:
-        optimizer = step("adamw", optimizer, learning_rate=rate)
-    assert_close(scanned, optimizer)
-
-
 def test_learning_rates_side_by_side_under_vmap() -> None:
     optimizer, grads = trained("adamw"), inputs("adamw")[0]
     rates = jnp.array([0.0, 0.01, 0.3])
@@ -218,65 +163,7 @@ def test_learning_rates_side_by_side_under_vmap() -> None:
         assert_close(jax.tree.map(lambda x, i=i: x[i], many), one)
 
 
-def test_the_derivative_by_the_learning_rate() -> None:
-    optimizer, grads = trained("sgd"), inputs("sgd")[0]
-
-    def after(rate: Any) -> Any:
-        return loss(optimizer.apply_gradient(grads, learning_rate=rate).target)
-
-    new_grads = jax.grad(loss)(optimizer.apply_gradient(grads, learning_rate=0.2).target)
-    wanted = -sum(jnp.vdot(g, n) for g, n in zip(grads.values(), new_grads.values(), strict=True))
-    np.testing.assert_allclose(jax.grad(after)(0.2), wanted, rtol=1e-5)
-
-
-STRUCTURAL = [
-    ("adafactor", "min_dim_size_to_factor", 8),
-    ("adafactor", "factored", False),
-    ("adafactor", "momentum", 0.9),
-    ("adamw", "mask", {"b": False, "w": True}),
-    ("adamw", "mu_dtype", jnp.bfloat16),
-    ("adamw", "nesterov", True),
-    ("galore", "rank", 2),
-    ("muon", "ns_coeffs", (2.0, -1.5, 0.5)),
-    ("muon", "ns_steps", 3),
-    ("sgd", "momentum", 0.9),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "value"), [case for case in STRUCTURAL if case[0] in NAMES]
-)
-def test_structural_arguments_are_refused(name: str, argument: str, value: Any) -> None:
-    with pytest.raises(HyperParamError, match=f"`{argument}` cannot be overridden at run time"):
-        third_step(name, **{argument: value})
-
-
-NO_NUMBERS = {
-    "None": None,
-    "a flag": True,
-    "a flag of NumPy": np.True_,
-    "text": "0.1",
-    "a vector": jnp.ones(3),
-    "one element": np.ones(1),
-    "complex": 1j,
-    "a schedule for a number": optax.constant_schedule(0.1),
-    "a key": jax.random.key(0),
-}
-
-
-@pytest.mark.parametrize("value", NO_NUMBERS.values(), ids=list(NO_NUMBERS))
-def test_an_override_must_be_a_scalar(value: Any) -> None:
-    with pytest.raises(HyperParamError, match="`learning_rate` must be a real number"):
-        third_step("adamw", learning_rate=value)
-
-
-def test_none_does_not_take_momentum_away() -> None:
-    optimizer: Any = opt_optax_bridge.sgd(0.1, momentum=0.9).create({"w": jnp.ones(2)})
-    with pytest.raises(HyperParamError, match="`momentum` must be a real number"):
-        optimizer.apply_gradient({"w": jnp.ones(2)}, momentum=None)
-
-
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_misspelt_name_is_refused_with_the_right_ones(name: str) -> None:
     with pytest.raises(TypeError, match=r"['`]learning_rat['`]") as caught:
@@ -286,16 +173,6 @@ def test_a_misspelt_name_is_refused_with_the_right_ones(name: str) -> None:
     assert isinstance(caught.value, HyperParamError)
     for allowed in overridable(name):
         assert f"`{allowed}`" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "tx", [optax.adamw(0.1), optax.scale(-0.1), optax.MultiSteps(optax.sgd(0.1), 2)]
-)
-def test_an_opaque_transformation_has_nothing_to_override(tx: Any) -> None:
-    optimizer = OptaxWrapper(tx).create({"w": jnp.ones(2)})
-    with pytest.raises(HyperParamError, match=r"`learning_rate`.*none"):
-        optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.1)
-    assert overridable_hyper_params(optimizer) == ()
 
 
 @wrap_optax_optimizer
@@ -308,6 +185,8 @@ def clipped(learning_rate: Any, *, clip: float = 1.0, decay: Any = 0.0) -> Any:
 def test_a_float_that_decides_a_branch_is_structural_and_the_others_act() -> None:
     grads = {"w": jnp.full(2, 4.0)}
     optimizer = clipped(0.5).create({"w": jnp.ones(2)})
+    integer = optimizer.apply_gradient(grads, learning_rate=np.int32(1))
+    assert integer.target["w"].tolist() == [0.0, 0.0]
     assert overridable_hyper_params(optimizer) == ("learning_rate", "decay")
     stepped = optimizer.apply_gradient(grads, learning_rate=0.25, decay=1.0)
     assert stepped.target["w"].tolist() == [0.5, 0.5]
@@ -317,24 +196,6 @@ def test_a_float_that_decides_a_branch_is_structural_and_the_others_act() -> Non
         "`clip` cannot be overridden at run time: it decides a Python branch, shapes or structure. "
         "Of this optimizer these may be: `learning_rate`, `decay`"
     )
-
-
-def test_a_float_that_decides_the_structure_of_the_state_is_structural() -> None:
-    @wrap_optax_optimizer
-    def growing(learning_rate: float, decay: Any = 0.5) -> Any:
-        more = {} if isinstance(decay, float) else {"more": jnp.zeros(())}
-
-        def update(updates: Any, state: Any, params: Any = None) -> Any:
-            del params
-            return optax.tree.scale(-learning_rate * decay, updates), {**state, **more}
-
-        return optax.GradientTransformation(lambda params: {"count": jnp.zeros(())}, update)
-
-    grads = {"w": jnp.ones(2)}
-    optimizer = growing(0.5).create(grads)
-    assert overridable_hyper_params(optimizer) == ("learning_rate",)
-    with pytest.raises(HyperParamError, match=r"`decay` cannot be overridden.*structure"):
-        optimizer.apply_gradient(grads, decay=0.25)
 
 
 def test_an_error_of_the_update_itself_is_not_blamed_on_the_override() -> None:
@@ -353,6 +214,7 @@ def test_an_error_of_the_update_itself_is_not_blamed_on_the_override() -> None:
         overridable_hyper_params(optimizer)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("extra", [{"mode": "b"}, {"train": True}])
 def test_keywords_of_a_function_that_is_given_are_taken(extra: dict[str, Any]) -> None:
     def value_fn(params: Any, mode: str = "a", train: bool = False) -> Any:
@@ -380,29 +242,3 @@ def test_an_override_that_varies_over_a_mesh_axis() -> None:
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
     assert jax.jit(mapped)(optimizer, jnp.array([0.5])).tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("name", ["params", "state", "updates"])
-def test_names_of_the_positional_arguments_are_not_overrides(name: str) -> None:
-    optimizer = opt_optax_bridge.adamw(0.1).create({"w": jnp.ones(2)})
-    with pytest.raises(HyperParamError, match=f"`{name}`"):
-        optimizer.apply_gradient({"w": jnp.ones(2)}, **{name: 1.0})
-
-
-def test_the_list_of_what_may_be_overridden_was_tried() -> None:
-    @wrap_optax_optimizer
-    def branching(learning_rate: float, weight_decay: float = 0.1, nesterov: bool = False) -> Any:
-        tx = optax.sgd(learning_rate, momentum=0.9, nesterov=nesterov)
-        return optax.chain(optax.add_decayed_weights(0.1), tx) if weight_decay > 0 else tx
-
-    optimizer = branching(0.1).create({"w": jnp.ones(2)})
-    for overrides in ({"nesterov": True}, {"momentum": 0.9}):
-        with pytest.raises(HyperParamError) as caught:
-            optimizer.apply_gradient({"w": jnp.ones(2)}, **overrides)
-        assert "`learning_rate`" in str(caught.value)
-        assert "weight_decay" not in str(caught.value)
-
-
-def test_only_constructors_are_wrapped() -> None:
-    with pytest.raises(TypeError, match="OptaxWrapper"):
-        wrap_optax_optimizer(optax.sgd(0.1))  # type: ignore[arg-type]  # what it is about

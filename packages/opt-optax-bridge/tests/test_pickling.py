@@ -11,15 +11,15 @@ import opt_optax_bridge
 import optax
 import pickled_elsewhere
 import pytest
-from bridge_testing import Jitted, assert_same_bits, grads_of, make_params, step, trained
-from opt_core import Optimizer
-from opt_optax_bridge import OptaxWrapper, _pickling
+from bridge_testing import Jitted, assert_same_bits, make_params, step, trained
+from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 BUILT = pickled_elsewhere.built()
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", BUILT)
 def test_a_pickle_is_equal_and_hashes_equal(name: str) -> None:
     unpickled = pickle.loads(pickle.dumps(BUILT[name]))
@@ -44,13 +44,11 @@ for name in ["adamw", "NumPy table, closure", "recursive, closure", "wrapped lam
     one, two = [d[name].create(make_params()) for d in (unpickled, built)]
     one, two = [o.apply_gradient(make_params()).target["w"] for o in (one, two)]
     assert (one == two).all(), name
-optimizer = unpickled["adamw"].create(make_params())
-changed = optimizer.apply_gradient(make_params(), learning_rate=0.5)
-assert (changed.target["w"] != optimizer.apply_gradient(make_params()).target["w"]).all()
 print(len(built), "definitions")
 """
 
 
+@pytest.mark.slow
 def test_every_definition_moves_to_another_process(tmp_path: Path) -> None:
     path = tmp_path / "definitions.pickle"
     path.write_bytes(pickle.dumps(BUILT))
@@ -73,19 +71,11 @@ def test_an_unpickled_definition_is_not_traced_again() -> None:
     assert train_step.traces == 1
 
 
-def test_a_whole_optimizer_pickles() -> None:
+def test_an_unpickled_optimizer_takes_the_same_step() -> None:
     optimizer = trained("adamw")
     unpickled = pickle.loads(pickle.dumps(optimizer))
-    assert isinstance(unpickled, Optimizer)
     assert_same_bits(unpickled, optimizer)
-    assert_same_bits(step("adamw", unpickled), step("adamw", optimizer))
-
-
-def test_overrides_work_after_unpickling() -> None:
-    optimizer = trained("adamw")
-    unpickled = pickle.loads(pickle.dumps(optimizer))
-    grads = grads_of("adamw", optimizer.target)
-    changed = [o.apply_gradient(grads, learning_rate=0.5) for o in (optimizer, unpickled)]
+    changed = [step("adamw", o, learning_rate=0.5) for o in (optimizer, unpickled)]
     assert_same_bits(*changed)
 
 
@@ -99,52 +89,15 @@ def test_other_captured_values_make_other_pickles() -> None:
     assert pickle.loads(pickle.dumps(one)) != two
 
 
-def test_a_variable_that_was_never_assigned_stays_so() -> None:
-    def outer(assign: bool) -> Any:
-        if assign:
-            late = 2.0
-
-        def inner() -> float:
-            return late
-
-        return inner
-
-    assert _pickling.loads(_pickling.dumps(outer(True)))() == 2.0
-    with pytest.raises(NameError, match="late"):
-        _pickling.loads(_pickling.dumps(outer(False)))()
-
-
-def test_typed_keys_keep_their_implementation() -> None:
-    key = jax.random.key(3, impl="rbg")
-    unpickled = _pickling.loads(_pickling.dumps({"key": key}))["key"]
-    assert unpickled.dtype == key.dtype
-    assert (jax.random.key_data(unpickled) == jax.random.key_data(key)).all()
-
-
-def test_modules_are_pickled_by_name() -> None:
-    captured: Any = jnp
-    made = opt_optax_bridge.sgd(lambda count: 0.1 * captured.sqrt(1.0 + count))
-    unpickled = pickle.loads(pickle.dumps(made))
-    assert unpickled == made
-    assert unpickled.hyper_params.learning_rate(3).item() == pytest.approx(0.2)
-
-
 def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = _pickling.dumps(BUILT["lambda, closure"].hyper_params.learning_rate)
+    data = pickle.dumps(BUILT["lambda, closure"])
     major, minor = sys.version_info[:2]
     monkeypatch.setattr(sys, "version_info", (3, 99, 0))
     with pytest.raises(pickle.UnpicklingError) as caught:
-        _pickling.loads(data)
+        pickle.loads(data)
     monkeypatch.undo()
     assert f"was pickled under Python {major}.{minor};" in str(caught.value)
     assert str(caught.value).endswith("a function made inside another cannot move to 3.99")
-
-
-def test_a_decorated_function_that_is_gone_is_named() -> None:
-    with pytest.raises(
-        pickle.UnpicklingError, match=r"`optax.sgd` has changed since it was pickled"
-    ):
-        _pickling._unwrap("optax", "sgd", 1)
 
 
 def test_compiled_functions_are_pickled_by_name() -> None:

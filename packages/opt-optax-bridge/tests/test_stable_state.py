@@ -4,24 +4,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_optax_bridge
 import optax
 import pytest
 from bridge_testing import (
     Jitted,
-    assert_close,
     assert_same_bits,
     avals,
     block,
     block_names,
-    copied,
     definition,
     extra_args_of,
     grads_of,
     make_params,
     step,
-    structure,
     through_bytes,
     trained,
     transformation,
@@ -29,7 +25,6 @@ from bridge_testing import (
 from opt_core import Optimizer
 from opt_core.errors import StateChangedError
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 NAMES = opt_optax_bridge.optimizer_names()
 PRECISIONS = {
@@ -71,7 +66,7 @@ def optax_can(name: str, tx: Any, param_dtype: Any, grad_dtype: Any) -> bool:
     return True
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(15)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", NAMES)
@@ -93,6 +88,7 @@ def test_a_step_changes_no_aval(name: str, precision: str) -> None:
         assert avals(abstract_step(name, optimizer, grad_dtype, **{first: 0.5})) == avals(optimizer)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("name", block_names())
 def test_a_step_of_a_building_block_changes_no_aval(name: str) -> None:
@@ -115,6 +111,7 @@ def lenient(tx: Any) -> Any:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_ours_promotes_nothing(name: str) -> None:
     with pytest.raises(ValueError, match="promotion"):  # so it is strict outside of Optax
@@ -124,7 +121,7 @@ def test_what_is_ours_promotes_nothing(name: str) -> None:
         assert avals(abstract_step(name, optimizer, jnp.bfloat16)) == avals(optimizer)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("name", NAMES)
 def test_donated_right_after_create_and_after_restore_and_compiled_once(name: str) -> None:
@@ -138,31 +135,6 @@ def test_donated_right_after_create_and_after_restore_and_compiled_once(name: st
     assert_same_bits(second, trained(name))  # of another definition that is equal
     restored = made.create(make_params()).restore_state(through_bytes(second.state_dict()))
     assert_same_bits(donating(restored), donating(second))
-    assert donating.traces == 1
-
-
-def test_optax_itself_cannot_be_donated() -> None:
-    """What the test before is about: the state of some optimizers is the parameters."""
-    params = make_params()
-    tx = transformation("dog")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="donate the same buffer twice"):
-        jax.jit(lambda p, s: (p, s), donate_argnums=(0, 1))(params, tx.init(params))
-    optimizer = definition("dog").create(make_params())
-    jax.jit(lambda o: o, donate_argnums=0)(optimizer)
-
-
-@pytest.mark.usefixtures("optax_promotion")
-@pytest.mark.parametrize(
-    "name",
-    [n for n in block_names() if n in ("mechanize", "sam", "scale_by_madgrad", "add_noise")],
-)
-def test_building_blocks_that_keep_what_they_are_given_can_be_donated(name: str) -> None:
-    wrapper = OptaxWrapper(block(name))
-    donating = Jitted(lambda optimizer: step(name, optimizer), donate_argnums=0)
-    for _ in range(2):  # the second time from the same definition
-        optimizer = donating(wrapper.create(make_params()))
-        restored = wrapper.create(make_params()).restore_state(optimizer.state_dict())
-        donating(copied(restored))
     assert donating.traces == 1
 
 
@@ -190,87 +162,10 @@ def growing() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: Growing({}), update)
 
 
-def reshaping() -> optax.GradientTransformation:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        del params
-        return updates, {"kept": state["kept"], "norms": jnp.zeros((3, 1))}
-
-    return optax.GradientTransformation(
-        lambda params: {"kept": jnp.zeros(2), "norms": jnp.zeros(3)}, update
-    )
-
-
-@pytest.mark.parametrize(
-    ("tx", "lines"),
-    [
-        (growing(), ["seen/norm_0: was absent, became ()"]),
-        (reshaping(), ["norms: was (3,), became (3, 1)"]),
-        (optax.chain(optax.identity(), reshaping()), ["1/norms: was (3,), became (3, 1)"]),
-    ],
-    ids=["structure", "shape", "nested"],
-)
-def test_a_state_that_changes_is_an_error_that_names_the_paths(tx: Any, lines: list[str]) -> None:
-    optimizer = OptaxWrapper(tx).create(make_params())
-    with pytest.raises(StateChangedError) as caught:
+def test_a_state_that_changes_is_an_error_that_names_the_paths() -> None:
+    optimizer = OptaxWrapper(optax.chain(optax.identity(), growing())).create(make_params())
+    with pytest.raises(StateChangedError, match=r"\n  1/seen/norm_0: was absent, became \(\)\n"):
         optimizer.apply_gradient(make_params())
-    said = str(caught.value).splitlines()
-    assert [line.strip() for line in said[1:-1]] == lines
-    assert said[0] == "the transformation changed the structure or the shapes of its state:"
-
-
-@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="this Optax has no `monitor`")
-def test_monitor_changes_its_state() -> None:
-    """Optax's `monitor` fills an empty dict: no step with it can be compiled once."""
-    tx = optax.monitor({"norm": lambda updates: optax.tree.norm(updates)})
-    before = tx.init(make_params())
-    _, after = tx.update(make_params(), before, make_params())
-    optimizer = OptaxWrapper(tx).create(make_params())
-    if structure(before) == structure(after):
-        assert avals(optimizer.apply_gradient(make_params())) == avals(optimizer)
-        return
-    with pytest.raises(StateChangedError, match="norm"):
-        optimizer.apply_gradient(make_params())
-
-
-def test_containers_without_leaves_count_too() -> None:
-    with pytest.raises(StateChangedError, match="became"):
-        keep_avals({"a": ()}, {"a": []})
-
-
-@pytest.mark.parametrize("leaf", [1, 0.5, True, np.float32(1), np.ones(2), jnp.asarray(1.0)])
-def test_initial_leaves_become_strong_arrays(leaf: Any) -> None:
-    (stable,) = stable_leaves((leaf,))
-    assert isinstance(stable, jax.Array)
-    assert not is_weak(stable)
-    assert_close(stable, jnp.asarray(leaf))
-
-
-def test_numpy_leaves_are_copied() -> None:
-    array = np.zeros(2, np.float32)
-    stable = stable_leaves(array)
-    array[:] = 1.0
-    assert stable.tolist() == [0.0, 0.0]
-
-
-def test_new_leaves_take_the_dtype_of_the_old() -> None:
-    old = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros((), jnp.int32)}
-    new = {"a": jnp.ones(2, jnp.float32), "b": 3}
-    assert same_shapes(old, new)
-    assert avals(keep_avals(old, new)) == avals(old)
-    assert keep_avals(old, new)["b"].item() == 3
-
-
-def test_new_leaves_lose_weak_types() -> None:
-    new = keep_avals((jnp.zeros(()), jnp.zeros((), jnp.int32)), (jnp.asarray(1.0), 2))
-    assert not is_weak(new)
-    assert is_weak(jnp.asarray(1.0))
-
-
-def test_shapes_are_compared_leaf_by_leaf() -> None:
-    assert same_shapes([jnp.ones(2), 1], [np.ones(2), jnp.ones(())])
-    assert not same_shapes([jnp.ones(2)], [jnp.ones(3)])
-    assert not same_shapes([jnp.ones(2)], (jnp.ones(2),))
-    assert not same_shapes({"a": 1}, {"b": 1})
 
 
 def test_the_step_stops_at_the_largest_int32() -> None:

@@ -43,11 +43,17 @@ def loss(params: Any, t: Any) -> Any:
 
 def go(tx: Any, params: Any, state: Any, start: int, steps: int) -> tuple[Any, Any]:
     """Parameters and state after some steps; the value of the loss goes to whoever takes it."""
+    params, state, _ = run(tx, params, state, start, steps)
+    return params, state
+
+
+def run(tx: Any, params: Any, state: Any, start: int, steps: int) -> tuple[Any, Any, float]:
+    """The mean of the loss besides."""
     has_value = not isinstance(state, getattr(contrib, "SAMState", ()))
     tx = optax.with_extra_args_support(tx)
 
     @jax.jit
-    def run(params: Any, state: Any) -> Any:
+    def compiled(params: Any, state: Any) -> Any:
         def step(carry: Any, t: Any) -> Any:
             value, grads = jax.value_and_grad(loss)(carry[0], t)
             extra = {"value": value} if has_value else {}
@@ -55,11 +61,10 @@ def go(tx: Any, params: Any, state: Any, start: int, steps: int) -> tuple[Any, A
             new = jax.tree.map(lambda s, old: s.astype(old.dtype), state, carry[1])
             return (optax.apply_updates(carry[0], updates), new), value
 
-        return jax.lax.scan(step, (params, state), jnp.arange(start, start + steps))[0]
+        return jax.lax.scan(step, (params, state), jnp.arange(start, start + steps))
 
-    state = jax.tree.map(jnp.asarray, state)
-    found: tuple[Any, Any] = run(params, state)
-    return found
+    (params, state), values = compiled(params, jax.tree.map(jnp.asarray, state))
+    return params, state, float(jnp.mean(values))
 
 
 def trained(tx: Any, steps: int) -> tuple[Any, Any]:
@@ -121,24 +126,23 @@ def ignored(old: Any, new: Any, saved: int = 20) -> float:
     return off(going, wanted, before) if off(wanted, params) == 0 else off(wanted, going, params)
 
 
-@harm("muon", "ns_coeffs")
-def _() -> float:
-    return ignored(contrib.muon(0.02), contrib.muon(0.02, ns_coeffs=(2.0, -1.5, 0.5)))
-
-
-@harm("momo", "lower_bound")
-def _() -> float:
-    return ignored(contrib.momo(0.5), contrib.momo(0.5, lower_bound=0.6), 3)
-
-
-@harm("momo_adam", "lower_bound")
-def _() -> float:
-    return ignored(contrib.momo_adam(0.5), contrib.momo_adam(0.5, lower_bound=0.6), 3)
-
-
-@harm("cocob", "alpha")
-def _() -> float:
-    return from_another_state(contrib.cocob(alpha=100.0), contrib.cocob(alpha=1.0))
+HARMS |= {
+    ("muon", "ns_coeffs"): lambda: ignored(
+        *(contrib.muon(0.02, ns_coeffs=c) for c in ((3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)))
+    ),
+    ("momo", "lower_bound"): lambda: ignored(
+        contrib.momo(0.5), contrib.momo(0.5, lower_bound=0.6), saved=3
+    ),
+    ("momo_adam", "lower_bound"): lambda: ignored(
+        contrib.momo_adam(0.5), contrib.momo_adam(0.5, lower_bound=0.6), saved=3
+    ),
+    ("cocob", "alpha"): lambda: from_another_state(
+        *(contrib.cocob(alpha=alpha) for alpha in (100.0, 1.0))
+    ),
+    ("schedule_free", "weight_lr_power"): lambda: from_another_state(
+        *(contrib.schedule_free_sgd(0.05, weight_lr_power=power) for power in (2.0, 0.0))
+    ),
+}
 
 
 @harm("galore", "weight_dimension_numbers")
@@ -147,12 +151,6 @@ def _() -> float:
         contrib.galore(0.1, rank=2, weight_dimension_numbers=contrib.GaLoreDimensionNumbers(*axes))
         for axes in ((0, 1), (1, 0))
     ]
-    return from_another_state(*made)
-
-
-@harm("schedule_free", "weight_lr_power")
-def _() -> float:
-    made = [contrib.schedule_free_sgd(0.05, weight_lr_power=power) for power in (2.0, 0.0)]
     return from_another_state(*made)
 
 
@@ -242,12 +240,11 @@ def test_a_factor_bears_meaning_before_moments_alone(name: str) -> None:
             assert not any(t.bearing for t in found.transformations)
 
 
-@harm("rms", "bias_correction")
-def _() -> float:
-    """The count of steps begins beside a moment that is 20 steps old."""
-    old, new = (optax.scale_by_rms(0.99, bias_correction=flag) for flag in (False, True))
+def harm_of_a_correction(make: Callable[..., Any]) -> float:
+    """The count of steps begins beside moments that are 20 steps old."""
+    old, new = (make(0.99, bias_correction=flag) for flag in (False, True))
     params, state = trained(optax.chain(old, optax.scale(-0.01)), 20)
-    fresh = new.init(PARAMS)._replace(nu=state[0].nu)
+    fresh = new.init(PARAMS)._replace(**state[0]._asdict())
     known = fresh._replace(count=jnp.int32(20))
     chained = optax.chain(new, optax.scale(-0.01))
     going, _ = go(chained, params, (fresh, state[1]), 20, 1)
@@ -255,16 +252,8 @@ def _() -> float:
     return off(going, wanted, params)
 
 
-@harm("stddev", "bias_correction")
-def _() -> float:
-    old, new = (optax.scale_by_stddev(0.99, bias_correction=flag) for flag in (False, True))
-    params, state = trained(optax.chain(old, optax.scale(-0.01)), 20)
-    fresh = new.init(PARAMS)._replace(nu=state[0].nu, mu=state[0].mu)
-    known = fresh._replace(count=jnp.int32(20))
-    chained = optax.chain(new, optax.scale(-0.01))
-    going, _ = go(chained, params, (fresh, state[1]), 20, 1)
-    wanted, _ = go(chained, params, (known, state[1]), 20, 1)
-    return off(going, wanted, params)
+for _name, _make in (("rms", optax.scale_by_rms), ("stddev", optax.scale_by_stddev)):
+    harm(_name, "bias_correction")(functools.partial(harm_of_a_correction, _make))
 
 
 def grads_at(t: int) -> Any:
@@ -418,7 +407,7 @@ def builds(name: str, setting: str) -> Any:
     return getattr(aggregating, name)()
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "setting"), HARMS)
 def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
     assert effect(builds(name, setting), name, setting) != "nothing"
@@ -432,7 +421,6 @@ def only(name: str, tx: Any) -> Any:
 # What acts on gradients of one parameter before moments: plans list another mask.
 PARTIAL: dict[str, Callable[[str], Any]] = {
     "scale": lambda name: only(name, optax.scale(64.0)),
-    "scale_by_schedule": lambda name: only(name, optax.scale_by_schedule(lambda _: 64.0)),
     "stateless": lambda name: only(
         name, optax.stateless(lambda g, _: jax.tree.map(lambda x: 64.0 * x, g))
     ),
@@ -449,7 +437,7 @@ PARTIAL: dict[str, Callable[[str], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", PARTIAL)
 @pytest.mark.parametrize("after", ["scale_by_adam", "flatten"])
 def test_another_mask_before_moments_goes_wrong(how: str, after: str) -> None:
@@ -459,6 +447,7 @@ def test_another_mask_before_moments_goes_wrong(how: str, after: str) -> None:
     assert from_another_state(one, other, steps=20) > 0.05
 
 
+@pytest.mark.internals
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
     refused -= INITIAL.keys()
@@ -490,57 +479,32 @@ def test_settings_without_effect_on_saved_state_are_reported(name: str, setting:
     assert effect(old, name, setting) == effect(new, name, setting) == "initial"
 
 
-def test_the_counts_that_decide_are_fields_of_the_state() -> None:
-    for name, known in KNOWN.items():
-        for setting, bearing in known.bearing.items():
-            needs = bearing.effect in ("window", "at_or_below_count", "above_count")
-            assert bool(bearing.count) == needs, (name, setting)
-            assert not bearing.count or known.roles[bearing.count[0]] == "count"
-
-
 # Admitted: numbers that may change.
 
 CHANGES: dict[str, dict[str, tuple[float, float]]] = {
     "adam": {"b1": (0.9, 0.8), "b2": (0.99, 0.9), "eps": (1e-8, 1e-3)},
-    "amsgrad": {"b2": (0.99, 0.9)},
-    "adamax": {"b2": (0.99, 0.9)},
     "adabelief": {"b2": (0.99, 0.9)},
-    "yogi": {"b2": (0.99, 0.9)},
-    "radam": {"b2": (0.99, 0.95)},
-    "novograd": {"b1": (0.9, 0.8), "b2": (0.25, 0.5)},
     "adan": {"b1": (0.98, 0.9), "b2": (0.92, 0.8), "b3": (0.99, 0.9)},
     "lion": {"b1": (0.9, 0.8), "b2": (0.99, 0.9)},
     "rmsprop": {"decay": (0.9, 0.99)},
-    "adadelta": {"rho": (0.9, 0.99)},
     "adagrad": {"eps": (1e-7, 1e-3)},
     "sgd": {"momentum": (0.9, 0.8)},
-    "sm3": {"momentum": (0.9, 0.8)},
     "adafactor": {"decay_rate": (0.8, 0.9)},
     "rprop": {"eta_plus": (1.2, 1.1)},
-    "optimistic_gradient_descent": {"alpha": (1.0, 0.9)},
     "contrib.ademamix": {"b1": (0.9, 0.8), "b3": (0.9999, 0.99)},
-    "contrib.simplified_ademamix": {"b1": (0.9, 0.8), "b2": (0.95, 0.9)},
-    "contrib.acprop": {"b2": (0.99, 0.9)},
     "contrib.adopt": {"b2": (0.99, 0.9)},
     "contrib.muon": {"beta": (0.95, 0.9)},
-    "contrib.madgrad": {"momentum": (0.9, 0.8)},
     "contrib.dog": {"eps": (1e-8, 1e-6)},
-    "contrib.dowg": {"eps": (1e-4, 1e-3)},
     "contrib.momo": {"beta": (0.9, 0.8)},
-    "contrib.momo_adam": {"b2": (0.99, 0.9)},
     "contrib.prodigy": {"estim_lr_coef": (1.0, 0.9)},
     "contrib.schedule_free_sgd": {"learning_rate": (0.05, 0.04)},
     "contrib.reduce_on_plateau": {"factor": (0.1, 0.5), "rtol": (1e-4, 1e-2)},
 }
 
 RATES = {
-    **dict.fromkeys(("novograd", "lion", "sgd", "rprop", "optimistic_gradient_descent"), 0.01),
+    **dict.fromkeys(("lion", "sgd", "rprop"), 0.01),
     "contrib.muon": 0.02,
-    "contrib.madgrad": 0.01,
-    "contrib.simplified_ademamix": 0.005,
-    **dict.fromkeys(
-        ("dog", "dowg", "momo", "momo_adam", "prodigy", "schedule_free_sgd", "reduce_on_plateau")
-    ),
+    **dict.fromkeys(("dog", "momo", "prodigy", "schedule_free_sgd", "reduce_on_plateau")),
 }
 
 
@@ -555,32 +519,16 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("maker", "name"), NUMBERS)
 def test_a_number_may_change(maker: str, name: str) -> None:
     """No worse than the worse of the two that kept their number."""
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(tx: Any, params: Any, state: Any, start: Any) -> Any:
-        def step(carry: Any, t: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(carry[0], t)
-            updates, state = tx.update(grads, carry[1], carry[0], value=value)
-            new = jax.tree.map(lambda s, old: s.astype(old.dtype), state, carry[1])
-            return (optax.apply_updates(carry[0], updates), new), value
-
-        return jax.lax.scan(step, (params, state), start + jnp.arange(40))
-
     old, new = (built(maker, **{name: value}) for value in CHANGES[maker][name])
-    started, _ = run(old, PARAMS, jax.tree.map(jnp.asarray, old.init(PARAMS)), 0)
-    own, _ = run(new, PARAMS, jax.tree.map(jnp.asarray, new.init(PARAMS)), 0)
-    (_, going), (_, before), (_, always) = (
-        run(new, *started, 40),
-        run(old, *started, 40),
-        run(new, *own, 40),
-    )
-    assert np.isfinite(vector(going)).all()
-    worst = max(float(jnp.mean(before)), float(jnp.mean(always)))
-    assert float(jnp.mean(going)) < 1.1 * worst + 0.02
+    started, own = trained(old, 40), trained(new, 40)
+    *_, going = run(new, *started, 40, 40)
+    *_, before = run(old, *started, 40, 40)
+    *_, always = run(new, *own, 40, 40)
+    assert going < 1.1 * max(before, always) + 0.02
 
 
 def built(maker: str, **options: float) -> Any:
@@ -600,6 +548,7 @@ def test_a_plateau_above_the_saved_count_still_ends(change: dict[str, int]) -> N
     assert float(plateau(change, saved, 300).scale) < 1e-2
 
 
+@pytest.mark.slow
 def test_an_offset_up_to_the_saved_count_may_change() -> None:
     old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 5))
     params, state = trained(old, 5)
@@ -607,6 +556,7 @@ def test_an_offset_up_to_the_saved_count_may_change() -> None:
     assert float(loss(going, 45)) < 1.1 * float(loss(trained(old, 45)[0], 45)) + 0.02
 
 
+@pytest.mark.slow
 def test_the_period_of_lookahead_may_change() -> None:
     """What has been looked ahead is in the parameters; the next synchronization comes later."""
     old, new = (optax.lookahead(optax.sgd(0.05), k, 0.5) for k in (6, 3))

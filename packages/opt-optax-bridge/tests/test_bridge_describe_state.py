@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib
 import pickle
-import sys
-import threading
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_optax_bridge as opt
 import pytest
-from opt_core import MultiOptimizer, Optimizer, StateDescription, describe_state
+from opt_core import Optimizer, StateDescription, describe_state
 from opt_core.errors import DescriptionError
 from opt_core.protocols import DescribesState
 from opt_optax_bridge import OptaxWrapper
@@ -99,70 +94,11 @@ def test_likes_are_numbered_as_init_makes_them() -> None:
     assert decays == [(1, 0.9), (2, 0.99)]
 
 
-def test_one_that_is_there_twice_is_two() -> None:
-    heavy = optax.trace(0.9)
-    found = of(optax.chain(heavy, optax.clip(1.0), heavy))
-    assert [leaf.number for leaf in found.leaves] == [1, 1, 2, 2]
-    assert [(made.name, made.number) for made in found.transformations] == [
-        ("trace", 1),
-        ("clip", 1),
-        ("trace", 2),
-    ]
-
-
-def test_an_init_that_is_called_twice_makes_two() -> None:
-    heavy = optax.trace(0.9)
-
-    def twice() -> Any:
-        def init_fn(tree: Any) -> Any:
-            return {"slow": heavy.init(tree), "fast": heavy.init(tree)}
-
-        return optax.GradientTransformation(init_fn, lambda u, s, p=None: (u, s))
-
-    assert makers(twice()) == {
-        "fast/trace/b": "trace#2",
-        "fast/trace/w": "trace#2",
-        "slow/trace/b": "trace#1",
-        "slow/trace/w": "trace#1",
-    }
-
-
-def test_a_transformation_without_leaves_counts_among_its_like() -> None:
-    nothing = optax.masked(optax.trace(0.9), {"b": False, "w": False})
-    found = of(optax.chain(nothing, optax.trace(0.9)))
-    assert {leaf.number for leaf in found.leaves} == {2}
-    assert [made.number for made in found.transformations] == [1, 2]
-
-
-def test_groups_are_in_the_description() -> None:
-    transforms = {"m": optax.trace(0.9), "n": optax.clip(1.0)}
-    in_optax = of(optax.partition(transforms, {"b": "n", "w": "m"}))
-    rules = [
-        (name, pattern, OptaxWrapper(transforms[name]))
-        for name, pattern in (("m", "w"), ("n", "b"))
-    ]
-    in_groups = describe_state(MultiOptimizer.from_rules(rules).create(params()))
-    assert [leaf.key for leaf in in_optax.leaves] == [leaf.key for leaf in in_groups.leaves]
-    assert {leaf.group for leaf in in_optax.leaves} == {("m",)}
-    assert in_optax.transformations == in_groups.transformations
-    nested = MultiOptimizer.from_rules(
-        [("outer", ".*", OptaxWrapper(optax.partition(transforms, {"b": "n", "w": "m"})))]
-    )
-    assert {x.group for x in describe_state(nested.create(params())).leaves} == {("outer", "m")}
-
-
 @pytest.mark.parametrize(
     ("tx", "expected"),
     [
         (optax.chain(optax.clip(1.0), optax.chain(optax.trace(0.9))), ["clip", "trace"]),
-        (optax.named_chain(("z", optax.clip(1.0)), ("a", optax.trace(0.9))), ["clip", "trace"]),
         (optax.MultiSteps(optax.trace(0.9), 2), ["multi_steps", "trace"]),
-        (
-            optax.MultiSteps(optax.trace(0.9), 2).gradient_transformation(),
-            ["multi_steps", "trace"],
-        ),
-        (optax.masked(optax.trace(0.9), True), ["trace"]),
-        (optax.apply_if_finite(optax.trace(0.9), 3), ["apply_if_finite", "trace"]),
         (
             optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1.0, 0.0, 3)),
             ["inject_hyperparams", "adam", "add_decayed_weights", "scale"],
@@ -192,13 +128,6 @@ def averaging() -> Any:
     return with_init(init_fn)
 
 
-def averaging_compiled() -> Any:
-    def init_fn(tree: Any) -> Any:
-        return {"mean": jax.tree.map(jnp.zeros_like, tree)}
-
-    return with_init(jax.jit(init_fn))
-
-
 def rebuilding(inner: Any) -> Any:
     def init_fn(tree: Any) -> Any:
         return {"inner": jax.tree.map(jnp.copy, inner.init(tree))}
@@ -223,27 +152,10 @@ def by_halves(inner: Any) -> Any:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-class Holder:
-    def __init__(self, tx: Any) -> None:
-        self.tx = tx
-
-
-@dataclasses.dataclass(frozen=True)
-class Outer:
-    inner: Any
-    rate: float = 0.5
-
-    def init(self, tree: Any) -> Any:
-        return self.inner.tx.init(tree)
-
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
-        return self.inner.tx.update(updates, state, params)
-
-
 def test_users_transformations_are_named_after_their_factories() -> None:
-    tx = optax.chain(averaging(), averaging_compiled())
+    tx = averaging()
     for _ in range(2):
-        assert set(makers(tx).values()) == {f"{MINE}.averaging#1", f"{MINE}.averaging_compiled#1"}
+        assert set(makers(tx).values()) == {f"{MINE}.averaging#1"}
     found = of(tx)
     assert {leaf.source for leaf in found.leaves} == {"types"}
     assert {(leaf.field, leaf.role) for leaf in found.leaves} == {(("mean",), "moment")}
@@ -258,17 +170,6 @@ def test_what_they_hold_is_seen() -> None:
     leaves = of(by_halves(inner)).leaves
     steps = [leaf for leaf in leaves if leaf.transformation == f"{MINE}.by_halves"]
     assert [(leaf.field, leaf.role) for leaf in steps] == [(("steps",), "count")]
-
-
-def test_objects_are_seen_through_and_stay_as_they_are() -> None:
-    heavy = optax.trace(0.9)
-    outer = Outer(Holder(heavy))
-    found = of(outer)
-    assert [made.name for made in found.transformations] == [f"{MINE}.outer", "trace"]
-    assert found.transformations[0].settings == {"rate": 0.5}
-    assert {leaf.transformation for leaf in found.leaves} == {"trace"}
-    assert outer.inner.tx is heavy
-    assert "init" not in vars(outer.inner)
 
 
 def test_an_update_that_is_wrapped_keeps_the_names() -> None:
@@ -307,20 +208,6 @@ def test_a_lambda_leaves_it_to_the_type() -> None:
         (f"{MINE}.trace", ("trace",))
     }
     assert {leaf.source for leaf in found.leaves} == {"types"}
-    plain = of(with_init(lambda tree: [jnp.zeros(()), tree]))
-    assert {leaf.transformation for leaf in plain.leaves} == {"optax_wrapper"}
-
-
-def test_dimensions_of_a_users_state_are_traced() -> None:
-    def rows() -> Any:
-        def init_fn(tree: Any) -> Any:
-            return {"rows": jax.tree.map(lambda p: jnp.sum(p, -1), tree)}
-
-        return with_init(init_fn)
-
-    square = wrapped(rows(), {"w": jnp.ones((4, 4))})
-    (leaf,) = describe_state(square).leaves
-    assert (leaf.dimensions, leaf.role) == ((0,), "factored")
 
 
 # Settings and what bears on state.
@@ -432,15 +319,6 @@ def test_transformations_that_describe_their_fields(tx: Any, name: str) -> None:
     assert made.effect("decay") == "refused"
 
 
-def test_what_injection_keeps_may_change() -> None:
-    tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 3), b1=0.8)
-    inject = of(tx).transformations[0]
-    assert inject.settings["b1"] == 0.8
-    assert not inject.bearing
-    roles = {leaf.field: leaf.role for leaf in of(tx).leaves}
-    assert roles["hyperparams_states", "learning_rate", "count"] == "schedule_count"
-
-
 def test_counts_of_schedules_have_a_role_of_their_own() -> None:
     tx = optax.adamw(optax.linear_schedule(1.0, 0.0, 3), weight_decay=optax.constant_schedule(0.1))
     found = {(x.transformation, x.field): x.role for x in of(tx).leaves if x.parameter is None}
@@ -475,15 +353,6 @@ def test_an_alias_of_nothing_is_an_error() -> None:
 # Where it is asked.
 
 
-def test_nothing_hooks_into_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a hook was set")
-
-    monkeypatch.setattr(sys, "setprofile", refuse)
-    monkeypatch.setattr(sys, "settrace", refuse)
-    assert names(optax.MultiSteps(optax.adam(0.1), 2)) > ADAM
-
-
 def test_arrays_shapes_and_tracers_say_the_same() -> None:
     optimizer = wrapped(optax.chain(rebuilding(optax.scale_by_yogi()), optax.adamw(0.1)))
     definition = optimizer.optimizer_def
@@ -500,57 +369,3 @@ def test_arrays_shapes_and_tracers_say_the_same() -> None:
     stepped = jax.jit(step)(optimizer)
     assert inside == [expected]
     assert definition.describe_state(stepped.target, stepped.state) == expected
-
-
-def test_threads_do_not_disturb_one_another() -> None:
-    optimizer = wrapped(optax.chain(optax.yogi(0.1), optax.adam(0.1)))
-    definition: Any = optimizer.optimizer_def
-    expected, found = definition.describe_state(optimizer.target, optimizer.state), []
-    threads = [
-        threading.Thread(
-            target=lambda: found.append(
-                definition.describe_state(optimizer.target, optimizer.state)
-            )
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected] * 4
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        jnp.ones(3),
-        {},
-        {"a": {}, "b": ()},
-        {"a": None, "b": jnp.ones(2)},
-        {0: jnp.ones(2), 10: jnp.ones(3)},
-        [jnp.ones(2), {"k": jnp.ones(2)}, jnp.ones(2)],
-        (jnp.ones(2), jnp.ones(2)),
-        {"a": jnp.zeros((0, 3)), "b": jnp.float32(2.0)},
-    ],
-    ids=str,
-)
-def test_parameters_of_every_kind(tree: Any) -> None:
-    for tx in (optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2), averaging()):
-        optimizer = wrapped(tx, tree)
-        found = describe_state(optimizer)
-        assert len(found.leaves) == len(jax.tree.leaves(optimizer.state.param_states))
-        for leaf, array in zip(
-            found.leaves, jax.tree.leaves(optimizer.state.param_states), strict=True
-        ):
-            assert leaf.dimensions is not None
-            assert len(leaf.dimensions) == np.ndim(array)
-
-
-def init_with(tree: Any, scale: float) -> Any:
-    return {"mean": jax.tree.map(lambda x: x * scale, tree)}
-
-
-def test_partial_functions() -> None:
-    tx = with_init(functools.partial(init_with, scale=2.0))
-    assert {leaf.transformation for leaf in of(tx).leaves} == {f"{MINE}.init_with"}

@@ -14,8 +14,7 @@ import pytest
 from bridge_testing import assert_close, assert_same_bits, grads_of, make_params, through_bytes
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import GroupError, HyperParamError, RestoreError
-from opt_optax_bridge import t5x
-from opt_optax_bridge._wrapper import OptaxWrapper
+from opt_optax_bridge import OptaxWrapper, t5x
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -55,13 +54,6 @@ def test_and_nothing_else_is_ignored() -> None:
             optimizer.apply_gradient(make_params(), **overrides)
 
 
-def test_extra_arguments_reach_the_transformation() -> None:
-    optimizer = t5x.polyak_sgd().create(make_params())
-    grads = grads_of("polyak_sgd", optimizer.target)
-    one, two = (optimizer.apply_gradient(grads, learning_rate=1.0, value=v) for v in (0.1, 0.2))
-    assert not jnp.array_equal(one.target["w"], two.target["w"])
-
-
 def test_parameters_may_come_back_in_another_precision() -> None:
     optimizer = t5x.adam(0.1).create(make_params()).apply_gradient(make_params())
     saved = through_bytes(optimizer.state_dict())
@@ -69,38 +61,32 @@ def test_parameters_may_come_back_in_another_precision() -> None:
     restored = optimizer.restore_state(saved)
     assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.bfloat16)}
     assert_same_bits(restored.state, optimizer.state)
+    assert optimizer.check_state_dict(saved).ok
+    plain = OptaxWrapper(optax.adam(0.1)).create(make_params())
+    with pytest.raises(RestoreError, match="target/w: dtype"):  # in the package itself
+        plain.restore_state({**plain.state_dict(), "target": saved["target"]})
 
 
-def test_the_optimizer_state_may_not() -> None:
+def test_nothing_else_may() -> None:
     optimizer = t5x.adam(0.1).create(make_params())
     saved = through_bytes(optimizer.state_dict())
-    saved["state"]["param_states"]["0"]["mu"]["w"] = np.zeros((2, 3), np.float16)
-    with pytest.raises(RestoreError, match="state/param_states/0/mu/w: dtype"):
-        optimizer.restore_state(saved)
-
-
-def test_shapes_and_paths_are_strict() -> None:
-    optimizer = t5x.adam(0.1).create(make_params())
-    saved = through_bytes(optimizer.state_dict())
+    moments = saved["state"]["param_states"]["0"]
+    moments["mu"]["w"] = np.zeros((2, 3), np.float16)
+    moments["count"] = {}
+    del moments["nu"]["b"]
     saved["target"]["w"] = saved["target"]["w"].T
-    del saved["state"]["param_states"]["0"]["nu"]["b"]
+    saved["target"]["b"] = np.array(["a", "b", "c"])
+    assert not optimizer.check_state_dict(saved).ok
     with pytest.raises(RestoreError) as caught:
         optimizer.restore_state(saved)
-    assert [m.path for m in caught.value.report.mismatches] == [
-        "state/param_states/0/nu/b",
-        "target/w",
-    ]
-
-
-def test_what_is_not_an_array_is_strict_too() -> None:
-    optimizer = t5x.adam(0.1).create(make_params())
-    written = optimizer.state_dict()
-    written["target"]["w"] = {"kernel": written["target"]["w"]}
-    written["state"]["param_states"]["0"]["count"] = {}
-    with pytest.raises(RestoreError) as caught:
-        optimizer.restore_state(written)
     found = {m.path: m.kind.value for m in caught.value.report.mismatches}
-    assert found == {"target/w": "container", "state/param_states/0/count": "container"}
+    assert found == {
+        "state/param_states/0/count": "container",
+        "state/param_states/0/mu/w": "dtype",
+        "state/param_states/0/nu/b": "missing",
+        "target/b": "dtype",
+        "target/w": "shape",
+    }
 
 
 def test_axes_travel_through_state_dicts() -> None:
@@ -128,12 +114,14 @@ def test_a_step_may_be_replaced_as_t5x_does() -> None:
         assert_same_bits(restored.state.step, jnp.int32(7))
 
 
-def test_a_bf16_dict_of_the_package_itself_is_strict() -> None:
-    optimizer = OptaxWrapper(optax.adam(0.1)).create(make_params())
-    saved = through_bytes(optimizer.state_dict())
-    saved["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), saved["target"])
-    with pytest.raises(RestoreError, match="target/w: dtype"):
-        optimizer.restore_state(saved)
+def test_extra_arguments_and_chains_are_taken_as_t5x_does() -> None:
+    optimizer = t5x.polyak_sgd().create(make_params())
+    grads = grads_of("polyak_sgd", optimizer.target)
+    one, two = (optimizer.apply_gradient(grads, learning_rate=1.0, value=v) for v in (0.1, 0.2))
+    assert not jnp.array_equal(one.target["w"], two.target["w"])
+    made: Any = t5x.chain(transformations=[optax.clip(0.5), optax.sgd(1.0)])  # as gin binds it
+    stepped = made.create({"w": jnp.ones(1)}).apply_gradient({"w": jnp.full(1, 4.0)})
+    assert stepped.target["w"].item() == 0.5
 
 
 def test_definitions_compare_and_pickle_and_are_not_those_of_the_package() -> None:
@@ -143,50 +131,6 @@ def test_definitions_compare_and_pickle_and_are_not_those_of_the_package() -> No
     assert one != OptaxWrapper(optax.adamw(0.1))
     assert t5x.OptaxWrapper(optax.adamw(0.1)) != OptaxWrapper(optax.adamw(0.1))
     assert vars(pickle.loads(pickle.dumps(one)).hyper_params) == {"learning_rate": None}
-
-
-def test_chain_takes_a_sequence_as_gin_binds_it() -> None:
-    made: Any = t5x.chain(transformations=[optax.clip(0.5), optax.sgd(1.0)])
-    stepped = made.create({"w": jnp.ones(1)}).apply_gradient({"w": jnp.full(1, 4.0)})
-    assert stepped.target["w"].item() == 0.5
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.array([2**33, 1]), np.array([1e300, 1.0]), np.array(["a", "b"]), "text", np.ones(2, int)],
-    ids=["int64", "float64", "strings", "text", "int"],
-)
-def test_parameters_of_another_kind_are_refused(value: Any) -> None:
-    optimizer = t5x.sgd(0.1).create({"w": jnp.ones(2)})
-    state_dict = {**optimizer.state_dict(), "target": {"w": value}}
-    assert not optimizer.check_state_dict(state_dict).ok
-    with pytest.raises(RestoreError, match="target/w"):
-        optimizer.restore_state(state_dict)
-
-
-def test_parameters_and_states_of_numpys_float64_restore() -> None:
-    """Old NumPy code writes them; without 64 bits they are float32 to JAX."""
-    optimizer = t5x.adam(0.1).create(make_params()).apply_gradient(make_params())
-    wide = jax.tree.map(np.float64, optimizer.state_dict())
-    wide["state"]["step"] = np.array(1)
-    wide["state"]["param_states"]["0"]["count"] = np.array(1)
-    assert_same_bits(optimizer.restore_state(wide), optimizer)
-    half = t5x.adam(0.1).create(jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params()))
-    restored = half.restore_state({"target": wide["target"], "state": half.state_dict()["state"]})
-    assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.float32)}
-
-
-def test_check_and_restore_agree() -> None:
-    optimizer = t5x.sgd(0.1).create({"w": jnp.ones(2)})
-    state_dict = {**optimizer.state_dict(), "target": {"w": jnp.ones(2, jnp.bfloat16)}}
-    assert optimizer.check_state_dict(state_dict).ok
-    assert optimizer.restore_state(state_dict).target["w"].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("state_dict", [None, [1]])
-def test_what_is_not_a_state_dict_is_reported(state_dict: Any) -> None:
-    with pytest.raises(RestoreError, match="mapping"):
-        t5x.sgd(0.1).create({"w": jnp.ones(2)}).restore_state(state_dict)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +233,3 @@ def test_groups_restore_as_leniently_as_one_does() -> None:
     saved["target"]["b"] = saved["target"]["b"][None]
     with pytest.raises(RestoreError, match="target/b: shape"):
         optimizer.restore_state(saved)
-
-
-def test_groups_of_the_facade_are_not_those_of_the_core() -> None:
-    assert both() == both() == pickle.loads(pickle.dumps(both()))
-    assert both() != opt_core.MultiOptimizer([("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))])

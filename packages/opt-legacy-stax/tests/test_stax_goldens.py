@@ -29,7 +29,7 @@ def names(found: list[Any]) -> list[str]:
     return [case["id"] for case in found]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", TRAJECTORIES, ids=names(TRAJECTORIES))
 def test_exact_numerics_replay(case: Any) -> None:
     for t, state in enumerate(golden.replay(case, upstream_numerics=True)):
@@ -54,7 +54,7 @@ UNCHANGED = [c for c in TRAJECTORIES if c["id"] not in PROMOTED | CORRECTED | {S
 SHORT = [c for c in UNCHANGED if c["optimizer"] in ("adam", "adamax") or c["id"] == "sm3_bare"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", SHORT, ids=names(SHORT))
 def test_the_default_replays_too(case: Any) -> None:
     for t, state in enumerate(golden.replay(case)):
@@ -62,7 +62,7 @@ def test_the_default_replays_too(case: Any) -> None:
             assert max(map(golden.worst, found, leaves)) <= POWER
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", sorted(PROMOTED | CORRECTED))
 def test_the_default_keeps_dtypes_and_stays_near(name: str) -> None:
     case = golden.case_of(name)
@@ -76,20 +76,6 @@ def test_the_default_keeps_dtypes_and_stays_near(name: str) -> None:
         ):
             # Three units of bfloat16's last place, after a dozen roundings.
             assert max(map(golden.worst, leaves, recorded)) <= 2.4e-2
-
-
-def test_bfloat16_adam_moves() -> None:
-    case = golden.case_of(STUCK)
-    *_, stuck = golden.expected_leaves(case, 12)
-    assert (
-        np.isnan(np.asarray(stuck[0], np.float32)).any()
-        or (np.asarray(stuck[0]) == np.asarray(golden.expected_leaves(case, 0)[-1][0])).all()
-    )
-    states = golden.replay(case)
-    for found, start in zip(states[-1].packed_state, states[0].packed_state, strict=True):
-        x, x0 = (np.asarray(leaf[0], np.float32) for leaf in (found, start))
-        assert np.isfinite(x).all()
-        assert (x != x0).all()
 
 
 SCHEDULES = golden.cases("schedule")
@@ -124,6 +110,7 @@ def clipped_to(series: dict[str, np.ndarray], max_norm: float, path: str) -> np.
 CLIPPED = golden.cases("l2_norm_clip_grads")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("case", CLIPPED, ids=names(CLIPPED))
 def test_norms(case: Any, exact: bool) -> None:
@@ -150,63 +137,3 @@ def test_norms(case: Any, exact: bool) -> None:
                 np.testing.assert_allclose(
                     np.asarray(found, np.complex64), np.asarray(recorded, np.complex64), rtol=rtol
                 )
-
-
-def error_of(call: Any) -> BaseException | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
-
-
-def recorded_errors() -> list[tuple[str, str | None]]:
-    [case] = golden.cases("errors")
-    return [(t["call"], t["error"] and t["error"]["type"]) for t in case["tests"]]
-
-
-def changes_containers() -> Any:
-    pair = ours.optimizer(lambda: (lambda x: (x, x), lambda i, g, s: list(s), lambda s: s[0]))
-    triple = pair()
-    return triple.update_fn(0, jnp.ones(2), triple.init_fn(jnp.ones(2)))
-
-
-def update_momentum(grads: Any) -> Any:
-    triple = ours.momentum(0.1, 0.9)
-    return triple.update_fn(0, grads, triple.init_fn({"a": jnp.ones(2), "b": jnp.ones(3)}))
-
-
-def test_errors_are_of_the_recorded_types() -> None:
-    sm3 = ours.sm3(0.1)
-    state = sm3.init_fn({"w": jnp.ones((2, 3))})
-    # In the order of the recording. What worked there works here; what worked by mistake, or
-    # failed by mistake, is marked.
-    calls: list[tuple[Any, str | None]] = [
-        (lambda: update_momentum({"a": jnp.ones(2)}), "TypeError"),
-        (lambda: update_momentum((jnp.ones(2), jnp.ones(3))), "TypeError"),
-        (lambda: ours.piecewise_constant([[1, 2]], [1, 2, 3]), "ValueError"),
-        (lambda: ours.piecewise_constant([1, 2], [1, 2]), "ValueError"),
-        (lambda: ours.make_schedule([0.1, 0.2]), "TypeError"),
-        (lambda: ours.make_schedule("x"), "refused"),
-        (lambda: ours.sgd(jnp.array([0.1])), "TypeError"),
-        (lambda: ours.pack_optimizer_state({"a": 1.0}), "AssertionError"),
-        (lambda: jax.jit(sm3.params_fn)(state), "works"),
-        (lambda: jax.jit(sm3.update_fn)(0, {"w": jnp.ones((2, 3))}, state), None),
-        (lambda: ours.sgd(0.1).params_fn(ours.sgd(0.1).init_fn(3.0)), None),
-        (lambda: sm3.params_fn(sm3.init_fn(3.0)), "works"),
-        (changes_containers, "TypeError"),
-    ]
-    recorded = recorded_errors()
-    assert len(calls) == len(recorded)
-    builtins = {"TypeError": TypeError, "ValueError": ValueError, "AssertionError": AssertionError}
-    for (call, verdict), (words, theirs) in zip(calls, recorded, strict=True):
-        error = error_of(call)
-        if verdict == "refused":
-            assert (type(error).__name__, theirs) == ("ScheduleError", None), words
-        elif verdict == "works":
-            assert error is None, words
-            assert theirs is not None
-        else:
-            assert verdict == theirs, words
-            assert (error is None) == (theirs is None), words
-            assert theirs is None or isinstance(error, builtins[theirs]), words

@@ -1,0 +1,330 @@
+"""Errors: of which class, and their words: what, where, expected, found, what to do."""
+
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_legacy_stax as ours
+import optax
+import pytest
+import safetensors.numpy
+from jax.example_libraries import optimizers as theirs
+from opt_legacy_stax import errors
+from stax_testing import KEEPS, NAMES, triple_of
+
+PARAMS: Any = {"mlp": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "scale": [jnp.ones(())]}
+ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
+W: Any = {"w": jnp.ones(2)}
+EQUIVALENT = ours.optax_equivalent("adam", step_size=0.1)
+FIRST = "Call `update(i, grads, state)`: the step comes first."
+NO_EQUIVALENT = (
+    "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, which wraps the triple "
+    "itself as a transformation."
+)
+
+
+def update(grads: Any = ZEROS, i: Any = 0) -> Any:
+    triple = ours.momentum(0.1, 0.9)
+    return triple.update_fn(i, grads, triple.init_fn(PARAMS))
+
+
+def mismatch(*lines: str) -> str:
+    return "".join(
+        (
+            "`grad_tree` does not have the tree structure of the parameters that the optimizer ",
+            "was initialized with:\n",
+            *(f"  {line}\n" for line in lines),
+            "Differentiate with respect to `get_params(opt_state)`, or convert the gradients to ",
+            "the containers of the parameters.",
+        )
+    )
+
+
+def changing_containers() -> Any:
+    triple = ours.optimizer(lambda: (lambda x: (x, x), lambda i, g, s: [s[0]], lambda s: s[0]))()
+    return triple.update_fn(0, {"w": 1.0}, triple.init_fn(W))
+
+
+def load(**reference: Any) -> Any:
+    """A file of `rmsprop`."""
+    file = io.BytesIO()
+    triple = ours.rmsprop(0.1)
+    ours.save(file, triple.init_fn(W), optimizer=triple)
+    file.seek(0)
+    return ours.load(file, params=W, **reference)
+
+
+def history(**arrays: Any) -> Any:
+    return {"w": ours.JoinPoint((arrays["x"], np.zeros(2), [np.ones(2)]))}
+
+
+TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "gradients of another tree": (
+        lambda: update({"mlp": {"kernel": 0.0}, "scale": (0.0, 1.0)}),
+        errors.TreeMismatchError,
+        mismatch(
+            "mlp/bias: expected an array, found nothing",
+            "scale: expected a list, found a tuple",
+        ),
+    ),
+    "gradients with much more": (
+        lambda: update({**ZEROS, **dict.fromkeys("abcdefg", 1.0)}),
+        errors.TreeMismatchError,
+        mismatch(*(f"{c}: expected nothing, found an array" for c in "abcde"), "and 2 more"),
+    ),
+    "a gradient that would change a shape": (
+        lambda: update({**ZEROS, "mlp": {"kernel": 0.0, "bias": jnp.ones((4, 1))}}),
+        errors.StateChangedError,
+        (
+            "the update changed parameter `mlp/bias` from shape (3,) to (4, 3): its gradient has "
+            "shape (4, 1). Pass gradients with the shapes of the parameters."
+        ),
+    ),
+    "an update that changes containers": (
+        changing_containers,
+        errors.StateChangedError,
+        (
+            "the update changed the structure of the state of parameter `w`:\n  .: expected a "
+            "tuple, found a list\nReturn the same containers as `init` does."
+        ),
+    ),
+    "a function as the step": (
+        lambda: update(i=jnp.sin),
+        errors.StepError,
+        f"`i` must be the step number; got the function `sin`. {FIRST}",
+    ),
+    "steps": (
+        lambda: update(i=jnp.arange(3)),
+        errors.StepError,
+        (
+            "`i` must be a scalar; got an array of shape (3,). Index it, or map the update over it "
+            "with `jax.vmap` or `jax.lax.scan`."
+        ),
+    ),
+    "half of an update": (
+        lambda: EQUIVALENT.convert_state(ours.adam(0.1).init_fn(W), 2.5),
+        errors.StepError,
+        "`i` must be a number of updates; got 2.5. Pass a whole number.",
+    ),
+    "step sizes": (
+        lambda: ours.sgd(jnp.ones(2)),
+        errors.ScheduleError,
+        (
+            "`step_size` must be a number or a function of the step; got an array of shape (2,). "
+            "For a list of values use `piecewise_constant`."
+        ),
+    ),
+    "as many values as boundaries": (
+        lambda: ours.piecewise_constant([1, 2], [1, 2]),
+        errors.BoundariesError,
+        (
+            "`values` must have one entry more than `boundaries`; got 2 values and 2 boundaries. "
+            "Pass one step size up to each boundary and one for after the last."
+        ),
+    ),
+    "a tree without join points": (
+        lambda: ours.pack_optimizer_state({"a": 1.0, "b": [ours.JoinPoint(1), "c"]}),
+        errors.JoinPointError,
+        (
+            "`marked_pytree` must have a JoinPoint in place of every leaf:\n  a: expected a "
+            "JoinPoint, found float\n  b/1: expected a JoinPoint, found str\nPass a tree returned "
+            "by `unpack_optimizer_state`."
+        ),
+    ),
+    "the state of another optimizer": (
+        lambda: EQUIVALENT.convert_state(ours.momentum(0.1, 0.9).init_fn(W), 0),
+        errors.LayoutError,
+        (
+            "`opt_state` is not a state of `adam`, which keeps (x, m, v): for parameter `w` found "
+            "a tuple of 2. Pass a state of this optimizer; convert states of older JAX versions "
+            "with `convert_old_layout`."
+        ),
+    ),
+    "the state of another transformation": (
+        lambda: EQUIVALENT.convert_state_back(W, optax.adam(0.1).init(W)),
+        errors.LayoutError,
+        (
+            "`opt_state` is not a state of the equivalent of `adam`: expected (ScaleByAdamState, "
+            "ScaleByScheduleState), found (ScaleByAdamState, EmptyState). Pass a state returned by "
+            "`transformation` or `convert_state`."
+        ),
+    ),
+    "what may be an old state of sm3": (
+        lambda: ours.convert_old_layout(history(x=np.ones(2))),
+        errors.LayoutError,
+        (
+            "the state of `w` looks like the `(x, m, vs)` of sm3 up to jax 0.2.19. Pass "
+            "`is_sm3=True` if it is, `is_sm3=False` if not."
+        ),
+    ),
+    "no equivalent": (
+        lambda: ours.optax_equivalent("adamax", step_size=0.1),
+        errors.NoEquivalentError,
+        NO_EQUIVALENT.format(
+            "adamax",
+            "Optax adds `eps` to the gradient inside the maximum, the triple adds it to the "
+            "result; they agree only for `eps=0`",
+        ),
+    ),
+    "no equivalent for scalars": (
+        lambda: ours.optax_equivalent("sm3", step_size=0.1).convert_state(
+            ours.sm3(0.1).init_fn({"a": jnp.ones(2), "s": jnp.ones(())}), 0
+        ),
+        errors.NoEquivalentError,
+        NO_EQUIVALENT.format(
+            "sm3", "`optax.sm3` does not support scalars, and parameter `s` is one"
+        ),
+    ),
+    "a file of another optimizer": (
+        lambda: load(optimizer=ours.momentum(0.1, 0.9)),
+        errors.StateMismatchError,
+        (
+            "the file holds a different state than expected:\n  optimizer: expected `momentum`, "
+            "found `rmsprop`\nLoad it with the optimizer and parameters it was saved with."
+        ),
+    ),
+    "a file of another program": (
+        lambda: ours.load(
+            io.BytesIO(safetensors.numpy.save({"w": np.ones(2)}, metadata={"format": "pt"})),
+            optimizer="adam",
+            like=ours.adam(0.1).init_fn(W),
+        ),
+        errors.DamagedFileError,
+        (
+            "the file is damaged, or was not written by `save`: its metadata have no entry "
+            "`opt_legacy_stax`. Restore it from a backup."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "words"), TABLE.values(), ids=list(TABLE))
+def test_the_words(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.TreeMismatchError, TypeError),
+        (errors.StateChangedError, TypeError),
+        (errors.ScheduleError, TypeError),
+        (errors.BoundariesError, ValueError),
+        (errors.JoinPointError, AssertionError),
+        (errors.LoadError, ValueError),
+        (errors.MissingExtraError, ImportError),
+    ],
+)
+def test_errors_are_builtin_ones_too(error: type[Exception], builtin: type[Exception]) -> None:
+    """The first five are those that JAX's module raises."""
+    assert issubclass(error, builtin)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("maker", NAMES)
+@pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
+def test_states_of_optimizers_that_keep_more_or_less(maker: str, module: Any) -> None:
+    """72 pairs; the names of the others are in files only."""
+    state = triple_of(maker, module).init_fn(PARAMS)
+    for name, count in KEEPS.items():
+        triple = triple_of(name)
+        if count == KEEPS[maker]:
+            triple.params_fn(triple.update_fn(0, ZEROS, state))
+            continue
+        words = rf"`opt_state` is not a state of `{name}`, which keeps .*: for parameter `mlp/bias`"
+        functions: list[Callable[[], Any]] = [
+            functools.partial(triple.update_fn, 0, ZEROS, state),
+            functools.partial(triple.params_fn, state),
+            functools.partial(ours.to_optax(triple).convert_state, state, 0),
+            functools.partial(ours.to_optimizer_def(triple).convert_state, state, 0),
+        ]
+        for function in functions:
+            with pytest.raises(errors.LayoutError, match=words):
+                function()
+
+
+@pytest.mark.parametrize("state", [None, PARAMS, (1, 2, 3)], ids=["None", "params", "tuple"])
+def test_what_is_not_a_state(state: Any) -> None:
+    triple = ours.adam(0.1)
+    from_optax = ours.from_optax(optax.adam(0.1))
+    functions: list[Callable[[], Any]] = [
+        lambda: triple.update_fn(0, ZEROS, state),
+        lambda: triple.params_fn(state),
+        lambda: from_optax.update_fn(0, ZEROS, state),
+        lambda: from_optax.params_fn(state),
+        lambda: ours.unpack_optimizer_state(state),
+        lambda: EQUIVALENT.convert_state(state, 0),
+        lambda: ours.to_optax(triple).convert_state(state, 0),
+        lambda: ours.to_optimizer_def(triple).convert_state(state, 0),
+    ]
+    for function in functions:
+        with pytest.raises(errors.LayoutError, match="`opt_state` must be an OptimizerState; got"):
+            function()
+    with pytest.raises(errors.SaveError, match="`state` must be an OptimizerState; got"):
+        ours.save(io.BytesIO(), state)
+    with pytest.raises(errors.LayoutError, match="is not a state of the equivalent of `adam`"):
+        EQUIVALENT.convert_state_back(W, state)
+
+
+def test_states_that_fit_neither_triple_nor_parameters() -> None:
+    from_optax = ours.from_optax(optax.adam(0.1))
+    with pytest.raises(errors.LayoutError, match="must be a state of a `from_optax` triple"):
+        from_optax.params_fn(ours.adam(0.1).init_fn(W))
+
+    @ours.optimizer
+    def pairs() -> Any:
+        return lambda x: (x, jnp.zeros(3)), lambda i, g, s: s, lambda s: s[0]
+
+    words = r"not a state of the triple: for parameter `w` expected .* \[\(2,\), \(3,\)\], found"
+    for convert in (ours.to_optax, ours.to_optimizer_def):
+        with pytest.raises(errors.LayoutError, match=words):
+            convert(pairs()).convert_state(ours.momentum(0.1, 0.9).init_fn(W), 0)
+        convert(pairs()).convert_state(pairs().init_fn(W), 0)
+    for others in ({"v": jnp.ones(2)}, {"w": jnp.ones(3)}):
+        with pytest.raises(errors.LayoutError, match="`opt_state` does not belong to `params`"):
+            EQUIVALENT.convert_state_back(W, EQUIVALENT.transformation.init(others))
+
+
+@pytest.mark.parametrize("i", [np.int32(-3), -1.0])
+def test_updates_are_not_less_than_none(i: Any) -> None:
+    state = ours.adam(0.1).init_fn(W)
+    for way in (ours.to_optax(ours.adam(0.1)), ours.to_optimizer_def(ours.adam(0.1))):
+        with pytest.raises(errors.StepError, match=r"got -\d.*\. Pass 0 or more\."):
+            way.convert_state(state, i)
+
+
+@pytest.mark.parametrize("grad", ["text", jnp.ones((4, 3))], ids=["text", "shape"])
+def test_what_jax_refuses_is_noted_with_its_parameter(grad: Any) -> None:
+    triple = ours.adam(0.1)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        triple.update_fn(0, {"w": grad}, triple.init_fn({"w": jnp.ones((2, 3))}))
+    assert "While computing the update of parameter `w`." in caught.value.__notes__
+    with pytest.raises(TypeError) as caught:
+        triple.init_fn({"layers": [1.0, "text"]})
+    assert "While computing the state of parameter `layers/1`." in caught.value.__notes__
+
+
+def test_arguments_of_another_type() -> None:
+    state = ours.adam(0.1).init_fn(W)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: ours.to_optax(ours.adam), "`triple` must be a triple"),  # type: ignore[arg-type]
+        (lambda: ours.to_optimizer_def((1, 2)), "`triple` must be a triple"),  # type: ignore[arg-type]
+        (lambda: ours.from_optax(optax.adam), "must be an Optax gradient transformation"),  # type: ignore[arg-type]
+        (lambda: ours.save(3, state), "`path_or_file` must be a path or a file object opened"),  # type: ignore[arg-type]
+        (lambda: ours.load(None, like=state), "`path_or_file` must be a path or a file object"),  # type: ignore[arg-type]
+        (lambda: ours.load(io.BytesIO()), "either `like`, a state to compare with, or both `opt"),
+        (lambda: ours.load(io.BytesIO(), like=W), "`like` must be an OptimizerState; got dict"),
+        (lambda: load(optimizer="adam"), "a name alone does not determine the expected structure"),
+        (lambda: load(optimizer=3), r"`optimizer` must be a triple \(init_fn, update_fn"),
+        (lambda: load(like=state), "either `like`, a state to compare with, or both `optimizer`"),
+    ]
+    for call, words in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
