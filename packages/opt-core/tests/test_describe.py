@@ -46,14 +46,20 @@ class Rounded(Momentum):
     precision = staticmethod(in_bfloat16)
 
 
-def test_precision_has_a_column_where_a_group_has_one() -> None:
-    rules = [("w", ".*/w", Rounded(0.5)), ("b", "a/b", Momentum(0.5))]
-    definition = MultiOptimizer.from_rules(rules)
-    rows = describe(definition.create(make_params())).rows
-    assert [row.precision for row in rows] == ["in_bfloat16", ""]
-    lines = str(describe(definition.create(make_params()))).splitlines()
+def is_weight(path: str, leaf: Any) -> bool:
+    return path.endswith("w")
+
+
+def test_precision_has_a_column_functions_have_names_and_long_patterns_are_cut() -> None:
+    rules = [("w", is_weight, Rounded(0.5)), ("b", "a/b|" + "x" * 80, Momentum(0.5))]
+    found = describe(MultiOptimizer.from_rules(rules).create(make_params()))
+    assert [row.precision for row in found.rows] == ["in_bfloat16", ""]
+    lines = str(found).splitlines()
     assert lines[0].split()[-2:] == ["precision", "hyper-parameters"]
     assert lines[1].index("in_bfloat16") == lines[0].index("precision")
+    assert "is_weight" in lines[1]
+    assert "xxx...  " in lines[2]
+    assert max(map(len, lines)) < 200
 
 
 def test_rows_are_data() -> None:
@@ -64,17 +70,6 @@ def test_rows_are_data() -> None:
     assert first.pattern == "ModelParamTraversal"
     assert first.hyper_params == "learning_rate=0.5, beta=0.5"
     assert (rest.paths, rest.definition, rest.state_bytes) == (("a/b",), "frozen", 0)
-
-
-def test_functions_and_sets_have_names_and_long_patterns_are_cut() -> None:
-    def is_weight(path: str, leaf: Any) -> bool:
-        return path.endswith("w")
-
-    rules = [("w", is_weight, Momentum()), ("b", "a/b|" + "x" * 80, Momentum())]
-    table = str(describe(MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())))
-    assert "is_weight" in table
-    assert "xxx...  " in table
-    assert len(max(table.splitlines(), key=len)) < 200
 
 
 def test_numbers_and_functions_among_states_and_parameters() -> None:

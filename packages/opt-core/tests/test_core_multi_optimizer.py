@@ -21,7 +21,6 @@ from opt_core import (
     Optimizer,
     OptimizerDef,
     OptimizerState,
-    flatten_with_paths,
     increment_step,
 )
 from opt_core.errors import (
@@ -140,10 +139,8 @@ def test_a_step_compiles_once_and_keeps_every_aval(make: Any) -> None:
 @every
 def test_eval_shape_scan_and_vmap(make: Any) -> None:
     optimizer = make().create(make_params())
-    shapes = jax.eval_shape(lambda: make().create(make_params()))
     abstract = make().create(jax.eval_shape(make_params))
-    for found in (shapes, abstract):
-        assert structure(found) == structure(optimizer)
+    assert structure(abstract) == structure(optimizer)
     scanned, _ = jax.lax.scan(lambda o, g: (o.apply_gradient(g), None), optimizer, stack(GRADS, 3))
     looped = optimizer
     for _ in range(3):
@@ -159,6 +156,7 @@ def stack(tree: Any, n: int) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * n), tree)
 
 
+@pytest.mark.sample(5)
 @every
 @pytest.mark.parametrize("container", [dict, freeze])
 def test_state_dicts_come_back(make: Any, container: Any) -> None:
@@ -170,20 +168,10 @@ def test_state_dicts_come_back(make: Any, container: Any) -> None:
     restored = make().create(container(make_params()))
     restored = restored.restore_state(flax.serialization.msgpack_restore(data))
     assert_same(restored, optimizer)
-    assert optimizer.check_state_dict(written).ok
+    assert isinstance(restored.state.param_states, GroupStates)
+    assert tuple(restored.state.param_states) == make().group_names
     whole = flax.serialization.to_bytes(optimizer)  # Flax's own way, not ours
     assert_same(flax.serialization.from_bytes(restored, whole), optimizer)
-
-
-@every
-def test_states_in_memory_are_by_group(make: Any) -> None:
-    """Whatever the state dict looks like, and after whatever was done."""
-    optimizer = make().create(make_params())
-    stepped = jax.jit(lambda o: o.apply_gradient(GRADS))(optimizer)
-    for found in (optimizer, stepped, optimizer.restore_state(stepped.state_dict())):
-        states = found.state.param_states
-        assert isinstance(states, GroupStates)
-        assert tuple(states) == make().group_names
 
 
 @pytest.mark.parametrize("states", [{"a": 1}, GroupStates({"kernels": 1, "others": 2})])
@@ -195,7 +183,8 @@ def test_states_of_other_groups_are_an_error(states: Any) -> None:
             use()
 
 
-def test_the_merged_layout() -> None:
+def test_the_layouts() -> None:
+    """Merged where every group has an entry per parameter, otherwise by group."""
     written = advanced(both().create(make_params()), 1).state_dict()
     states = written["state"]["param_states"]
     assert list(states) == ["a", "b"]
@@ -203,12 +192,7 @@ def test_the_merged_layout() -> None:
     assert states["a"]["kernel"].shape == (2, 3)
     assert states["a"]["none"] == {}
     assert states["b"]["scale"] is None
-
-
-def test_the_layout_by_group() -> None:
-    optimizer = advanced(mixed().create(make_params()), 1)
-    assert isinstance(optimizer.state.param_states, GroupStates)
-    states = optimizer.state_dict()["state"]["param_states"]
+    states = mixed().create(make_params()).state_dict()["state"]["param_states"]
     assert list(states) == ["kernels", "biases"]
     assert states["kernels"].keys() == {"a", "b"}
     assert states["biases"]["sum"]["b"] == {"kernel": {}, "scale": {}}
@@ -259,10 +243,8 @@ def test_deviations_have_the_path_in_the_dict() -> None:
         assert_same(partly.target, make_params())
 
 
-@pytest.mark.parametrize(
-    "given", [None, [], {}, {"target": {}}, {"state": {}, "target": {}}, {"state": 1, "target": 2}]
-)
-@every
+@pytest.mark.parametrize("make", [both, mixed])
+@pytest.mark.parametrize("given", [None, {}, {"state": {}, "target": {}}, {"state": 1}])
 def test_what_is_not_a_state_dict_is_a_restore_error(make: Any, given: Any) -> None:
     with pytest.raises(RestoreError):
         make().create(make_params()).restore_state(given)
@@ -274,20 +256,11 @@ def test_a_state_where_a_parameter_is_frozen_is_a_deviation() -> None:
     assert [m.path for m in report.mismatches] == ["state/param_states/b/scale"]
 
 
-def test_a_restore_error_counts_what_fits() -> None:
-    optimizer = both().create(make_params())
-    written = optimizer.state_dict()
-    n = len(jax.tree.leaves(optimizer))
-    assert optimizer.check_state_dict(written).matched >= n
-    other = MultiOptimizer.from_rules([("all", ".*", Adam(0.1))]).create(make_params())
-    with pytest.raises(RestoreError, match="another optimizer's state"):
-        other.restore_state({**written, "state": {"step": 1, "param_states": {"x": 1}}})
-
-
+@pytest.mark.parametrize("rest", [FROZEN, Momentum()])
 @pytest.mark.parametrize("definition", [Momentum(), Adam(0.1), Whole()])
-def test_a_single_array_is_a_tree_too(definition: OptimizerDef) -> None:
-    optimizer = MultiOptimizer.from_rules([("all", r"\.", definition)]).create(jnp.ones(3))
-    optimizer = advanced(optimizer, 1)
+def test_a_single_array_is_a_tree_too(definition: OptimizerDef, rest: Any) -> None:
+    rules = [("all", r"\.", definition)]
+    optimizer = advanced(MultiOptimizer.from_rules(rules, rest=rest).create(jnp.ones(3)), 1)
     assert_same(optimizer.restore_state(to_numpy(optimizer.state_dict())), optimizer)
 
 
@@ -314,9 +287,6 @@ def test_definitions_write_and_read_their_own_part(other: OptimizerDef) -> None:
     states = states["kernels"] if isinstance(other, Whole) else states
     assert float(states["a"]["kernel"][0, 0]) == -1.0
     assert_same(optimizer.restore_state(written), optimizer)
-    del written["target"]["a"]["kernel"]
-    with pytest.raises(RestoreError, match="target/a/kernel: missing"):
-        optimizer.restore_state(written)
 
 
 class WritesUnderAName(Momentum):
@@ -344,26 +314,6 @@ def test_a_layout_of_its_own_is_not_lost() -> None:
     assert written["a"]["momenta"]["a"]["kernel"].shape == (2, 3)
 
 
-@pytest.mark.parametrize("definition", [Momentum(), Whole()])
-def test_names_that_a_state_dict_has_twice(definition: OptimizerDef) -> None:
-    params = {1: jnp.ones(2), 2: jnp.ones(2)}
-    optimizer = MultiOptimizer.from_rules([("a", "1", definition)], rest=FROZEN).create(params)
-    written = optimizer.state_dict()
-    written["target"] = {1: jnp.ones(2), "1": jnp.zeros(2), "2": jnp.ones(2)}
-    report = optimizer.check_state_dict(written)
-    assert [str(m) for m in report.mismatches] == [
-        "target: container: expected keys with different names, found keys 1, '1', '2'"
-    ]
-    assert_same(optimizer.restore_state(written, strict=False), optimizer)
-
-
-@pytest.mark.parametrize("definition", [Momentum(), Whole()])
-def test_a_group_without_leaves_next_to_a_single_array(definition: OptimizerDef) -> None:
-    rules = [("all", r"\.", definition)]
-    optimizer = MultiOptimizer.from_rules(rules, rest=definition).create(jnp.ones(3))
-    assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
-
-
 # Frozen leaves.
 
 
@@ -376,25 +326,12 @@ def test_frozen_leaves_cost_nothing_and_stay_the_same_arrays() -> None:
     everything = MultiOptimizer.from_rules([("all", ".*", FROZEN)]).create(params)
     assert jax.tree.leaves(everything.state.param_states) == []
     assert everything.apply_gradient(None).target["a"]["bias"] is params["a"]["bias"]
-
-
-def test_a_compiled_step_hands_frozen_leaves_through() -> None:
-    optimizer = both().create(make_params())
-    hlo = jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0).lower(optimizer).compile()
-    pointer = optimizer.target["b"]["scale"].unsafe_buffer_pointer()
-    stepped = hlo(optimizer)
+    with pytest.raises(HyperParamError, match="`learning_rate`: there is no group to override"):
+        everything.apply_gradient({}, learning_rate=0.1)
+    pointer = params["b"]["scale"].unsafe_buffer_pointer()
+    stepped = jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0)(optimizer)
     assert stepped.target["b"]["scale"].unsafe_buffer_pointer() == pointer
-    assert optimizer.target["b"]["scale"].is_deleted()
-
-
-@every
-def test_what_was_donated_still_has_its_paths(make: Any) -> None:
-    """Errors of JAX about containers show the arrays, which are gone."""
-    optimizer = make().create(jax.tree.map(jnp.copy, make_params()))
-    jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0)(optimizer)
-    paths = [names for names, _ in flatten_with_paths(optimizer.state_dict())]
-    fresh = make().create(make_params()).state_dict()
-    assert paths == [names for names, _ in flatten_with_paths(fresh)]
+    assert params["b"]["scale"].is_deleted()
 
 
 def without(path: str, value: Any = ...) -> Any:
@@ -435,9 +372,6 @@ def test_other_gradients_are_needed() -> None:
         "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
         "containers to those of the parameters."
     )
-    wide = without("a/kernel", jnp.ones((2, 2)))
-    with pytest.raises(TreeMismatchError, match=r"a/kernel: expected shape \(2, 3\)"):
-        optimizer.apply_gradient(wide)
 
 
 def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
@@ -451,7 +385,6 @@ def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
         (examples, r"b/kernel: expected an array of shape \(3, 2\), found an array .*\(5, 3, 2\)"),
         ({**GRADS["b"], "kernel": jnp.ones(7)}, r"b/kernel: expected an array of shape .*\(7,\)"),
         ({"typo": None}, "b/typo: expected nothing, found None"),
-        ({"typo": jnp.ones(7)}, "b/typo: expected nothing, found an array"),
         (jnp.ones(7), "b: expected a dict, found an array"),
     ]
     for rest, words in refused:
@@ -536,23 +469,15 @@ def test_arguments_about_the_parameters_are_of_the_group(is_nested: bool) -> Non
 # Hyper-parameters.
 
 
-def test_an_override_reaches_every_group() -> None:
+def test_overrides_of_all_groups_and_of_one() -> None:
     optimizer = both().create(make_params())
     found = optimizer.apply_gradient(GRADS, learning_rate=0.0)
     assert_same(found.target, optimizer.target)
-
-
-def test_a_list_has_an_entry_per_group() -> None:
-    optimizer = both().create(make_params())
     kernels, biases = optimizer.optimizer_def.hyper_params
     given = [kernels.replace(learning_rate=1.0), biases.replace(learning_rate=0.0)]
     found = optimizer.apply_gradient(GRADS, hyper_params=given).target
     assert float(found["a"]["kernel"][0, 0]) == 0.5
     assert_same(found["a"]["bias"], optimizer.target["a"]["bias"])
-
-
-def test_one_group_alone() -> None:
-    optimizer = both().create(make_params())
     found = optimizer.apply_gradient(
         GRADS, learning_rate=0.0, group_overrides={"kernels": {"learning_rate": jnp.float32(1)}}
     ).target
@@ -568,22 +493,16 @@ def test_one_group_alone() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"hyper_params": []}, "2 entries, one for each of `kernels`, `biases`; got 0"),
         ({"hyper_params": [None] * 3}, "2 entries, one for each of `kernels`, `biases`; got 3"),
-        ({"hyper_params": 1.0}, "2 entries, one for each of `kernels`, `biases`; got a float"),
         ({"typo": 1}, "group `kernels`: no such hyper-parameter: `typo`; this optimizer has "),
-        ({"beta": 1}, "group `biases`: no such hyper-parameter: `beta`"),
         (
             {"group_overrides": {"x": {}}},
             "`x` is not a group; the groups that are updated are `ker",
         ),
         ({"group_overrides": {"rest": {}}}, "`rest` is frozen; the groups that are updated are"),
         ({"group_overrides": {"biases": {"beta": 1}}}, "group `biases`: no such hyper-parameter"),
-        ({"group_overrides": {"biases": None}}, "`biases` must map names of hyper-parameters to "),
         ({"group_overrides": {"biases": 0.5}}, "values; got a float"),
         ({"group_overrides": [("biases", {})]}, "must map names of groups to overrides, as "),
-        ({"group_overrides": 0}, "`{'embeddings': {'learning_rate': 0.1}}`; got a int"),
-        ({"group_overrides": []}, "; got a list"),
         (
             {
                 "hyper_params": both().hyper_params,
@@ -598,22 +517,6 @@ def test_overrides_that_are_refused(overrides: Any, words: str) -> None:
     with pytest.raises(HyperParamError) as caught:
         optimizer.apply_gradient(GRADS, **overrides)
     assert words in str(caught.value)
-
-
-def test_without_a_group_there_is_nothing_to_override() -> None:
-    frozen = MultiOptimizer.from_rules([(".*", FROZEN)]).create(make_params())
-    assert int(frozen.apply_gradient({}).state.step) == 1
-    with pytest.raises(HyperParamError, match="`learning_rate`: there is no group to override"):
-        frozen.apply_gradient({}, learning_rate=0.1)
-
-
-def test_a_short_list_cannot_reach_the_update_either() -> None:
-    optimizer = both().create(make_params())
-    definition = optimizer.optimizer_def
-    with pytest.raises(HyperParamError, match="2 entries"):
-        definition.apply_gradient(
-            definition.hyper_params[:1], optimizer.target, optimizer.state, GRADS
-        )
 
 
 def test_extra_arguments_go_where_they_are_used() -> None:
@@ -636,16 +539,12 @@ AXES: Any = {
 }
 
 
+@pytest.mark.sample(5)
 @every
 @pytest.mark.parametrize("container", [dict, freeze])
 def test_axes_of_states_that_look_like_parameters(make: Any, container: Any) -> None:
     optimizer = make().create(jax.eval_shape(make_params))
     derived = make().derive_logical_axes(optimizer, container(AXES))
-    is_leaf = lambda x: x is None or isinstance(x, P)  # noqa: E731
-    assert derived.target == AXES
-    assert derived.state.step is None
-    filled = jax.tree.map(lambda x: P() if x is None else x, derived, is_leaf=is_leaf)
-    assert structure(filled).num_leaves >= structure(optimizer).num_leaves
     written = derived.state_dict()  # as T5X's partitioner does
     assert_axes_fit(optimizer.state_dict(), written)
 

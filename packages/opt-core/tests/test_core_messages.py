@@ -1,5 +1,6 @@
 """The words of errors: what, where, expected, found, what to do."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -7,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_testing import Layer, Momentum, Pair
+from core_testing import Momentum, Pair
 from flax.core import FrozenDict
-from opt_core import Mismatch, MismatchKind, RestoreReport, errors, restore_state_dict
-from opt_core.errors import RestoreError, TreeMismatchError
+from opt_core import Mismatch, MismatchKind, errors, restore_state_dict
+from opt_core.errors import RestoreError
 
 
 def test_a_restore_error_in_full() -> None:
@@ -43,22 +44,14 @@ def test_a_restore_error_in_full() -> None:
 
 LINES: list[tuple[Any, Any, str]] = [
     (jnp.ones(2), [1.0], "value: expected float32[2], found a list"),
-    (jnp.ones(2), "text", "value: expected float32[2], found a str"),
-    (jnp.ones(2), None, "value: expected float32[2], found None"),
     (jnp.ones(2), 1.5, "value: expected float32[2], found 1.5 (float)"),
     (jnp.ones(2), {"a": 1}, "container: expected float32[2], found a mapping with keys a"),
-    (None, np.ones(2), "value: expected None, found float64[2]"),
     (1, 2.0, "value: expected 1 (int), found 2.0 (float)"),
     ("a", 1, "value: expected a str, found 1 (int)"),
     (
         Pair(1, 2),
         np.ones(2),
         "container: expected a mapping (Pair) with keys left, right, found float64[2]",
-    ),
-    (
-        Layer(1),
-        None,
-        "container: expected a mapping (Layer) with keys kernel, bias, found None",
     ),
     (
         {"a": 1},
@@ -69,11 +62,6 @@ LINES: list[tuple[Any, Any, str]] = [
         jax.random.key(0),
         np.ones(2, np.float32),
         "dtype: expected key<fry>[], found float32[2]",
-    ),
-    (
-        jax.random.key(0),
-        np.ones(4, np.uint32),
-        "shape: expected key<fry>[], found uint32[4]",
     ),
     (jnp.ones(()), 1e300, "value: expected float32[], found 1e+300, which does not fit float32"),
 ]
@@ -98,10 +86,6 @@ def half_the_state(state_dict: dict[str, Any]) -> None:
     del state_dict["state"]["param_states"]["a"]
 
 
-def other_shapes(state_dict: dict[str, Any]) -> None:
-    state_dict["state"]["param_states"] = {"a": np.ones(9), "b": np.ones(9)}
-
-
 def other_params(state_dict: dict[str, Any]) -> None:
     state_dict["target"] = {}
 
@@ -112,7 +96,6 @@ def other_params(state_dict: dict[str, Any]) -> None:
         (without_state, True),
         (adam_state, True),
         (half_the_state, False),
-        (other_shapes, False),
         (other_params, False),
     ],
 )
@@ -127,42 +110,29 @@ def test_another_optimizers_state_is_recognised(
     assert head.endswith(words) == suspected
 
 
-def test_reports() -> None:
-    fits = RestoreReport((), 3)
-    assert fits.ok
-    assert str(fits) == "the state dict fits: 3 leaves"
-    mismatch = Mismatch("a/b", MismatchKind.EXTRA, "nothing", "int32[]")
-    assert str(mismatch) == "a/b: extra: expected nothing, found int32[]"
-    one = RestoreReport((mismatch,), 0)
-    assert not one.ok
-    assert str(one).startswith("the state dict does not fit the optimizer: 1 deviation\n")
-    assert RestoreError(one).report is one
-
-
-def test_the_count_is_of_leaves_that_fit() -> None:
+def test_a_report_is_data_and_counts_what_fits() -> None:
     optimizer = Momentum().create({"a": jnp.ones(2), "b": {"c": None}})
     state_dict = optimizer.state_dict()
-    assert optimizer.check_state_dict(state_dict).matched == 5
+    fits = optimizer.check_state_dict(FrozenDict(state_dict))
+    assert (fits.mismatches, fits.matched) == ((), 5)
+    assert str(fits) == "the state dict fits: 5 leaves"
     state_dict["target"]["a"] = 1
-    assert optimizer.check_state_dict(FrozenDict(state_dict)).matched == 4
-
-
-def test_gradients_say_what_to_do() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
-    with pytest.raises(TreeMismatchError) as caught:
-        optimizer.apply_gradient(FrozenDict(w=jnp.ones(2)))
-    assert str(caught.value) == (
-        "`grads` do not match the parameters:\n"
-        "  .: expected a dict, found a FrozenDict\n"
-        "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
-        "containers to those of the parameters."
-    )
+    with pytest.raises(RestoreError, match="does not fit the optimizer: 1 deviation\n") as caught:
+        optimizer.restore_state(state_dict)
+    found = Mismatch("target/a", MismatchKind.VALUE, "float32[2]", "1 (int)")
+    report = caught.value.report
+    assert (report.mismatches, report.matched) == ((found,), 4)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, RestoreError)
+    assert (error.report, str(error)) == (report, str(caught.value))
 
 
 @pytest.mark.parametrize(
     ("error", "builtin"),
     [
+        (errors.GroupError, ValueError),
         (errors.HyperParamError, TypeError),
+        (errors.UnusedArgumentError, TypeError),
         (errors.RestoreError, ValueError),
         (errors.StateChangedError, TypeError),
         (errors.StateDictError, ValueError),

@@ -22,7 +22,15 @@ def references(target: Any = None, state: Any = None) -> Any:
     return lenient_references(PARAMS, STATE, {"target": target, "state": state})
 
 
-@pytest.mark.parametrize("state_dict", [None, [1], {}, {"target": 1, "state": "text"}])
+@pytest.mark.parametrize(
+    "state_dict",
+    [
+        None,
+        {},
+        {"target": 1, "state": "text"},
+        {"target": {"w": {}}, "state": {"param_states": {"0": {"x": 1}}}},
+    ],
+)
 def test_nothing_to_restore_leaves_everything(state_dict: Any) -> None:
     assert_same(lenient_references(PARAMS, STATE, state_dict), (PARAMS, STATE))
 
@@ -35,11 +43,6 @@ def test_axes_and_none_stand_for_any_leaf() -> None:
     assert (target["w"], target["b"][0]) == (P("embed", "mlp"), None)
     assert target["b"][1] is PARAMS["b"][1]
     assert state == OptimizerState(None, (P("mlp"), P("embed")))
-
-
-def test_a_mapping_in_the_place_of_a_leaf_is_not_a_leaf() -> None:
-    target, state = references({"w": {}}, {"param_states": {"0": {"x": 1}}})
-    assert_same((target, state), (PARAMS, STATE))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +59,6 @@ def test_parameters_take_another_precision(value: Any, dtype: str) -> None:
     target, state = references({"w": value}, {"param_states": {"0": value}})
     assert (target["w"].shape, target["w"].dtype) == ((2, 3), dtype)
     assert state.param_states[0].dtype == jnp.float32
-
-
-def test_a_wide_precision_is_what_jax_holds() -> None:
-    half = {"w": jnp.ones(2, jnp.bfloat16)}
-    target, _ = lenient_references(half, STATE, {"target": {"w": np.ones(2)}})
-    assert target["w"].dtype == jnp.float32
 
 
 def test_parameters_stay_where_they_are() -> None:
