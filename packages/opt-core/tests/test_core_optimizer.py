@@ -66,14 +66,14 @@ def test_the_update_is_the_definitions() -> None:
     assert second.optimizer_def is optimizer.optimizer_def
 
 
-@pytest.mark.parametrize("method", ["init_state", "apply_gradient"])
-def test_what_a_definition_must_implement(method: str) -> None:
+def test_what_a_definition_must_implement() -> None:
     class Empty(OptimizerDef):
         pass
 
-    arguments: Any = [None] * {"init_state": 1, "apply_gradient": 4}[method]
-    with pytest.raises(NotImplementedError, match=f"`Empty` does not implement `{method}`"):
-        getattr(Empty(None), method)(*arguments)
+    with pytest.raises(NotImplementedError, match="`Empty` does not implement `init_state`"):
+        Empty(None).create({"w": jnp.ones(2)})
+    with pytest.raises(NotImplementedError, match="`Empty` does not implement `apply_gradient`"):
+        Empty(None).apply_gradient(None, None, OptimizerState(0, None), None)
 
 
 def test_the_fields_are_those_of_t5x() -> None:
@@ -87,16 +87,10 @@ def test_the_fields_are_those_of_t5x() -> None:
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(optimizer)
     ]
     assert paths == [".state.step", ".state.param_states['w']", ".target['w']"]
-
-
-def test_frozen() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
     for frozen in (optimizer, optimizer.state):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(frozen, dataclasses.fields(frozen)[0].name, None)
-    replaced = optimizer.replace(target={"w": jnp.zeros(2)})
-    assert replaced.state is optimizer.state
-    assert replaced.target["w"].tolist() == [0, 0]
+            setattr(frozen, fields(frozen)[0], None)
+    assert optimizer.replace(target={}).state is optimizer.state
 
 
 # The step.
@@ -111,46 +105,30 @@ def test_the_step_is_a_strong_int32_from_the_start() -> None:
         assert (found.shape, found.dtype, found.weak_type) == ((), jnp.int32, False)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("kind", [int, np.int32, jnp.int32, np.int64], ids=lambda k: k.__name__)
-def test_the_step_stops_at_the_largest_int32(kind: Any, transform: Any) -> None:
-    steps = [transform(increment_step)(kind(step)) for step in (0, INT32_MAX - 1, INT32_MAX)]
-    assert [int(step) for step in steps] == [1, INT32_MAX, INT32_MAX]
-    assert all(step.dtype == jnp.int32 and not step.weak_type for step in steps)
+@pytest.mark.parametrize("kind", [int, np.int64, jnp.int32], ids=lambda k: k.__name__)
+def test_the_step_stops_at_the_largest_int32(kind: Any) -> None:
+    for transform in (lambda f: f, jax.jit):
+        steps = [transform(increment_step)(kind(step)) for step in (0, INT32_MAX - 1, INT32_MAX)]
+        assert [int(step) for step in steps] == [1, INT32_MAX, INT32_MAX]
+        assert all(step.dtype == jnp.int32 and not step.weak_type for step in steps)
 
 
-def test_an_optimizer_continues_at_the_last_step() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
-    optimizer = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(INT32_MAX)))
-    after = jax.jit(step)(optimizer, {"w": jnp.ones(2)})
-    assert int(after.state.step) == INT32_MAX
-    assert after.target["w"].tolist() != optimizer.target["w"].tolist()
-
-
-@pytest.mark.parametrize(
-    "found", [5, np.int32(5), np.int64(5), np.array(5), np.uint8(5), jnp.int32(5), jnp.asarray(5)]
-)
+@pytest.mark.parametrize("found", [5, np.int64(5), np.uint8(5), np.array(5), jnp.int32(5)])
 def test_the_step_is_read_from_any_integer(found: Any) -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
     state_dict = optimizer.state_dict()
     state_dict["state"]["step"] = found
-    accepted: list[Any] = [state_dict, FrozenDict(state_dict)]
-    for given in accepted:
-        assert_same(optimizer.restore_state(given).state.step, jnp.int32(5))
+    assert_same(optimizer.restore_state(state_dict).state.step, jnp.int32(5))
 
 
 @pytest.mark.parametrize(
     ("found", "kind", "words"),
     [
-        (2**31, MismatchKind.VALUE, "2147483648, which does not fit int32"),
         (np.int64(2**31), MismatchKind.VALUE, "2147483648, which does not fit int32"),
         (np.int64(-1), MismatchKind.VALUE, "-1"),
-        (-5, MismatchKind.VALUE, "-5"),
         (5.0, MismatchKind.VALUE, "5.0 (float)"),
-        (np.float64(5), MismatchKind.DTYPE, "float64[]"),
         (True, MismatchKind.VALUE, "True (bool)"),
         (np.array([5]), MismatchKind.SHAPE, "int64[1]"),
-        (None, MismatchKind.VALUE, "None"),
         (jax.random.key(0), MismatchKind.DTYPE, "key<fry>[]"),
     ],
     ids=str,
@@ -195,18 +173,9 @@ def test_the_layout() -> None:
 
 DEVIATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, MismatchKind]]]] = {
     "missing": (lambda d: d["target"].pop("a"), [("target/a", MismatchKind.MISSING)]),
-    "extra": (lambda d: d["target"].update(c=1), [("target/c", MismatchKind.EXTRA)]),
     "shape": (
         lambda d: d["target"].update(a=np.zeros((2, 1), np.float32)),
         [("target/a", MismatchKind.SHAPE)],
-    ),
-    "dtype": (
-        lambda d: d["target"].update(a=np.zeros(2, np.float16)),
-        [("target/a", MismatchKind.DTYPE)],
-    ),
-    "leaf to subtree": (
-        lambda d: d["target"].update(a={"x": np.zeros(2)}),
-        [("target/a", MismatchKind.CONTAINER)],
     ),
     "subtree to leaf": (
         lambda d: d["target"].update(b=np.zeros(2, np.float32)),
@@ -216,7 +185,6 @@ DEVIATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, Mis
         lambda d: d["target"].update(b=[np.zeros(2, np.float32)]),
         [("target/b", MismatchKind.CONTAINER)],
     ),
-    "value": (lambda d: d["target"].update(a=None), [("target/a", MismatchKind.VALUE)]),
     "no state": (
         lambda d: d.pop("state"),
         [
@@ -293,21 +261,11 @@ def flat(optimizer: Optimizer) -> dict[str, Any]:
     return walk(optimizer.state_dict(), "")
 
 
-@pytest.mark.parametrize("found", [None, [], 1, "text"])
+@pytest.mark.parametrize("found", [None, [], "text"])
 def test_what_is_not_a_state_dict(found: Any) -> None:
     optimizer = Momentum().create({"a": jnp.ones(2)})
     [mismatch] = optimizer.check_state_dict(found).mismatches
     assert (mismatch.path, mismatch.kind) == (".", MismatchKind.CONTAINER)
-
-
-def test_reports_are_data() -> None:
-    optimizer = Momentum().create({"a": jnp.ones(2)})
-    with pytest.raises(RestoreError) as caught:
-        optimizer.restore_state({})
-    error = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(error, RestoreError)
-    assert error.report == caught.value.report
-    assert str(error) == str(caught.value)
 
 
 def test_definitions_that_know_nothing_of_strict() -> None:
@@ -332,8 +290,6 @@ def distinct_buffers(tree: Any) -> bool:
 
 CREATES: dict[str, Callable[[Any], Optimizer]] = {
     "the arrays": KeepsParams().create,
-    "views": KeepsParams(lambda x: x.reshape(x.shape)).create,
-    "device_put": KeepsParams(lambda x: jax.device_put(x, x.sharding)).create,
     "jit": jax.jit(KeepsParams().create),
     "vmap": jax.vmap(KeepsParams().create),
 }
@@ -369,15 +325,6 @@ def test_a_restored_optimizer_can_be_donated() -> None:
     assert reference.target["w"].tolist() == [0.0] * 3
 
 
-def test_the_arrays_of_a_state_dict_are_not_kept() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(256)})
-    state_dict = to_numpy(optimizer.state_dict())
-    restored = optimizer.restore_state(state_dict)
-    for array in jax.tree.leaves(state_dict):
-        array[...] = 77
-    assert_same(restored, optimizer)
-
-
 def test_a_donated_optimizer_is_still_a_reference() -> None:
     optimizer = Momentum().create({"w": jnp.ones(3)})
     state_dict = to_numpy(optimizer.state_dict())
@@ -389,6 +336,7 @@ def test_a_donated_optimizer_is_still_a_reference() -> None:
 # Transformations.
 
 
+@pytest.mark.sample(3)
 @any_target
 def test_everything_works_under_jit(make: Make) -> None:
     definition = Momentum()
@@ -416,6 +364,7 @@ def test_everything_works_under_jit(make: Make) -> None:
     assert_same(replaced, wanted.replace(target=optimizer.target))
 
 
+@pytest.mark.sample(3)
 @any_target
 def test_eval_shape_tells_the_truth(make: Make) -> None:
     definition = Momentum()
@@ -438,6 +387,7 @@ def test_eval_shape_tells_the_truth(make: Make) -> None:
     assert avals(there_and_back(jax.eval_shape(lambda: optimizer))) == avals(optimizer)
 
 
+@pytest.mark.sample(3)
 @any_target
 def test_scan_is_the_loop(make: Make) -> None:
     optimizer = Momentum().create(make())
@@ -446,6 +396,7 @@ def test_scan_is_the_loop(make: Make) -> None:
     assert_same(scanned, advanced(optimizer, 3))
 
 
+@pytest.mark.sample(3)
 @any_target
 def test_vmap_is_one_after_the_other(make: Make) -> None:
     definition = Momentum()
@@ -466,9 +417,7 @@ def test_vmap_is_one_after_the_other(make: Make) -> None:
 # Nothing changes between steps, nothing compiles twice.
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 def test_types_and_structure_never_change(dtype: Any) -> None:
     optimizer = Momentum().create({"w": jnp.ones(3, dtype), "weak": jnp.asarray(1.0)})
     later = advanced(optimizer)
@@ -506,6 +455,12 @@ def test_definitions_are_compared_by_how_they_were_built() -> None:
     assert hash(one) == hash(same)
     assert one != other
     assert one != object()
+
+    class Nesterov(Momentum):
+        pass
+
+    assert Nesterov() != Momentum()
+    assert Momentum() != Nesterov()
     assert Momentum(-1) != Momentum(-2)  # though their hashes are equal
     params = {"w": jnp.ones(2)}
     trees = [structure(d.create(params)) for d in (one, same, other)]
@@ -515,32 +470,20 @@ def test_definitions_are_compared_by_how_they_were_built() -> None:
     jax.tree.map(lambda a, b: None, one.create(params), same.create(params))
 
 
-def test_definitions_of_another_class_differ() -> None:
-    class Nesterov(Momentum):
-        pass
-
-    assert Nesterov() != Momentum()
-    assert Momentum() != Nesterov()
-
-
 @pytest.mark.parametrize(
     "clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.deepcopy, copy.copy]
 )
 def test_clones_are_equal(clone: Callable[[Any], Any]) -> None:
     definition = Momentum(jnp.arange(3.0), beta=np.float32(0.9))
+    fresh = pickle.dumps(definition)
     hash(definition)
+    assert pickle.dumps(definition) == fresh  # nothing of this process is in it
     cloned = clone(definition)
     assert cloned is not definition
     assert cloned == definition
     assert hash(cloned) == hash(definition)
     optimizer = advanced(Momentum().create({"w": jnp.ones(2)}))
     assert_same(clone(optimizer), optimizer)
-
-
-def test_nothing_of_this_process_is_pickled() -> None:
-    fresh, hashed = Momentum(), Momentum()
-    hash(hashed)
-    assert pickle.dumps(fresh) == pickle.dumps(hashed)
 
 
 def test_a_changed_definition_is_another() -> None:
@@ -550,10 +493,7 @@ def test_a_changed_definition_is_another() -> None:
     assert definition == Momentum(0.2, beta=0.9)
     assert definition != Momentum(0.1)
     assert hash(definition) != before
-
-
-def test_repr_names_the_hyper_parameters() -> None:
-    assert repr(Momentum(0.1)) == "Momentum(MomentumHyperParams(learning_rate=0.1, beta=0.5))"
+    assert repr(definition) == "Momentum(MomentumHyperParams(learning_rate=0.2, beta=0.9))"
 
 
 # What definitions may offer besides.
@@ -597,24 +537,18 @@ def test_protocols_are_recognised_by_their_methods() -> None:
     assert not isinstance(Axes(), protocols.TakesExtraArgs)
 
 
-def test_the_names_that_others_use() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
-    assert optimizer.params is optimizer.target
-    assert optimizer.step is optimizer.state.step
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("update", "optimizer = optimizer.apply_gradient(grads)"),
         ("learning_rate", "optimizer.apply_gradient(grads, learning_rate=...)"),
         ("param_groups", "print(opt_core.describe(optimizer))"),
-        ("opt_state", "optimizer.state.param_states"),
-        ("init", "as_transformation(optimizer.optimizer_def)"),
     ],
 )
-def test_a_habit_says_what_to_write(name: str, words: str) -> None:
+def test_names_from_elsewhere_are_there_or_say_what_to_write(name: str, words: str) -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
+    assert optimizer.params is optimizer.target
+    assert optimizer.step is optimizer.state.step
     with pytest.raises(AttributeError) as caught:
         getattr(optimizer, name)
     message = str(caught.value)

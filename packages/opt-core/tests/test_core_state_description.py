@@ -65,41 +65,29 @@ def test_json_comes_back_exactly() -> None:
     assert pickle.loads(pickle.dumps(WHOLE)) == WHOLE
 
 
-@pytest.mark.parametrize("value", [0.1, 1e-300, 1 / 3, -0.0, 2**70, float(np.float32(0.1))])
-def test_numbers_come_back_to_the_last_digit(value: Any) -> None:
-    made = StateDescription((), (TransformationDescription("a", settings={"x": value}),))
-    (again,) = StateDescription.from_json(made.to_json()).transformations
-    assert repr(again.settings["x"]) == repr(value)
+def test_numbers_come_back_to_the_last_digit() -> None:
+    for value in (0.1, 1e-300, -0.0, 2**70, float(np.float32(0.1))):
+        made = StateDescription((), (TransformationDescription("a", settings={"x": value}),))
+        (again,) = StateDescription.from_json(made.to_json()).transformations
+        assert repr(again.settings["x"]) == repr(value)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "is_same"),
     [
-        {"transformation": "yogi"},
-        {"number": 2},
-        {"field": ("nu",)},
-        {"parameter": None},
-        {"dimensions": (1, 0)},
-        {"dimensions": None},
+        ({"transformation": "yogi"}, False),
+        ({"number": 2}, False),
+        ({"field": ("nu",)}, False),
+        ({"parameter": None}, False),
+        ({"dimensions": (1, 0)}, False),
+        ({"path": ("1", "nu")}, True),
+        ({"group": ("a",)}, True),
+        ({"source": "types", "role": "other"}, True),
     ],
 )
-def test_what_makes_a_leaf_another_thing(changes: Any) -> None:
-    assert leaf(**changes).key != leaf().key
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"path": ("1", "nu")}, {"group": ("a",)}, {"source": "types"}, {"role": "other"}],
-)
-def test_what_does_not(changes: Any) -> None:
-    assert leaf(**changes).key == leaf().key
+def test_what_makes_a_leaf_another_thing(changes: Any, is_same: bool) -> None:
+    assert (leaf(**changes).key == leaf().key) == is_same
     assert leaf(**changes) != leaf()
-
-
-def test_the_transformation_of_a_leaf() -> None:
-    other = TransformationDescription("adam", 2, source="types")
-    whole = StateDescription((leaf(), leaf(number=2)), (TransformationDescription("adam"), other))
-    assert whole.of(whole.leaves[1]) is other
 
 
 def test_the_table_has_80_columns() -> None:
@@ -128,15 +116,6 @@ def test_the_table_in_full() -> None:
     ]
 
 
-def test_the_table_of_a_state_without_leaves() -> None:
-    made = TransformationDescription("clip", settings={"max_delta": 1.0})
-    assert str(StateDescription((), (made,))).splitlines() == [
-        "transformation  field  parameter  dims  role  source",
-        "",
-        "clip: max_delta=1.0",
-    ]
-
-
 def broken(**changes: Any) -> Any:
     row = WHOLE.to_data()["leaves"][0]
     return {"leaves": [row | changes], "transformations": []}
@@ -146,14 +125,9 @@ def broken(**changes: Any) -> Any:
     ("data", "said"),
     [
         ([], "`description`: expected a mapping, found list"),
-        ({}, "`description`: "),
         ({"leaves": []}, "missing 1 required positional argument: 'transformations'"),
-        ({"leaves": {}, "transformations": []}, "`description/leaves`: expected a list"),
-        ({"leaves": ["a"], "transformations": []}, "`description/leaves/0`: expected a mapping"),
         (broken(role="moments"), "leaves/0/role`: expected one of moment, second_moment"),
-        (broken(source=None), "leaves/0/source`: expected one of stated, derived, types"),
         (broken(number=True), "leaves/0/number`: expected an integer, found True"),
-        (broken(path=[1]), "leaves/0/path/0`: expected a string, found 1"),
         (broken(dimensions=["0"]), "leaves/0/dimensions/0`: expected an integer, found '0'"),
         (broken(kind="a"), "found `kind`"),
     ],
@@ -164,23 +138,17 @@ def test_data_that_describe_no_state(data: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_text_that_is_not_json() -> None:
+def test_text_and_settings_that_are_not_json() -> None:
     with pytest.raises(DescriptionError, match="`text` is not JSON"):
         StateDescription.from_json("{")
+    with pytest.raises(DescriptionError, match="`settings/f/0`: expected a JSON value, found a"):
+        TransformationDescription("a", settings={"f": [print]})
 
 
-@pytest.mark.parametrize(
-    ("effect", "count"),
-    [("window", ()), ("at_or_below_count", ()), ("above_count", ()), ("refused", ("count",))],
-)
+@pytest.mark.parametrize(("effect", "count"), [("window", ()), ("refused", ("count",))])
 def test_a_bearing_has_a_count_where_one_decides(effect: Any, count: Any) -> None:
     with pytest.raises(DescriptionError, match="`count`: a setting whose change is"):
         Bearing(effect, count)
-
-
-def test_settings_that_are_not_json() -> None:
-    with pytest.raises(DescriptionError, match="`settings/f/0`: expected a JSON value, found a"):
-        TransformationDescription("a", settings={"f": [print]})
 
 
 def test_settings_of_every_kind() -> None:

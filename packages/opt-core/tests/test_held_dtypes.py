@@ -35,21 +35,12 @@ def test_wide_arrays_fit_and_become_what_jax_holds(dtype: str) -> None:
         np.testing.assert_array_equal(found, value)
 
 
-def test_floats_are_rounded_as_jax_rounds_them() -> None:
-    value = np.array([0.1, 1 / 3, -1e-30, np.inf, -np.inf, np.nan, 5e-324])
-    found, deviations = restore(jnp.ones(7), value)
-    assert deviations == []
-    assert_same(found, jnp.asarray(value.astype(np.float32)))
-
-
 @pytest.mark.parametrize(
     ("dtype", "value", "words"),
     [
         ("float32", [1.0, 1e300], "float64[2] with 1e+300, which does not fit float32"),
-        ("float32", [-1e39, 0.0], "float64[2] with -1e+39, which does not fit float32"),
         ("float32", [1.0, 1e-60], "float64[2] with 1e-60, which does not fit float32"),
         ("int32", [2**31, 0], "int64[2] with 2147483648, which does not fit int32"),
-        ("int32", [0, -(2**40)], "int64[2] with -1099511627776, which does not fit int32"),
         ("uint32", [2**32, 0], "uint64[2] with 4294967296, which does not fit uint32"),
         ("complex64", [1j, 1e300], "complex128[2] with (1e+300+0j), which does not fit complex64"),
     ],
@@ -90,19 +81,18 @@ def _survives(value: float) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("reference", "value"),
+    ("own", "other"),
     [
-        (jnp.ones(2, jnp.bfloat16), np.ones(2)),
-        (jnp.ones(2), np.ones(2, np.int64)),
-        (jnp.ones(2, jnp.int32), np.ones(2)),
-        (jnp.ones(2, jnp.int32), np.ones(2, np.uint64)),
-        (jnp.ones(2), np.ones(2, np.float16)),
-        (jnp.ones(2), np.ones(2, np.complex128)),
-        (jnp.ones(2), np.ones(2, bool)),
+        (jnp.bfloat16, np.float64),
+        (jnp.float32, np.int64),
+        (jnp.int32, np.uint64),
+        (jnp.float32, np.float16),
+        (jnp.float32, np.complex128),
+        (jnp.float32, np.bool_),
     ],
-    ids=lambda x: str(x.dtype),
 )
-def test_any_other_dtype_deviates(reference: Any, value: Any) -> None:
+def test_any_other_dtype_deviates(own: Any, other: Any) -> None:
+    reference, value = jnp.ones(2, own), np.ones(2, other)
     found, [(kind, words)] = restore(reference, value)
     assert (kind, words) == (MismatchKind.DTYPE, f"{value.dtype}[2]")
     assert found is reference
@@ -139,16 +129,6 @@ def test_an_array_of_jax_is_what_it_is() -> None:
     assert found is wide
 
 
-def test_abstract_arrays_are_compared_alike() -> None:
-    wide = jax.ShapeDtypeStruct((2,), np.float64)
-    found, deviations = restore(jax.ShapeDtypeStruct((2,), np.float32), wide)
-    assert (deviations, found.dtype) == ([], np.float32)
-    found, deviations = restore(wide, np.array([0.1, 1.0]))
-    assert (deviations, found.dtype) == ([], np.float32)
-    _, [(kind, _)] = restore(wide, np.array([0.1, 1e300]))
-    assert kind is MismatchKind.VALUE
-
-
 def widened(optimizer: Optimizer) -> Any:
     return jax.tree.map(
         lambda x: np.asarray(x, WIDE.get(str(x.dtype), x.dtype)), optimizer.state_dict()
@@ -165,21 +145,6 @@ def test_a_whole_optimizer_written_in_64_bits() -> None:
         assert_same(fresh.restore_state(widened(optimizer)), optimizer)
         with enable_x64(), pytest.raises(RestoreError, match="w: dtype: expected float32"):
             fresh.restore_state(widened(optimizer))
-
-
-def test_everything_that_does_not_survive_is_listed_and_the_rest_can_be_taken() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2), "b": jnp.ones(2)})
-    state_dict = widened(optimizer)
-    state_dict["target"]["w"] = np.array([0.5, 1e300])
-    state_dict["state"]["param_states"]["b"] = np.array([1e-60, 0.0])
-    with pytest.raises(RestoreError) as caught:
-        optimizer.restore_state(state_dict)
-    paths = [m.path for m in caught.value.report.mismatches]
-    assert paths == ["state/param_states/b", "target/w"]
-    state_dict["target"]["b"] = np.array([0.25, 0.5])
-    restored = optimizer.restore_state(state_dict, strict=False)
-    assert_same(restored.target["w"], optimizer.target["w"])
-    assert restored.target["b"].tolist() == [0.25, 0.5]
 
 
 def test_a_state_of_numpy_is_kept_by_surgery() -> None:
