@@ -73,6 +73,14 @@ class Whole(OptimizerDef):
         return params, OptimizerState(increment_step(state.step), new)
 
 
+class CountAndMoments(OptimizerDef):
+    """A pair, as are the states of a chain."""
+
+    def init_state(self, params: Any) -> OptimizerState:
+        step = jnp.zeros((), jnp.int32)
+        return OptimizerState(step, (step, jax.tree.map(jnp.zeros_like, params)))
+
+
 def both(rest: Any = FROZEN) -> MultiOptimizer:
     """Kernels and biases, an entry per parameter."""
     rules = [("kernels", ".*kernel", Momentum(0.5)), ("biases", ".*bias", Adam(0.1))]
@@ -198,13 +206,6 @@ def test_the_layouts() -> None:
     assert states["biases"]["sum"]["b"] == {"kernel": {}, "scale": {}}
 
 
-def test_groups_called_as_parameters_are_not_confused() -> None:
-    rules = [("a", "b/.*", Whole()), ("b", "a/.*", GradientDescent(0.1))]
-    optimizer = advanced(MultiOptimizer.from_rules(rules).create(make_params()), 1)
-    assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
-    assert "sum" in optimizer.state_dict()["state"]["param_states"]["a"]
-
-
 def test_a_group_sees_its_leaves_alone() -> None:
     optimizer = mixed().create(make_params())
     split = mixed().split(optimizer)
@@ -222,23 +223,15 @@ def test_deviations_have_the_path_in_the_dict() -> None:
         kernels = states["kernels"] if prefix else states
         kernels["a"]["kernel"] = np.zeros((3, 2), np.float32)
         kernels["b"]["kernel"] = {"x": 1}
-        written["target"]["b"]["scale"] = np.zeros(2, np.float16)
         del written["target"]["a"]["bias"]
-        written["target"]["new"] = written["extra"] = 1
-        written["state"]["step"] = -1
         states["other"] = 1
         report = optimizer.check_state_dict(written)
         assert {(m.path, m.kind.value) for m in report.mismatches} == {
             (f"state/param_states/{prefix}a/kernel", "shape"),
             (f"state/param_states/{prefix}b/kernel", "container"),
-            ("target/b/scale", "dtype"),
             ("target/a/bias", "missing"),
-            ("target/new", "extra"),
-            ("state/step", "value"),
             ("state/param_states/other", "extra"),
         }
-        with pytest.raises(RestoreError):
-            optimizer.restore_state(written)
         partly = optimizer.restore_state({**written, "target": make_params()}, strict=False)
         assert_same(partly.target, make_params())
 
@@ -306,7 +299,6 @@ def test_a_layout_of_its_own_is_not_lost() -> None:
     optimizer = MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())
     with pytest.raises(StateDictError) as caught:
         optimizer.state_dict()
-    assert "`state_dict` of group `a` is not laid out as its parameters" in str(caught.value)
     assert "`a/kernel` has no entry" in str(caught.value)
     assert "or set `whole_tree = True` in `WritesUnderAName`" in str(caught.value)
     whole = MultiOptimizer.from_rules([("a", "a/.*", WritesWhole())], rest=FROZEN)
@@ -356,40 +348,24 @@ def test_frozen_leaves_need_no_gradient() -> None:
     )
 
 
-def test_other_gradients_are_needed() -> None:
-    optimizer = both().create(make_params())
-    wrong = without("a/kernel")
-    wrong["a"] = {**wrong["a"], "bias": None, "more": jnp.ones(1)}
-    wrong["b"] = list(GRADS["b"].values())
-    with pytest.raises(TreeMismatchError) as caught:
-        optimizer.apply_gradient(wrong)
-    assert str(caught.value) == (
-        "`grads` do not match the parameters:\n"
-        "  a/bias: expected an array of shape (3,), found None\n"
-        "  a/kernel: expected an array of shape (2, 3), found nothing\n"
-        "  a/more: expected nothing, found an array of shape (1,)\n"
-        "  b: expected a dict, found a list\n"
-        "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
-        "containers to those of the parameters."
-    )
-
-
-def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
+def test_gradients_must_fit_where_they_are_needed_or_given() -> None:
     optimizer = MultiOptimizer(("a/.*", Momentum())).create(make_params())
-    shape = make_params()["b"]["kernel"].shape
-    examples = {**GRADS["b"], "kernel": jnp.ones((5, *shape))}
+    examples = {**GRADS["b"], "kernel": jnp.ones((5, 3, 2))}
     allowed: list[Any] = [None, {}, {"kernel": None}, GRADS["b"]]
     for rest in allowed:
         optimizer.apply_gradient({**GRADS, "b": rest})
     refused: list[tuple[Any, str]] = [
-        (examples, r"b/kernel: expected an array of shape \(3, 2\), found an array .*\(5, 3, 2\)"),
-        ({**GRADS["b"], "kernel": jnp.ones(7)}, r"b/kernel: expected an array of shape .*\(7,\)"),
-        ({"typo": None}, "b/typo: expected nothing, found None"),
-        (jnp.ones(7), "b: expected a dict, found an array"),
+        ({"b": examples}, r"b/kernel: expected an array of shape \(3, 2\), found .*\(5, 3, 2\)"),
+        ({"b": {"typo": None}}, "b/typo: expected nothing, found None"),
+        ({"b": jnp.ones(7)}, "b: expected a dict, found an array"),
+        ({"a": {**GRADS["a"], "bias": None}}, r"a/bias: expected an array of .*\(3,\), found None"),
+        ({"a": {}}, r"a/kernel: expected an array of shape \(2, 3\), found nothing"),
+        ({"a": {**GRADS["a"], "more": jnp.ones(1)}}, "a/more: expected nothing, found an array"),
+        ({"a": {**GRADS["a"], "bias": jnp.ones(2)}}, r"a/bias: expected shape \(3,\), found \(2,"),
     ]
-    for rest, words in refused:
+    for changed, words in refused:
         with pytest.raises(TreeMismatchError, match=words):
-            optimizer.apply_gradient({**GRADS, "b": rest})
+            optimizer.apply_gradient({**GRADS, **changed})
 
 
 class Examples(Momentum):
@@ -520,6 +496,8 @@ def test_overrides_that_are_refused(overrides: Any, words: str) -> None:
 
 
 def test_extra_arguments_go_where_they_are_used() -> None:
+    alone = Whole(0.5).create(jnp.zeros(2)).apply_gradient(jnp.ones(2), value=4.0)
+    assert alone.target.tolist() == [-2.0, -2.0]
     optimizer = mixed().create(make_params())
     found = optimizer.apply_gradient(GRADS, value=2.0).target
     plain = optimizer.apply_gradient(GRADS).target
@@ -570,17 +548,19 @@ def test_the_axes_themselves() -> None:
     assert found["rest"]["b"]["scale"] is None
 
 
+def test_axes_of_a_tuple_of_parameters() -> None:
+    """It is not taken for the tuple of a chain, which is as long."""
+    params, axes = (jnp.ones((3, 3)), jnp.ones((3, 3))), (P("a", "b"), P("c", "d"))
+    optimizer = MultiOptimizer.from_rules([("all", ".*", CountAndMoments(None))]).create(params)
+    found = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
+    assert found.state.param_states["all"] == (None, axes)
+
+
 def test_axes_of_other_paths_are_listed() -> None:
     optimizer = both().create(make_params())
     wrong = {"a": {**AXES["a"], "more": P()}, "b": {"scale": None}}
-    with pytest.raises(TreeMismatchError) as caught:
+    with pytest.raises(TreeMismatchError, match=r"a/more: .*\n  b/kernel: expected a `Partition"):
         both().derive_logical_axes(optimizer, wrong)
-    assert str(caught.value) == (
-        "`param_axes` do not have the paths of the parameters:\n"
-        "  a/more: expected nothing, found axes\n"
-        "  b/kernel: expected a `PartitionSpec`, found nothing\n"
-        "Give one `PartitionSpec`, or `None`, for every parameter."
-    )
 
 
 def two_groups(*definitions: OptimizerDef) -> Any:
@@ -589,23 +569,16 @@ def two_groups(*definitions: OptimizerDef) -> Any:
     return MultiOptimizer(pairs, names=names).create({"a": jnp.ones(1), "b": jnp.ones(1)})
 
 
-class Rated(OptimizerDef):
-    """Has a learning rate and nothing else."""
-
-    def __init__(self, learning_rate: Any) -> None:
-        super().__init__(RateAlone(learning_rate))
-
-    def init_state(self, params: Any) -> OptimizerState:
-        return OptimizerState(jnp.zeros((), jnp.int32), ())
-
-    def apply_gradient(self, hyper_params: Any, params: Any, state: Any, grads: Any) -> Any:
-        rate = hyper_params.learning_rate
-        return jax.tree.map(lambda p, g: p - rate * g, params, grads), state
-
-
 @dataclasses.dataclass(frozen=True)
 class RateAlone:
     learning_rate: Any
+
+
+class Rated(GradientDescent):
+    """Has a learning rate and nothing else."""
+
+    def __init__(self, learning_rate: Any) -> None:
+        OptimizerDef.__init__(self, RateAlone(learning_rate))
 
 
 def test_an_override_that_one_group_lacks() -> None:

@@ -3,7 +3,7 @@ import dataclasses
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -18,7 +18,6 @@ from core_testing import (
     advanced,
     any_target,
     assert_same,
-    bits,
     structure,
     to_numpy,
 )
@@ -32,7 +31,7 @@ from opt_core import (
     increment_step,
     protocols,
 )
-from opt_core.errors import HyperParamError, RestoreError
+from opt_core.errors import RestoreError
 
 Make = Callable[[], Any]
 INT32_MAX = 2**31 - 1
@@ -171,101 +170,30 @@ def test_the_layout() -> None:
     assert shapes == {"target": params, "state": {"step": (), "param_states": params}}
 
 
-DEVIATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, MismatchKind]]]] = {
-    "missing": (lambda d: d["target"].pop("a"), [("target/a", MismatchKind.MISSING)]),
-    "shape": (
-        lambda d: d["target"].update(a=np.zeros((2, 1), np.float32)),
-        [("target/a", MismatchKind.SHAPE)],
-    ),
-    "subtree to leaf": (
-        lambda d: d["target"].update(b=np.zeros(2, np.float32)),
-        [("target/b", MismatchKind.CONTAINER)],
-    ),
-    "list": (
-        lambda d: d["target"].update(b=[np.zeros(2, np.float32)]),
-        [("target/b", MismatchKind.CONTAINER)],
-    ),
-    "no state": (
-        lambda d: d.pop("state"),
-        [
-            ("state/param_states/a", MismatchKind.MISSING),
-            ("state/param_states/b/0", MismatchKind.MISSING),
-            ("state/step", MismatchKind.MISSING),
-        ],
-    ),
-    "other optimizer": (
-        lambda d: d["state"].update(param_states={"mu": {"a": 1}, "nu": {"a": 1}}),
-        [
-            ("state/param_states/a", MismatchKind.MISSING),
-            ("state/param_states/b/0", MismatchKind.MISSING),
-            ("state/param_states/mu/a", MismatchKind.EXTRA),
-            ("state/param_states/nu/a", MismatchKind.EXTRA),
-        ],
-    ),
-    "several": (
-        lambda d: (
-            d["target"].pop("a"),
-            d["target"]["b"].update({"1": 0}),
-            d["state"].update(step="x"),
-        ),
-        [
-            ("state/step", MismatchKind.VALUE),
-            ("target/a", MismatchKind.MISSING),
-            ("target/b/1", MismatchKind.EXTRA),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize(("spoil", "expected"), DEVIATIONS.values(), ids=DEVIATIONS.keys())
-def test_every_deviation_is_an_error(
-    spoil: Callable[[dict[str, Any]], Any],
-    expected: list[tuple[str, MismatchKind]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_deviations_are_an_error_or_what_fits_is_restored(caplog: pytest.LogCaptureFixture) -> None:
     reference = Momentum().create({"a": jnp.ones(2), "b": [jnp.ones(2)]})
     before = jax.tree.map(np.array, reference)
     saved = advanced(reference)
     state_dict = to_numpy(saved.state_dict())
-    spoil(state_dict)
-
+    state_dict["target"]["b"]["1"] = 0
+    state_dict["target"]["a"] = np.ones((2, 1), np.float32)
+    state_dict["state"]["step"] = "x"
     with pytest.raises(RestoreError) as caught:
         reference.restore_state(state_dict)
     report = caught.value.report
-    assert sorted([(m.path, m.kind.value) for m in report.mismatches]) == [
-        (path, kind.value) for path, kind in expected
-    ]
-    assert all(str(mismatch) in str(caught.value) for mismatch in report.mismatches)
-    assert not caplog.records
+    assert {m.path: m.kind for m in report.mismatches} == {
+        "state/step": MismatchKind.VALUE,
+        "target/a": MismatchKind.SHAPE,
+        "target/b/1": MismatchKind.EXTRA,
+    }
     assert reference.check_state_dict(state_dict) == report
     assert not caplog.records
-
     with caplog.at_level(logging.WARNING, logger="opt_core"):
         restored = reference.restore_state(state_dict, strict=False)
     assert [(r.name, r.getMessage()) for r in caplog.records] == [("opt_core", str(report))]
     assert_same(jax.tree.map(np.array, reference), before)
-    spoilt = {path for path, _ in expected}
-    got, kept, given = (flat(o) for o in (restored, reference, saved))
-    for path in got:
-        source = kept if any(path == s or path.startswith(s + "/") for s in spoilt) else given
-        assert bits(got[path]) == bits(source[path]), path
-
-
-def flat(optimizer: Optimizer) -> dict[str, Any]:
-    def walk(node: Any, path: str) -> dict[str, Any]:
-        if not isinstance(node, dict):
-            return {path: node}
-        children = [walk(child, f"{path}/{name}".lstrip("/")) for name, child in node.items()]
-        return functools.reduce(lambda a, b: a | b, children, {})
-
-    return walk(optimizer.state_dict(), "")
-
-
-@pytest.mark.parametrize("found", [None, [], "text"])
-def test_what_is_not_a_state_dict(found: Any) -> None:
-    optimizer = Momentum().create({"a": jnp.ones(2)})
-    [mismatch] = optimizer.check_state_dict(found).mismatches
-    assert (mismatch.path, mismatch.kind) == (".", MismatchKind.CONTAINER)
+    assert_same(restored.target, {"a": reference.target["a"], "b": saved.target["b"]})
+    assert_same(restored.state, saved.state.replace(step=reference.state.step))
 
 
 def test_definitions_that_know_nothing_of_strict() -> None:
@@ -499,31 +427,6 @@ def test_a_changed_definition_is_another() -> None:
 # What definitions may offer besides.
 
 
-class Greedy(Momentum):
-    """Takes the loss besides the gradients."""
-
-    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(names) & {"value"}
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: Any, grads: Any, *, value: Any = 1.0
-    ) -> Any:
-        grads = jax.tree.map(lambda g: value * g, grads)
-        return super().apply_gradient(hyper_params, params, state, grads)
-
-
-def test_extra_arguments_reach_definitions_that_take_them() -> None:
-    optimizer = Greedy(learning_rate=7.0).create({"w": jnp.zeros(1)})
-    assert isinstance(optimizer.optimizer_def, protocols.TakesExtraArgs)
-    grads = {"w": jnp.ones(1)}
-    assert step(optimizer, grads, learning_rate=0.5).target["w"].tolist() == [-0.5]
-    assert step(optimizer, grads, learning_rate=0.5, value=4.0).target["w"].tolist() == [-2.0]
-    with pytest.raises(HyperParamError, match="`loss`"):
-        step(optimizer, grads, loss=1.0)
-    with pytest.raises(HyperParamError, match="`value`"):
-        step(Momentum().create({"w": jnp.zeros(1)}), grads, value=1.0)
-
-
 def test_protocols_are_recognised_by_their_methods() -> None:
     class Axes(Momentum):
         def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
@@ -534,7 +437,6 @@ def test_protocols_are_recognised_by_their_methods() -> None:
     for protocol in (protocols.DerivesLogicalAxes, protocols.TakesParamAxes):
         assert isinstance(Axes(), protocol)
         assert not isinstance(Momentum(), protocol)
-    assert not isinstance(Axes(), protocols.TakesExtraArgs)
 
 
 @pytest.mark.parametrize(

@@ -83,5 +83,3 @@ def test_groups() -> None:
     outer = dataclasses.replace(ADAM, group=("one",))
     moved = dataclasses.replace(ADAM, group=("two",))
     assert told(side(outer), side(moved)) == ["group `one` is gone", "group `two` is new"]
-    clipped = dataclasses.replace(CLIP, group=("one",))
-    assert told(side(outer), side(clipped, outer)) == ["`clip` is new in group `one`"]
