@@ -47,7 +47,6 @@ LINES: list[tuple[Any, Any, str]] = [
     (jnp.ones(2), 1.5, "value: expected float32[2], found 1.5 (float)"),
     (jnp.ones(2), {"a": 1}, "container: expected float32[2], found a mapping with keys a"),
     (1, 2.0, "value: expected 1 (int), found 2.0 (float)"),
-    ("a", 1, "value: expected a str, found 1 (int)"),
     (
         Pair(1, 2),
         np.ones(2),
@@ -58,12 +57,7 @@ LINES: list[tuple[Any, Any, str]] = [
         {1: 1, "1": 2},
         "container: expected keys with different names, found keys 1, '1'",
     ),
-    (
-        jax.random.key(0),
-        np.ones(2, np.float32),
-        "dtype: expected key<fry>[], found float32[2]",
-    ),
-    (jnp.ones(()), 1e300, "value: expected float32[], found 1e+300, which does not fit float32"),
+    (jax.random.key(0), np.ones(2, np.uint32)[:1], "shape: expected key<fry>[], found uint32[1]"),
 ]
 
 

@@ -90,18 +90,6 @@ def test_what_makes_a_leaf_another_thing(changes: Any, is_same: bool) -> None:
     assert leaf(**changes) != leaf()
 
 
-def test_the_table_has_80_columns() -> None:
-    long = ("decoder", "layers_10", "self_attention", "relative_positions", "query", "kernel")
-    rows = [
-        leaf(parameter=long, role="schedule_count", transformation="something_long"),
-        leaf(parameter=long, field=("inner", "a_field_with_a_long_name"), group=("fast",)),
-    ]
-    text = str(StateDescription(tuple(rows), WHOLE.transformations))
-    assert max(map(len, text.splitlines())) <= 80
-    assert "query/kernel" in text
-    assert "every_k_schedule=4 (window)" in text
-
-
 def test_the_table_in_full() -> None:
     assert str(WHOLE).splitlines() == [
         "transformation  field  parameter  dims  role    source",
@@ -114,6 +102,11 @@ def test_the_table_in_full() -> None:
         "    (at_or_below_count), name=é  (refused), eps=inf, x=true",
         "adam",
     ]
+    long = ("decoder", "layers_10", "self_attention", "relative_positions", "query", "kernel")
+    wide = leaf(parameter=long, field=("inner", "a_field_with_a_long_name"), group=("fast",))
+    lines = str(StateDescription((wide,), ())).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "query/kernel" in lines[1]
 
 
 def broken(**changes: Any) -> Any:

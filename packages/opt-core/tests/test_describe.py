@@ -84,19 +84,23 @@ def test_numbers_and_functions_among_states_and_parameters() -> None:
     assert (rest.paths, rest.elements) == (("act",), 0)
 
 
-def test_defaults_that_are_arrays_or_made_are_left_out() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Rates:
-        each: Any = (np.ones(2),)
-        names: Any = dataclasses.field(default_factory=list)
-        scale: float = 1.0
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    each: Any = (np.ones(2),)
+    names: Any = dataclasses.field(default_factory=list)
+    scale: float = 1.0
 
-    def shown(rates: Rates) -> str:
-        definition = MultiOptimizer.from_rules([("all", ".*", Schedules(rates))])
-        return describe(definition.create(make_params())).rows[0].hyper_params
 
-    assert shown(Rates((np.ones(2),), [], 1.0)) == ""
-    assert shown(Rates((np.zeros(1),), ["a"], 2.0)) == "each=(array([0.]),), names=['a'], scale=2.0"
+@pytest.mark.parametrize(
+    ("rates", "shown"),
+    [
+        (Rates((np.ones(2),), [], 1.0), ""),
+        (Rates((np.zeros(1),), ["a"], 2.0), "each=(array([0.]),), names=['a'], scale=2.0"),
+    ],
+)
+def test_defaults_that_are_arrays_or_made_are_left_out(rates: Rates, shown: str) -> None:
+    definition = MultiOptimizer.from_rules([("all", ".*", Schedules(rates))])
+    assert describe(definition.create(make_params())).rows[0].hyper_params == shown
 
 
 def test_other_optimizers_have_no_table() -> None:

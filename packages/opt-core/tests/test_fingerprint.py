@@ -33,11 +33,6 @@ class Nothing:
     pass
 
 
-@dataclasses.dataclass(slots=True)
-class NothingSlotted:
-    pass
-
-
 @flax.struct.dataclass
 class NothingStruct:
     pass
@@ -112,10 +107,6 @@ def closure(rate: Any) -> Callable[[Any], Any]:
     return inner
 
 
-def nested(rate: Any) -> Callable[[Any], Any]:
-    return lambda step: closure(closure(rate))(step)
-
-
 def defaulted(rate: Any) -> Callable[..., Any]:
     return lambda step, rate=rate: rate * step
 
@@ -154,22 +145,17 @@ def executed(rate: Any) -> Any:
 
 # Built twice from the same rate they are the same, from another they are not.
 BUILDERS: dict[str, Callable[[Any], Any]] = {
-    "itself": lambda rate: rate,
     "closure": closure,
-    "nested": nested,
     "lambda default": defaulted,
     "keyword default": keyword_only,
     "recursive": recursive,
     "unfilled cell": unfilled,
     "cycle": cyclic,
     "global": executed,
-    "code": lambda rate: eval(f"lambda step: {rate} * step"),
     "partial": lambda rate: functools.partial(math.pow, rate),
-    "partial keyword": lambda rate: functools.partial(closure, rate=rate),
     "partial of closure": lambda rate: functools.partial(closure(rate), 1),
     "bound method": lambda rate: Plain(rate).schedule,
     "plain object": Plain,
-    "object in object": lambda rate: Plain(Plain([rate])),
     "slots": Slotted,
     "slots and dict": half_slotted,
     "namespace": lambda rate: types.SimpleNamespace(rate=rate),
@@ -188,7 +174,6 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda rate: np.array([rate]),
     "numpy scalar": np.float32,
     "bfloat16 scalar": ml_dtypes.bfloat16,
-    "complex": lambda rate: complex(0, rate),
 }
 
 
@@ -211,26 +196,19 @@ def test_floats_are_compared_by_their_bits(x: float, y: float) -> None:
 DIFFERENT: list[tuple[Any, Any]] = [
     (1, 1.0),
     (0, False),
-    (0.0, -0.0),
-    (np.float32(1), 1.0),
     (np.float32(1), np.float64(1)),
     ("1", 1),
-    ("a", b"a"),
     ((1,), [1]),
-    ({"a": 1}, {"a": True}),
     ({"a": 1}, FrozenDict(a=1)),
     ({"a": 1}, OrderedDict(a=1)),
     (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
-    ({1}, frozenset({1})),
     (Pair(1, 2), (1, 2)),
     (np.ones(2), np.ones((2, 1))),
-    (np.ones(2), np.ones(2, np.float32)),
     (np.ones(2, np.float32), jnp.ones(2)),
     (jnp.asarray(1.0), jnp.float32(1)),
     (jax.random.key(0), jax.random.key(1)),
     (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")),
     (math, np),
-    (jnp.add, jnp.multiply),
     (closure(1), defaulted(1)),
     (Plain(1), Config(1)),
     (functools.partial(math.pow, 1), functools.partial(math.pow, 1, 2)),
@@ -238,7 +216,6 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (functools.partial(abs, 1), jax.tree_util.Partial(abs, 1)),
     ([Role.ROW, Role.ROW], [Role.ROW, Role.COLUMN]),
     (Nothing(), NothingStruct()),
-    (Nothing(), types.SimpleNamespace()),
 ]
 
 
@@ -250,17 +227,12 @@ def test_what_differs(one: Any, other: Any) -> None:
 
 EQUAL: list[tuple[Any, Any]] = [
     (float("nan"), float("nan")),
-    (complex("nan"), complex("nan")),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-    (FrozenDict(a=1, b=2), FrozenDict(b=2, a=1)),
     (jax.random.key(3), jax.random.key(3)),
     (jax.P("data"), jax.P("data")),
     ([Role.ROW, Role.ROW], [Role.ROW, pickle.loads(pickle.dumps(Role.ROW))]),
     (types.MappingProxyType({"a": 1}), types.MappingProxyType({"a": 1})),
     (Nothing(), Nothing()),
-    (NothingSlotted(), NothingSlotted()),
     (NothingStruct(), NothingStruct()),
-    (Momentum(Nothing()), Momentum(Nothing())),
 ]
 
 

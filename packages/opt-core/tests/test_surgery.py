@@ -1,6 +1,5 @@
 """Changing the groups of an optimizer, and what becomes of its state."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from opt_core import (
     Optimizer,
     OptimizerDef,
     OptimizerState,
-    StateDescription,
     flatten_with_paths,
     freeze,
     increment_step,
@@ -26,7 +24,6 @@ from opt_core import (
     reset,
     unfreeze,
 )
-from opt_core._description.describe import describe_by_types
 from opt_core.errors import GroupError, SurgeryError
 
 
@@ -293,59 +290,6 @@ def test_every_change_works_on_tracers_and_on_shapes(change: Any) -> None:
         assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
-class Hole(NamedTuple):
-    """As Optax's `MaskedNode`: no leaf, where a mask says so."""
-
-
-class Masked(Whole):
-    """Keeps moments of matrices alone."""
-
-    def init_state(self, params: Any) -> OptimizerState:
-        def moment(param: Any) -> Any:
-            is_hole = isinstance(param, tuple) or param.ndim < 2
-            return Hole() if is_hole else jnp.zeros_like(param)
-
-        mu = jax.tree.map(moment, params, is_leaf=lambda x: isinstance(x, tuple))
-        return OptimizerState(jnp.zeros((), jnp.int32), Moments(jnp.zeros((), jnp.int32), mu))
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
-    ) -> tuple[Any, OptimizerState]:
-        count, mu = state.param_states
-        mu = jax.tree.map(
-            lambda m, g: m if isinstance(m, Hole) else m + g,
-            mu,
-            grads,
-            is_leaf=lambda x: isinstance(x, Hole),
-        )
-        return params, OptimizerState(increment_step(state.step), Moments(count + 1, mu))
-
-
-@pytest.mark.parametrize("pattern", ["a/bias", "b/kernel"])
-def test_moments_of_what_a_mask_keeps_are_kept(pattern: str) -> None:
-    optimizer = trained(Masked())
-    found, report = freeze(optimizer, pattern)
-    assert report.initialised == ()
-    assert report.kept[:2] == ("rest/count", "rest/mu/a/kernel")
-    assert report.dropped == (("mu/b/kernel",) if pattern == "b/kernel" else ())
-    old = optimizer.state.param_states.mu["a"]["kernel"]
-    assert found.state.param_states["rest"].mu["a"]["kernel"] is old
-
-
-def test_a_tuple_of_parameters_is_not_the_tuple_of_a_chain() -> None:
-    params = (jnp.ones((3, 3)), jnp.ones((3, 3)))
-    optimizer = advanced(Whole().create(params), 3)
-    found, report = freeze(optimizer, "1")
-    assert summary(report) == Summary(
-        kept=("rest/0/count", "rest/0/mu/0"), initialised=(), dropped=("0/mu/1",)
-    )
-    state = found.state.param_states["rest"][0]
-    assert int(state.count) == 3
-    assert jnp.array_equal(state.mu[0], optimizer.state.param_states[0].mu[0])
-    _, report = regroup(optimizer, groups(("w", "0", Whole()), ("b", "1", Whole())))
-    assert report.initialised == report.dropped == ()
-
-
 @pytest.mark.parametrize("other", [Momentum(), FROZEN])
 def test_leaves_without_a_count_do_not_join_one(other: Any) -> None:
     """Moments of zero at a large count: Adam's steps would be several times too long."""
@@ -360,57 +304,6 @@ def test_leaves_without_a_count_do_not_join_one(other: Any) -> None:
     assert int(found.state.param_states[0].count) == 5
     with pytest.raises(GroupError, match="`counts` must be 'agree' or 'keep', found 'all'"):
         regroup(optimizer, Whole(), counts="all")  # type: ignore[arg-type]
-
-
-class Recorded(NamedTuple):
-    hyperparams: Any
-    inner_state: Any
-
-
-class Injected(Whole):
-    """Its state records a rate, and its description says that it is a setting."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def init_state(self, params: Any) -> OptimizerState:
-        state = super().init_state(params)
-        rate = jnp.float32(self.rate)
-        return OptimizerState(state.step, Recorded({"learning_rate": rate}, state.param_states))
-
-    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
-        found = describe_by_types(self, params, state)
-        made = tuple(
-            dataclasses.replace(t, settings={"learning_rate": self.rate})
-            if t.name.endswith(".recorded")
-            else t
-            for t in found.transformations
-        )
-        return StateDescription(found.leaves, made)
-
-
-def rates(optimizer: Optimizer) -> list[float]:
-    states = optimizer.state.param_states
-    every = states.values() if isinstance(states, GroupStates) else [states]
-    return [float(state.hyperparams["learning_rate"]) for state in every]
-
-
-def test_recorded_hyper_parameters_are_the_new_definitions_but_outlive_freezing() -> None:
-    params = make_params()
-    optimizer = Injected(0.25).create(params)
-    changed = optimizer.state.param_states._replace(hyperparams={"learning_rate": jnp.float32(2)})
-    state = OptimizerState(optimizer.state.step, changed)
-    assert rates(freeze(optimizer.replace(state=state), "a/.*")[0]) == [2.0]
-    found, report = regroup(optimizer, groups(("all", ".*", Injected(0.5))))
-    assert rates(found) == [0.5]
-    assert report.initialised == ("all/hyperparams/learning_rate",)
-    assert report.dropped == ("hyperparams/learning_rate",)
-    two = groups(("a", "a/.*", Injected(0.25)), rest=Injected(0.5)).create(params)
-    found, report = regroup(two, Injected(0.75))
-    assert rates(found) == [0.75]
-    assert report.initialised == ("hyperparams/learning_rate",)
-    assert len(report.kept) == 5  # the count and the moments
 
 
 def test_unfreeze_what_is_frozen_inside() -> None:
