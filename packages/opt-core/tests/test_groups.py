@@ -15,7 +15,6 @@ import pytest
 from core_testing import Momentum, any_target, assert_same, given, structure, trees
 from flax_optim import GradientDescent, traversal
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 from opt_core import (
     FROZEN,
@@ -369,23 +368,15 @@ def test_patterns_that_fail_are_named(pattern: Any, words: str) -> None:
 
 
 def test_axes_must_know_every_parameter() -> None:
-    axes = {"w": PartitionSpec("embed")}
-    params = {"w": jnp.ones(2), "b": jnp.ones(2)}
+    axes = {"w": P("embed")}
     definition = MultiOptimizer.from_rules([({"embed"}, Momentum())], rest=FROZEN, param_axes=axes)
-    with pytest.raises(
-        GroupError, match=r"axes embed: `param_axes` have nothing for `b`. Give one"
-    ):
-        definition.create(params)
+    with pytest.raises(GroupError, match=r"axes embed: `param_axes` have nothing for `b`\. "):
+        definition.create({"w": jnp.ones(2), "b": jnp.ones(2)})
 
 
 def test_leaves_that_are_not_arrays() -> None:
-    params = {"w": 1.0, "b": jnp.ones(3), "act": jax.nn.relu}
-    by_rank = MultiOptimizer.from_rules(
-        [(lambda path, leaf: leaf.ndim == 1, Momentum())], rest=FROZEN
-    )
-    selection = by_rank.select({"w": 1.0, "b": jnp.ones(3)})
-    assert [path_str(selection.paths[i]) for i in selection.parts[0].members] == ["b"]
-    with pytest.raises(
-        GroupError, match=r"`ndim` of `act`, which is not an array but a .*: decide by"
-    ):
-        by_rank.create(params)
+    rules = [(lambda path, leaf: leaf.ndim == 1, Momentum())]
+    by_rank = MultiOptimizer.from_rules(rules, rest=FROZEN)
+    assert members(by_rank, {"w": 1.0, "b": jnp.ones(3)})["0"] == ["b"]
+    with pytest.raises(GroupError, match=r"`ndim` of `act`, which is not an array but a "):
+        by_rank.create({"b": jnp.ones(3), "act": jax.nn.relu})
