@@ -205,8 +205,7 @@ def test_a_transformation_that_updates_the_parameters() -> None:
 # The parameters to evaluate.
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "nnx.jit"])
-def test_the_average_is_evaluated_and_the_trained_parameters_come_back(compiled: bool) -> None:
+def test_the_average_is_evaluated_and_the_trained_parameters_come_back() -> None:
     model, optimizer = trained(CONTRIB.schedule_free_adamw(0.1), steps=3)
     before = copied(model)
 
@@ -216,12 +215,12 @@ def test_the_average_is_evaluated_and_the_trained_parameters_come_back(compiled:
             value = loss(averaged)
         return value, loss(model)
 
-    found = (nnx.jit(losses) if compiled else losses)(model, optimizer)
     other = nnx.clone(model)
     params = bare(nnx.state(other, nnx.Param))
     nnx.update(other, CONTRIB.schedule_free_eval_params(bare(optimizer.opt_state), params))
-    np.testing.assert_allclose(found, [loss(other), loss(model)], rtol=1e-6)
-    assert not np.isclose(found[0], found[1], rtol=1e-3)
+    assert not np.isclose(loss(other), loss(model), rtol=1e-3)
+    for found in (losses(model, optimizer), nnx.jit(losses)(model, optimizer)):
+        np.testing.assert_allclose(found, [loss(other), loss(model)], rtol=1e-6)
     assert_same(nnx.state(model), before)
 
 
