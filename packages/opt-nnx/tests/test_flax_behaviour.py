@@ -27,7 +27,7 @@ KINDS = [
 HAS_MODES = hasattr(nnx, "as_pure")  # Flax 0.12.0 has graph mode alone, and returns no updates
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     found = []
@@ -144,11 +144,16 @@ def test_a_line_search(kind: Any) -> None:
 
 
 OUTER = nnx.All(nnx.Param, nnx.PathContains("outer"))
-FILTERS = [nnx.Param, nnx.LoRAParam, (nnx.Param, nnx.LoRAParam), OUTER]
+FILTERS = [
+    pytest.param(nnx.Param, id="Param", marks=pytest.mark.slow),
+    pytest.param(nnx.LoRAParam, id="LoRAParam"),
+    pytest.param((nnx.Param, nnx.LoRAParam), id="both", marks=pytest.mark.slow),
+    pytest.param(OUTER, id="path"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrt", FILTERS, ids=["Param", "LoRAParam", "both", "path"])
+@pytest.mark.parametrize("wrt", FILTERS)
 def test_only_what_is_trained_changes(kind: Any, wrt: Any) -> None:
     model = nnx.LoRA(4, 2, 3, base_module=make_model(), rngs=nnx.Rngs(1))
     optimizer = kind(model, optax.adam(0.1), wrt=wrt)
@@ -204,6 +209,7 @@ def test_branches_and_loops(kind: Any) -> None:
     assert loss(model) < before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_ensemble(kind: Any) -> None:
     @nnx.vmap
@@ -223,6 +229,7 @@ def test_an_ensemble(kind: Any) -> None:
     assert (step(model, optimizer) < first).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_subclass_with_metrics(kind: Any) -> None:
     class TrainState(kind):  # type: ignore[misc]
