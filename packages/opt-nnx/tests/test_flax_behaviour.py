@@ -1,5 +1,6 @@
 """What `flax.nnx.Optimizer` does, done by both."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ def test_split_and_merge(kind: Any) -> None:
     assert_same(nnx.state(copy, nnx.Param), nnx.state(model, nnx.Param))
 
 
-MODES = {
+MODES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "eager": (lambda step: step, {}),
     "jit": (nnx.jit, {}),
     "without a graph": (nnx.jit, {"graph": False}),
