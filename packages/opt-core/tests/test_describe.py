@@ -1,15 +1,26 @@
-"""The table of groups."""
+"""The table of groups, and their norms."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from core_testing import Momentum
 from flax_optim import Adam, traversal
-from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, describe
+from opt_core import (
+    FROZEN,
+    GroupNorms,
+    MultiOptimizer,
+    OptimizerDef,
+    OptimizerState,
+    clip_metrics,
+    describe,
+    group_metrics,
+)
+from opt_core.errors import TreeMismatchError
 
 
 class Schedules(OptimizerDef):
@@ -46,14 +57,20 @@ class Rounded(Momentum):
     precision = staticmethod(in_bfloat16)
 
 
-def test_precision_has_a_column_where_a_group_has_one() -> None:
-    rules = [("w", ".*/w", Rounded(0.5)), ("b", "a/b", Momentum(0.5))]
-    definition = MultiOptimizer.from_rules(rules)
-    rows = describe(definition.create(make_params())).rows
-    assert [row.precision for row in rows] == ["in_bfloat16", ""]
-    lines = str(describe(definition.create(make_params()))).splitlines()
+def is_weight(path: str, leaf: Any) -> bool:
+    return path.endswith("w")
+
+
+def test_precision_has_a_column_functions_have_names_and_long_patterns_are_cut() -> None:
+    rules = [("w", is_weight, Rounded(0.5)), ("b", "a/b|" + "x" * 80, Momentum(0.5))]
+    found = describe(MultiOptimizer.from_rules(rules).create(make_params()))
+    assert [row.precision for row in found.rows] == ["in_bfloat16", ""]
+    lines = str(found).splitlines()
     assert lines[0].split()[-2:] == ["precision", "hyper-parameters"]
     assert lines[1].index("in_bfloat16") == lines[0].index("precision")
+    assert "is_weight" in lines[1]
+    assert "xxx...  " in lines[2]
+    assert max(map(len, lines)) < 200
 
 
 def test_rows_are_data() -> None:
@@ -66,42 +83,23 @@ def test_rows_are_data() -> None:
     assert (rest.paths, rest.definition, rest.state_bytes) == (("a/b",), "frozen", 0)
 
 
-def test_functions_and_sets_have_names_and_long_patterns_are_cut() -> None:
-    def is_weight(path: str, leaf: Any) -> bool:
-        return path.endswith("w")
-
-    rules = [("w", is_weight, Momentum()), ("b", "a/b|" + "x" * 80, Momentum())]
-    table = str(describe(MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())))
-    assert "is_weight" in table
-    assert "xxx...  " in table
-    assert len(max(table.splitlines(), key=len)) < 200
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    each: Any = (np.ones(2),)
+    names: Any = dataclasses.field(default_factory=list)
+    scale: float = 1.0
 
 
-def test_numbers_and_functions_among_states_and_parameters() -> None:
-    class Counts(OptimizerDef):
-        def init_state(self, params: Any) -> OptimizerState:
-            return OptimizerState(jnp.zeros((), jnp.int32), {"n": 0, "f": 1.5})
-
-    params = {"w": jnp.ones(3), "x": 1.0, "act": jax.nn.relu}
-    definition = MultiOptimizer.from_rules([("w", "w|x", Counts(None))], rest=FROZEN)
-    first, rest = describe(definition.create(params)).rows
-    assert (first.elements, first.state_bytes) == (4, 8)
-    assert (rest.paths, rest.elements) == (("act",), 0)
-
-
-def test_defaults_that_are_arrays_or_made_are_left_out() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Rates:
-        each: Any = (np.ones(2),)
-        names: Any = dataclasses.field(default_factory=list)
-        scale: float = 1.0
-
-    def shown(rates: Rates) -> str:
-        definition = MultiOptimizer.from_rules([("all", ".*", Schedules(rates))])
-        return describe(definition.create(make_params())).rows[0].hyper_params
-
-    assert shown(Rates((np.ones(2),), [], 1.0)) == ""
-    assert shown(Rates((np.zeros(1),), ["a"], 2.0)) == "each=(array([0.]),), names=['a'], scale=2.0"
+@pytest.mark.parametrize(
+    ("rates", "shown"),
+    [
+        (Rates((np.ones(2),), [], 1.0), ""),
+        (Rates((np.zeros(1),), ["a"], 2.0), "each=(array([0.]),), names=['a'], scale=2.0"),
+    ],
+)
+def test_defaults_that_are_arrays_or_made_are_left_out(rates: Rates, shown: str) -> None:
+    definition = MultiOptimizer.from_rules([("all", ".*", Schedules(rates))])
+    assert describe(definition.create(make_params())).rows[0].hyper_params == shown
 
 
 def test_other_optimizers_have_no_table() -> None:
@@ -135,3 +133,97 @@ def test_a_schedule_is_shown_by_its_value_and_its_factory() -> None:
     later = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(1)))
     assert shown(later) == "learning_rate=0.5 (factory)"
     assert shown(jax.eval_shape(lambda: optimizer)) == "learning_rate=factory"
+
+
+def tree(seed: int, dtype: Any = np.float32) -> Any:
+    draw = np.random.default_rng(seed)
+    shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "count": (2,)}
+    return {k: jnp.asarray(draw.normal(size=s).astype(dtype)) for k, s in shapes.items()}
+
+
+def definition() -> MultiOptimizer:
+    return MultiOptimizer.from_rules(
+        [("vectors", "bias|scale", Momentum(0.1)), ("kernels", "kernel", Momentum(0.5))],
+        rest=FROZEN,
+    )
+
+
+def norm(*arrays: Any) -> float:
+    """By NumPy, in float64."""
+    return float(np.sqrt(sum(np.sum(np.asarray(a, np.float64) ** 2) for a in arrays)))
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1e-6), (ml_dtypes.bfloat16, 1e-2)])
+def test_against_numpy(dtype: Any, rtol: float) -> None:
+    before, grads = definition().create(tree(0, dtype)), tree(1, dtype)
+    after = before.apply_gradient(grads)
+    found = jax.jit(group_metrics)(before, grads, after)
+    assert list(found) == ["vectors", "kernels", "rest"]  # the order of the groups
+    for name, keys in {"vectors": ["bias", "scale"], "kernels": ["kernel"]}.items():
+        old, new = ([o.target[k] for k in keys] for o in (before, after))
+        updates = [np.asarray(b, np.float64) - np.asarray(a, np.float64) for a, b in zip(old, new)]  # noqa: B905
+        expected = (norm(*(grads[k] for k in keys)), norm(*old), norm(*updates))
+        got = found[name]
+        assert isinstance(got, GroupNorms)
+        assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
+        np.testing.assert_allclose((got.gradient, got.parameter, got.update), expected, rtol=rtol)
+        np.testing.assert_allclose(got.update_to_parameter, expected[2] / expected[1], rtol=rtol)
+
+
+def test_frozen_groups_have_parameters_alone() -> None:
+    before = definition().create(tree(0))
+    grads = {k: v for k, v in tree(1).items() if k != "count"}
+    found = group_metrics(before, grads, before.apply_gradient(grads))["rest"]
+    assert [float(x) for x in jax.tree.leaves(found)] == pytest.approx(
+        [0.0, norm(before.target["count"]), 0.0, 0.0]
+    )
+    with pytest.raises(TreeMismatchError, match="bias"):
+        group_metrics(before, {"kernel": grads["kernel"]}, before)
+
+
+def test_parameters_of_zero_have_no_ratio_and_one_definition_is_one_group() -> None:
+    before = Momentum(0.5).create(jax.tree.map(jnp.zeros_like, tree(0)))
+    found = group_metrics(before, tree(1), before.apply_gradient(tree(1)))
+    assert list(found) == ["rest"]
+    assert float(found["rest"].gradient) == pytest.approx(norm(*tree(1).values()))
+    assert float(found["rest"].update) > 0
+    assert float(found["rest"].update_to_parameter) == 0.0
+
+
+def test_what_clipping_does_is_known_from_the_norms() -> None:
+    before, grads = definition().create(tree(0)), {**tree(1), "count": jnp.zeros(2)}
+    for scale, bound in ((0.1, 1.0), (10.0, 1.0)):
+        scaled = jax.tree.map(lambda g: scale * g, grads)  # noqa: B023
+        found = clip_metrics(group_metrics(before, scaled, before), bound)
+        expected = norm(*scaled.values())
+        np.testing.assert_allclose(found.norm, expected, rtol=1e-6)
+        np.testing.assert_allclose(found.factor, min(1.0, bound / expected), rtol=1e-6)
+        assert float(found.clipped) == (expected > bound)
+
+
+def test_in_one_pass_over_the_arrays() -> None:
+    """Beside the update, no more than three sums of squares read, whether it is clipped or not."""
+    params = {"kernel": jnp.ones((256, 256)), "bias": jnp.ones(256)}
+    rules = [("kernels", "kernel", Momentum(0.5))]
+    optimizer = MultiOptimizer.from_rules(rules, rest=Momentum(0.1)).create(params)
+
+    def step(optimizer: Any, grads: Any) -> Any:
+        return optimizer.apply_gradient(grads)
+
+    def with_metrics(optimizer: Any, grads: Any) -> Any:
+        after = optimizer.apply_gradient(grads)
+        metrics = group_metrics(optimizer, grads, after)
+        return after, metrics, clip_metrics(metrics, 1.0)
+
+    def squares(grads: Any, old: Any, new: Any) -> Any:
+        updates = jax.tree.map(jnp.subtract, new, old)
+        return jax.tree.map(lambda x: jnp.sum(jnp.square(x)), (grads, old, updates))
+
+    plain, metered = (bytes_accessed(f, optimizer, params) for f in (step, with_metrics))
+    scalars = 4 * 64
+    assert metered - plain <= bytes_accessed(squares, params, params, params) + scalars
+
+
+def bytes_accessed(function: Any, *operands: Any) -> float:
+    cost: Any = jax.jit(function).lower(*operands).compile().cost_analysis()
+    return float((cost[0] if isinstance(cost, list) else cost)["bytes accessed"])

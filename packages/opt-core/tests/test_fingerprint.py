@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from core_testing import Momentum, Pair, given
+from core_testing import Momentum, MomentumHyperParams, Pair
 from flax.core import FrozenDict
-from hypothesis import strategies as st
-from opt_core import Optimizer, OptimizerDef, OptimizerState, fingerprint
+from opt_core import fingerprint
 
 SCALE = 2.0
 
@@ -30,11 +29,6 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Nothing:
-    pass
-
-
-@dataclasses.dataclass(slots=True)
-class NothingSlotted:
     pass
 
 
@@ -67,18 +61,26 @@ class HalfSlotted(Slotted):
     note = None
 
 
-class Unhashable:
-    def __init__(self, rate: Any) -> None:
-        self.rate = rate
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]  # that is the point
+class Role(enum.Enum):
+    ROW = 1
+    COLUMN = 2
 
 
-class Colour(enum.Enum):
-    RED = 1
+class AttributedDict(dict[str, float]):
+    rate: float
+
+
+@dataclasses.dataclass
+class WithInitVar:
+    init: dataclasses.InitVar[float]
+
+    def __post_init__(self, init: float) -> None:
+        self.rate = init
+
+
+def with_attribute(obj: Any, rate: float) -> Any:
+    obj.rate = rate
+    return obj
 
 
 def half_slotted(rate: Any) -> HalfSlotted:
@@ -92,10 +94,6 @@ def closure(rate: Any) -> Callable[[Any], Any]:
         return rate * step
 
     return inner
-
-
-def nested(rate: Any) -> Callable[[Any], Any]:
-    return lambda step: closure(closure(rate))(step)
 
 
 def defaulted(rate: Any) -> Callable[..., Any]:
@@ -136,36 +134,35 @@ def executed(rate: Any) -> Any:
 
 # Built twice from the same rate they are the same, from another they are not.
 BUILDERS: dict[str, Callable[[Any], Any]] = {
-    "itself": lambda rate: rate,
     "closure": closure,
-    "nested": nested,
     "lambda default": defaulted,
     "keyword default": keyword_only,
     "recursive": recursive,
     "unfilled cell": unfilled,
     "cycle": cyclic,
     "global": executed,
-    "code": lambda rate: eval(f"lambda step: {rate} * step"),
     "partial": lambda rate: functools.partial(math.pow, rate),
-    "partial keyword": lambda rate: functools.partial(closure, rate=rate),
     "partial of closure": lambda rate: functools.partial(closure(rate), 1),
     "bound method": lambda rate: Plain(rate).schedule,
     "plain object": Plain,
-    "object in object": lambda rate: Plain(Plain([rate])),
+    "slots": Slotted,
+    "slots and dict": half_slotted,
+    "namespace": lambda rate: types.SimpleNamespace(rate=rate),
     "dataclass": Config,
-    "struct": lambda rate: FrozenDict(config=Config(rate)),
+    "struct of an array": lambda rate: MomentumHyperParams(jnp.array([rate], jnp.float32)),
+    "attribute that is no field": WithInitVar,
+    "attribute of a function": lambda rate: with_attribute(closure(1.0), rate),
+    "attribute of a dict": lambda rate: with_attribute(AttributedDict(), rate),
+    "mapping": lambda rate: FrozenDict(config=Config(rate)),
     "list": lambda rate: [rate],
     "namedtuple": lambda rate: Pair(rate, None),
     "dict": lambda rate: {"rate": rate},
     "key": lambda rate: {rate: "rate"},
     "set": lambda rate: {rate},
-    "definition": Momentum,
     "definition in closure": lambda rate: closure(Momentum(rate)),
     "numpy": lambda rate: np.array([rate]),
-    "jax": lambda rate: jnp.array([rate], jnp.float32),
     "numpy scalar": np.float32,
     "bfloat16 scalar": ml_dtypes.bfloat16,
-    "complex": lambda rate: complex(0, rate),
 }
 
 
@@ -177,53 +174,31 @@ def test_what_is_built_the_same_way_is_the_same(build: Callable[[Any], Any]) -> 
     assert one != other
 
 
-@given(x=st.floats(), y=st.floats())
-def test_floats_are_compared_by_their_bits(x: float, y: float) -> None:
-    same = (math.isnan(x) and math.isnan(y)) or np.float64(x).tobytes() == np.float64(y).tobytes()
-    for build in (float, np.float64, np.array, lambda v: complex(v, 0.0), lambda v: [v]):
-        if not (math.isnan(x) and math.isnan(y) and build is np.array):  # payloads may differ
-            assert (fingerprint(build(x)) == fingerprint(build(y))) == same
-
-
 DIFFERENT: list[tuple[Any, Any]] = [
     (1, 1.0),
-    (1, True),
     (0, False),
     (0.0, -0.0),
-    (0.0, None),
-    (np.float32(1), 1.0),
+    (np.float32(0.0), np.float32(-0.0)),
     (np.float32(1), np.float64(1)),
-    (np.int32(1), 1),
     ("1", 1),
-    ("a", b"a"),
     ((1,), [1]),
-    ({"a": 1}, {"a": True}),
     ({"a": 1}, FrozenDict(a=1)),
     ({"a": 1}, OrderedDict(a=1)),
     (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
-    ({1}, frozenset({1})),
-    ([1, 2], [2, 1]),
     (Pair(1, 2), (1, 2)),
     (np.ones(2), np.ones((2, 1))),
-    (np.ones(2), np.ones(2, np.float32)),
     (np.ones(2, np.float32), jnp.ones(2)),
     (jnp.asarray(1.0), jnp.float32(1)),
-    (np.zeros(1), -np.zeros(1)),
     (jax.random.key(0), jax.random.key(1)),
     (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")),
-    (float, int),
     (math, np),
-    (math.sin, math.cos),
-    (np.add, np.multiply),
-    (jnp.add, jnp.multiply),
-    (jax.nn.relu, jax.nn.gelu),
     (closure(1), defaulted(1)),
-    (Plain(1).schedule, Plain(2).schedule),
     (Plain(1), Config(1)),
     (functools.partial(math.pow, 1), functools.partial(math.pow, 1, 2)),
     (cyclic(1), [1, [1, None]]),
+    (functools.partial(abs, 1), jax.tree_util.Partial(abs, 1)),
+    ([Role.ROW, Role.ROW], [Role.ROW, Role.COLUMN]),
     (Nothing(), NothingStruct()),
-    (Nothing(), types.SimpleNamespace()),
 ]
 
 
@@ -234,23 +209,13 @@ def test_what_differs(one: Any, other: Any) -> None:
 
 
 EQUAL: list[tuple[Any, Any]] = [
-    (float("nan"), float("nan")),
-    (complex("nan"), complex("nan")),
-    (np.float32("nan"), np.float32("nan")),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-    (FrozenDict(a=1, b=2), FrozenDict(b=2, a=1)),
+    ([float("nan"), complex("nan")], [float("nan"), complex("nan")]),
     (jax.random.key(3), jax.random.key(3)),
-    (np.dtype("float32"), np.dtype("float32")),
     (jax.P("data"), jax.P("data")),
-    (Colour.RED, Colour.RED),
-    (jnp.float32, jnp.float32),
+    ([Role.ROW, Role.ROW], [Role.ROW, pickle.loads(pickle.dumps(Role.ROW))]),
     (types.MappingProxyType({"a": 1}), types.MappingProxyType({"a": 1})),
     (Nothing(), Nothing()),
-    (NothingSlotted(), NothingSlotted()),
     (NothingStruct(), NothingStruct()),
-    (types.SimpleNamespace(), types.SimpleNamespace()),
-    (closure(Nothing()), closure(Nothing())),
-    (Momentum(Nothing()), Momentum(Nothing())),
 ]
 
 
@@ -260,14 +225,21 @@ def test_what_is_equal(one: Any, same: Any) -> None:
     assert hash(fingerprint(one)) == hash(fingerprint(same))
 
 
+def deleted() -> jax.Array:
+    array = jnp.ones(2)
+    array.delete()
+    return array
+
+
 # An opaque object is equal only to itself.
 OPAQUE: dict[str, Callable[[], Any]] = {
     "jitted": lambda: jax.jit(closure(1.0)),
     "object": object,
     "sentinel": Sentinel,
-    "equality without hash": lambda: Unhashable(1.0),
     "array of objects": lambda: np.array([object()]),
     "ufunc": lambda: np.frompyfunc(abs, 1, 1),
+    "masked array": lambda: np.ma.array([1.0], mask=[True]),
+    "deleted array": deleted,
 }
 
 
@@ -280,10 +252,6 @@ def test_what_cannot_be_looked_into(build: Callable[[], Any]) -> None:
     hash(fingerprint(one))
 
 
-def test_slots_next_to_a_dict_count() -> None:
-    assert fingerprint(half_slotted(1.0)) != fingerprint(half_slotted(2.0))
-
-
 def test_tracers_equal_themselves() -> None:
     found = []
 
@@ -294,53 +262,6 @@ def test_tracers_equal_themselves() -> None:
 
     traced(1.0, 1.0)
     assert found == [(True, False)]
-
-
-def test_deleted_arrays_equal_themselves() -> None:
-    one, other = jnp.ones(2), jnp.ones(2)
-    one.delete()
-    other.delete()
-    assert fingerprint(one) == fingerprint(one)
-    assert fingerprint(one) != fingerprint(other)
-
-
-def test_a_global_may_be_rebound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def schedule(step: Any) -> Any:
-        return [SCALE * step for _ in range(3)]
-
-    before = fingerprint(schedule)
-    assert fingerprint(schedule) == before
-    monkeypatch.setitem(globals(), "SCALE", 3.0)
-    assert fingerprint(schedule) != before
-
-
-def test_content_is_that_of_the_moment() -> None:
-    array = np.zeros(2)
-    before = fingerprint(array)
-    array[0] = 1
-    assert fingerprint(array) != before
-
-
-def test_struct_dataclasses_compare_by_field() -> None:
-    @flax.struct.dataclass
-    class Hyper:
-        rate: Any
-
-    assert fingerprint(Hyper(jnp.ones(2))) == fingerprint(Hyper(jnp.ones(2)))
-    assert fingerprint(Hyper(jnp.ones(2))) != fingerprint(Hyper(jnp.zeros(2)))
-
-
-def test_hyper_params_without_fields_compile_once() -> None:
-    traces = []
-
-    @jax.jit
-    def step(optimizer: Any) -> Any:
-        traces.append(1)
-        return optimizer.target
-
-    for _ in range(2):
-        step(Optimizer(OptimizerDef(NothingStruct()), OptimizerState(0, ()), jnp.ones(2)))
-    assert len(traces) == 1
 
 
 def test_a_function_that_rebinds_a_captured_number_stays_what_it_was() -> None:
@@ -358,23 +279,6 @@ def test_a_function_that_rebinds_a_captured_number_stays_what_it_was() -> None:
     assert fingerprint(used) != fingerprint(decay(200))
 
 
-@dataclasses.dataclass
-class WithInitVar:
-    init: dataclasses.InitVar[float]
-
-    def __post_init__(self, init: float) -> None:
-        self.rate = init
-
-
-class AttributedDict(dict[str, float]):
-    rate: float
-
-
-def with_attribute(obj: Any, rate: float) -> Any:
-    obj.rate = rate
-    return obj
-
-
 GLOBAL_RATES = {"rate": 0.1, "array": np.zeros(2)}
 GLOBAL_SPACE = types.SimpleNamespace(rate=0.1)
 
@@ -384,46 +288,18 @@ def reads_globals(step: Any) -> Any:
 
 
 def reads_more(step: Any) -> Any:
-    return step * GLOBAL_RATES["rate"]
+    return [SCALE * step * GLOBAL_RATES["rate"] for _ in range(3)]
 
 
-# Each pair differs in something that a look at fields, elements or data alone would miss.
-LOOK_ALIKES: dict[str, tuple[Any, Any]] = {
-    "attribute that is no field": (WithInitVar(0.1), WithInitVar(0.5)),
-    "attribute of a function": (
-        with_attribute(closure(1.0), 0.1),
-        with_attribute(closure(1.0), 0.5),
-    ),
-    "attribute of a dict": (
-        with_attribute(AttributedDict(), 0.1),
-        with_attribute(AttributedDict(), 0.5),
-    ),
-    "slots": (Slotted(0.1), Slotted(0.5)),
-    "slots and dict": (half_slotted(0.1), half_slotted(0.5)),
-    "masks": (np.ma.array([1.0], mask=[True]), np.ma.array([1.0], mask=[False])),
-    "kinds of partial": (functools.partial(abs, 1), jax.tree_util.Partial(abs, 1)),
-    "namespaces": (types.SimpleNamespace(rate=0.1), types.SimpleNamespace(rate=0.5)),
-}
-
-
-@pytest.mark.parametrize(("one", "other"), LOOK_ALIKES.values(), ids=LOOK_ALIKES.keys())
-def test_look_alikes_differ(one: Any, other: Any) -> None:
-    assert fingerprint(one) == fingerprint(one)
-    assert fingerprint(one) != fingerprint(other)
-
-
-def test_objects_with_slots_are_looked_into() -> None:
-    assert fingerprint(Slotted(1.0)) == fingerprint(Slotted(1.0))
-    assert fingerprint(half_slotted(1.0)) == fingerprint(half_slotted(1.0))
-
-
-@pytest.mark.parametrize("where", ["dict", "array", "namespace"])
+@pytest.mark.parametrize("where", ["number", "dict", "array", "namespace"])
 def test_a_global_that_changed_makes_another_function(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fingerprint(reads_globals)
     assert fingerprint(reads_globals) == before
     match where:
+        case "number":
+            monkeypatch.setitem(globals(), "SCALE", 3.0)
         case "dict":  # read through another function of this module
             monkeypatch.setitem(GLOBAL_RATES, "rate", 0.5)
         case "array":
@@ -453,17 +329,6 @@ def test_what_is_only_cached_does_not_count() -> None:
     asked = Cached(1.0)
     assert asked.twice == 2.0
     assert fingerprint(asked) == fingerprint(Cached(1.0))
-
-
-class Role(enum.Enum):
-    ROW = 1
-    COLUMN = 2
-
-
-def test_members_of_enums_are_themselves() -> None:
-    assert fingerprint([Role.ROW, Role.ROW]) != fingerprint([Role.ROW, Role.COLUMN])
-    copied = pickle.loads(pickle.dumps(Role.ROW))
-    assert fingerprint([Role.ROW, Role.ROW]) == fingerprint([Role.ROW, copied])
 
 
 @pytest.mark.parametrize("container", [dict, FrozenDict])

@@ -25,12 +25,10 @@ KINDS = [
     pytest.param(nnx.Optimizer, id="flax", marks=pytest.mark.slow),
     pytest.param(opt_nnx.Optimizer, id="ours"),
 ]
-has_modes = pytest.mark.skipif(
-    not hasattr(nnx, "as_pure"), reason="Flax 0.12.0 has graph mode alone, and returns no updates"
-)
+HAS_MODES = hasattr(nnx, "as_pure")  # Flax 0.12.0 has graph mode alone, and returns no updates
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     found = []
@@ -44,17 +42,10 @@ def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     if updates is not None:  # Flax 0.12.0 returns none
         assert_same(updates, our_updates)
     expected, state = flat(theirs), flat(ours)
-    assert state.keys() == expected.keys()
+    assert {k: type(v) for k, v in state.items()} == {k: type(v) for k, v in expected.items()}
     for path, variable in expected.items():
         assert isinstance(state[path], nnx.OptState)
         assert_same(bare(state[path]), bare(variable))
-
-
-def test_classes_of_variables_are_those_of_flax() -> None:
-    theirs, ours = (flat(kind(make_model(), optax.adamw(0.1), wrt=nnx.Param)) for kind in CLASSES)
-    assert {path: type(leaf) for path, leaf in theirs.items()} == {
-        path: type(leaf) for path, leaf in ours.items()
-    }
 
 
 @pytest.mark.contract
@@ -86,21 +77,33 @@ def test_split_and_merge(kind: Any) -> None:
     assert_same(nnx.state(copy, nnx.Param), nnx.state(model, nnx.Param))
 
 
+MODES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "eager": (lambda step: step, {}),
+    "jit": (nnx.jit, {}),
+    "without a graph": (nnx.jit, {"graph": False}),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_a_step_of_nnx(kind: Any, jit: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step(kind: Any, mode: str) -> None:
+    jit, options = MODES[mode]
+    if options and not HAS_MODES:
+        pytest.skip("Flax 0.12.0 has graph mode alone")
     model = make_model()
-    optimizer = kind(model, optax.adam(0.05), wrt=nnx.Param)
+    optimizer = kind(model, optax.adam(0.05), wrt=nnx.Param, **options)
 
     @jit
     def step(model: Any, optimizer: Any) -> Any:
         value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
+        optimizer.update(model=model, grads=grads)
         return value
 
-    values = [float(step(model, optimizer)) for _ in range(5)]
+    values = [float(step(model, optimizer)) for _ in range(3)]
     assert values == sorted(values, reverse=True)
-    assert optimizer.step[...] == 5
+    assert optimizer.step[...] == 3
+    with pytest.raises(TypeError, match="grads"):
+        optimizer.update(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,11 +118,9 @@ def test_a_step_of_jax(kind: Any) -> None:
         return nnx.state((model, optimizer))
 
     before = float(loss(model))
-    for _ in range(5):
-        state = step(state)
-    model, optimizer = nnx.merge(graphdef, state)
+    model, optimizer = nnx.merge(graphdef, step(step(state)))
     assert loss(model) < before
-    assert optimizer.step[...] == 5
+    assert optimizer.step[...] == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,56 +139,42 @@ def test_a_line_search(kind: Any) -> None:
         optimizer.update(model, grads, grad=grads, value=value, value_fn=loss_of_params)
         return value
 
-    values = [float(step(model, optimizer)) for _ in range(4)]
+    values = [float(step(model, optimizer)) for _ in range(3)]
     assert values == sorted(values, reverse=True)
     assert values[-1] < values[0]
 
 
-LORA = [nnx.Param, nnx.LoRAParam, (nnx.Param, nnx.LoRAParam)]
+OUTER = nnx.All(nnx.Param, nnx.PathContains("outer"))
+FILTERS = [
+    pytest.param(nnx.Param, id="Param", marks=pytest.mark.slow),
+    pytest.param(nnx.LoRAParam, id="LoRAParam"),
+    pytest.param((nnx.Param, nnx.LoRAParam), id="both", marks=pytest.mark.slow),
+    pytest.param(OUTER, id="path"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrt", LORA, ids=["Param", "LoRAParam", "both"])
+@pytest.mark.parametrize("wrt", FILTERS)
 def test_only_what_is_trained_changes(kind: Any, wrt: Any) -> None:
     model = nnx.LoRA(4, 2, 3, base_module=make_model(), rngs=nnx.Rngs(1))
     optimizer = kind(model, optax.adam(0.1), wrt=wrt)
     before = jax.tree.map(jnp.copy, nnx.state(model, wrt, ...))
-    for _ in range(2):  # the factor that starts at zero hides the gradient of the other
-        optimizer.update(model, gradients(model, wrt))
+    optimizer.update(model, gradients(model, wrt))
+    # Once more: the factor that starts at zero hides the gradient of the other.
+    optimizer.update(model, gradients(model, nnx.Param if HAS_MODES else wrt))  # of all
     after = nnx.state(model, wrt, ...)
     same = jax.tree.map(lambda a, b: bool((a == b).all()), before, after)
     assert not any(jax.tree.leaves(same[0]))
     assert all(jax.tree.leaves(same[1]))
 
 
-@has_modes
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_more_than_is_trained(kind: Any) -> None:
-    model = nnx.LoRA(4, 2, 3, base_module=make_model(), rngs=nnx.Rngs(1))
-    optimizer = kind(model, optax.adam(0.1), wrt=nnx.LoRAParam)
-    kernel = model.base_module.inner.kernel[...]  # type: ignore[union-attr]
-    optimizer.update(model, nnx.grad(loss)(model))
-    assert (model.base_module.inner.kernel[...] == kernel).all()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_filter_by_path(kind: Any) -> None:
-    model = make_model()
-    wrt = nnx.All(nnx.Param, nnx.PathContains("outer"))
-    optimizer = kind(model, optax.adam(0.1), wrt=wrt)
-    before = model.inner.kernel[...]
-    optimizer.update(model, gradients(model, wrt))
-    assert (model.inner.kernel[...] == before).all()
-    assert "inner" not in optimizer.opt_state[0].mu
-
-
 class Tied(nnx.Module):
     def __init__(self) -> None:
-        self.embed = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+        self.embed = nnx.Linear(4, 3, use_bias=False, rngs=nnx.Rngs(0))
         self.unembed = self.embed
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.unembed(jnp.tanh(self.embed(x)))[:, :3]
+        return self.embed(x) + self.unembed(-x / 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,23 +186,6 @@ def test_shared_variables_have_one_state(kind: Any) -> None:
     assert model.embed is model.unembed
 
 
-@has_modes
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mode_without_a_graph(kind: Any) -> None:
-    model = make_model()
-    optimizer = kind(model, optax.adam(0.05), wrt=nnx.Param, graph=False)
-    assert optimizer.graph is False
-
-    @nnx.jit
-    def step(model: Any, optimizer: Any) -> Any:
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
-    values = [float(step(model, optimizer)) for _ in range(3)]
-    assert values == sorted(values, reverse=True)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_branches_and_loops(kind: Any) -> None:
     model = make_model()
@@ -225,27 +195,22 @@ def test_branches_and_loops(kind: Any) -> None:
         optimizer.update(model, nnx.grad(loss)(model))
 
     @nnx.jit
-    def maybe(model: Any, optimizer: Any, flag: jax.Array) -> None:
-        nnx.cond(flag, step, lambda *_: None, model, optimizer)
-
-    for flag in (True, False, True):
-        maybe(model, optimizer, jnp.array(flag))
-    assert optimizer.step[...] == 2
-
-    @nnx.jit
-    def three(model: Any, optimizer: Any) -> None:
+    def train(model: Any, optimizer: Any, flag: jax.Array) -> None:
         def body(carry: Any) -> Any:
             step(*carry)
             return carry
 
+        nnx.cond(flag, step, lambda *_: None, model, optimizer)
         nnx.scan(body, length=3, in_axes=nnx.Carry, out_axes=nnx.Carry)((model, optimizer))
 
     before = float(loss(model))
-    three(model, optimizer)
-    assert optimizer.step[...] == 5
+    for flag in (True, False):
+        train(model, optimizer, jnp.array(flag))
+    assert optimizer.step[...] == 7
     assert loss(model) < before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_ensemble(kind: Any) -> None:
     @nnx.vmap
@@ -265,6 +230,7 @@ def test_an_ensemble(kind: Any) -> None:
     assert (step(model, optimizer) < first).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_subclass_with_metrics(kind: Any) -> None:
     class TrainState(kind):  # type: ignore[misc]
@@ -288,21 +254,6 @@ def test_a_subclass_with_metrics(kind: Any) -> None:
     before = state.metrics.compute()
     step(model, state)
     assert state.metrics.compute() < before
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_arguments_may_be_named(kind: Any) -> None:
-    model = make_model()
-    optimizer = kind(model, optax.adam(0.1), wrt=nnx.Param)
-    optimizer.update(model=model, grads=gradients(model))
-    assert optimizer.step[...] == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_needed(kind: Any) -> None:
-    model = make_model()
-    with pytest.raises(TypeError, match="grads"):
-        kind(model, optax.adam(0.1), wrt=nnx.Param).update(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

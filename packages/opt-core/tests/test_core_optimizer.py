@@ -1,12 +1,14 @@
+"""The contract: updates, steps, state dicts, transformations, equality, overrides."""
+
 import copy
 import dataclasses
-import functools
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,6 @@ from core_testing import (
     advanced,
     any_target,
     assert_same,
-    bits,
     structure,
     to_numpy,
 )
@@ -30,7 +31,7 @@ from opt_core import (
     OptimizerDef,
     OptimizerState,
     increment_step,
-    protocols,
+    replace_hyper_params,
 )
 from opt_core.errors import HyperParamError, RestoreError
 
@@ -66,14 +67,14 @@ def test_the_update_is_the_definitions() -> None:
     assert second.optimizer_def is optimizer.optimizer_def
 
 
-@pytest.mark.parametrize("method", ["init_state", "apply_gradient"])
-def test_what_a_definition_must_implement(method: str) -> None:
+def test_what_a_definition_must_implement() -> None:
     class Empty(OptimizerDef):
         pass
 
-    arguments: Any = [None] * {"init_state": 1, "apply_gradient": 4}[method]
-    with pytest.raises(NotImplementedError, match=f"`Empty` does not implement `{method}`"):
-        getattr(Empty(None), method)(*arguments)
+    with pytest.raises(NotImplementedError, match="`Empty` does not implement `init_state`"):
+        Empty(None).create({"w": jnp.ones(2)})
+    with pytest.raises(NotImplementedError, match="`Empty` does not implement `apply_gradient`"):
+        Empty(None).apply_gradient(None, None, OptimizerState(0, None), None)
 
 
 def test_the_fields_are_those_of_t5x() -> None:
@@ -87,16 +88,10 @@ def test_the_fields_are_those_of_t5x() -> None:
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(optimizer)
     ]
     assert paths == [".state.step", ".state.param_states['w']", ".target['w']"]
-
-
-def test_frozen() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
     for frozen in (optimizer, optimizer.state):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(frozen, dataclasses.fields(frozen)[0].name, None)
-    replaced = optimizer.replace(target={"w": jnp.zeros(2)})
-    assert replaced.state is optimizer.state
-    assert replaced.target["w"].tolist() == [0, 0]
+            setattr(frozen, fields(frozen)[0], None)
+    assert optimizer.replace(target={}).state is optimizer.state
 
 
 # The step.
@@ -111,46 +106,30 @@ def test_the_step_is_a_strong_int32_from_the_start() -> None:
         assert (found.shape, found.dtype, found.weak_type) == ((), jnp.int32, False)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("kind", [int, np.int32, jnp.int32, np.int64], ids=lambda k: k.__name__)
-def test_the_step_stops_at_the_largest_int32(kind: Any, transform: Any) -> None:
-    steps = [transform(increment_step)(kind(step)) for step in (0, INT32_MAX - 1, INT32_MAX)]
-    assert [int(step) for step in steps] == [1, INT32_MAX, INT32_MAX]
-    assert all(step.dtype == jnp.int32 and not step.weak_type for step in steps)
+@pytest.mark.parametrize("kind", [int, np.int64, jnp.int32], ids=lambda k: k.__name__)
+def test_the_step_stops_at_the_largest_int32(kind: Any) -> None:
+    for transform in (lambda f: f, jax.jit):
+        steps = [transform(increment_step)(kind(step)) for step in (0, INT32_MAX - 1, INT32_MAX)]
+        assert [int(step) for step in steps] == [1, INT32_MAX, INT32_MAX]
+        assert all(step.dtype == jnp.int32 and not step.weak_type for step in steps)
 
 
-def test_an_optimizer_continues_at_the_last_step() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
-    optimizer = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(INT32_MAX)))
-    after = jax.jit(step)(optimizer, {"w": jnp.ones(2)})
-    assert int(after.state.step) == INT32_MAX
-    assert after.target["w"].tolist() != optimizer.target["w"].tolist()
-
-
-@pytest.mark.parametrize(
-    "found", [5, np.int32(5), np.int64(5), np.array(5), np.uint8(5), jnp.int32(5), jnp.asarray(5)]
-)
+@pytest.mark.parametrize("found", [5, np.int64(5), np.uint8(5), np.array(5), jnp.int32(5)])
 def test_the_step_is_read_from_any_integer(found: Any) -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
     state_dict = optimizer.state_dict()
     state_dict["state"]["step"] = found
-    accepted: list[Any] = [state_dict, FrozenDict(state_dict)]
-    for given in accepted:
-        assert_same(optimizer.restore_state(given).state.step, jnp.int32(5))
+    assert_same(optimizer.restore_state(state_dict).state.step, jnp.int32(5))
 
 
 @pytest.mark.parametrize(
     ("found", "kind", "words"),
     [
-        (2**31, MismatchKind.VALUE, "2147483648, which does not fit int32"),
         (np.int64(2**31), MismatchKind.VALUE, "2147483648, which does not fit int32"),
         (np.int64(-1), MismatchKind.VALUE, "-1"),
-        (-5, MismatchKind.VALUE, "-5"),
         (5.0, MismatchKind.VALUE, "5.0 (float)"),
-        (np.float64(5), MismatchKind.DTYPE, "float64[]"),
         (True, MismatchKind.VALUE, "True (bool)"),
         (np.array([5]), MismatchKind.SHAPE, "int64[1]"),
-        (None, MismatchKind.VALUE, "None"),
         (jax.random.key(0), MismatchKind.DTYPE, "key<fry>[]"),
     ],
     ids=str,
@@ -193,121 +172,30 @@ def test_the_layout() -> None:
     assert shapes == {"target": params, "state": {"step": (), "param_states": params}}
 
 
-DEVIATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, MismatchKind]]]] = {
-    "missing": (lambda d: d["target"].pop("a"), [("target/a", MismatchKind.MISSING)]),
-    "extra": (lambda d: d["target"].update(c=1), [("target/c", MismatchKind.EXTRA)]),
-    "shape": (
-        lambda d: d["target"].update(a=np.zeros((2, 1), np.float32)),
-        [("target/a", MismatchKind.SHAPE)],
-    ),
-    "dtype": (
-        lambda d: d["target"].update(a=np.zeros(2, np.float16)),
-        [("target/a", MismatchKind.DTYPE)],
-    ),
-    "leaf to subtree": (
-        lambda d: d["target"].update(a={"x": np.zeros(2)}),
-        [("target/a", MismatchKind.CONTAINER)],
-    ),
-    "subtree to leaf": (
-        lambda d: d["target"].update(b=np.zeros(2, np.float32)),
-        [("target/b", MismatchKind.CONTAINER)],
-    ),
-    "list": (
-        lambda d: d["target"].update(b=[np.zeros(2, np.float32)]),
-        [("target/b", MismatchKind.CONTAINER)],
-    ),
-    "value": (lambda d: d["target"].update(a=None), [("target/a", MismatchKind.VALUE)]),
-    "no state": (
-        lambda d: d.pop("state"),
-        [
-            ("state/param_states/a", MismatchKind.MISSING),
-            ("state/param_states/b/0", MismatchKind.MISSING),
-            ("state/step", MismatchKind.MISSING),
-        ],
-    ),
-    "other optimizer": (
-        lambda d: d["state"].update(param_states={"mu": {"a": 1}, "nu": {"a": 1}}),
-        [
-            ("state/param_states/a", MismatchKind.MISSING),
-            ("state/param_states/b/0", MismatchKind.MISSING),
-            ("state/param_states/mu/a", MismatchKind.EXTRA),
-            ("state/param_states/nu/a", MismatchKind.EXTRA),
-        ],
-    ),
-    "several": (
-        lambda d: (
-            d["target"].pop("a"),
-            d["target"]["b"].update({"1": 0}),
-            d["state"].update(step="x"),
-        ),
-        [
-            ("state/step", MismatchKind.VALUE),
-            ("target/a", MismatchKind.MISSING),
-            ("target/b/1", MismatchKind.EXTRA),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize(("spoil", "expected"), DEVIATIONS.values(), ids=DEVIATIONS.keys())
-def test_every_deviation_is_an_error(
-    spoil: Callable[[dict[str, Any]], Any],
-    expected: list[tuple[str, MismatchKind]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_deviations_are_an_error_or_what_fits_is_restored(caplog: pytest.LogCaptureFixture) -> None:
     reference = Momentum().create({"a": jnp.ones(2), "b": [jnp.ones(2)]})
     before = jax.tree.map(np.array, reference)
     saved = advanced(reference)
     state_dict = to_numpy(saved.state_dict())
-    spoil(state_dict)
-
+    state_dict["target"]["b"]["1"] = 0
+    state_dict["target"]["a"] = np.ones((2, 1), np.float32)
+    state_dict["state"]["step"] = "x"
     with pytest.raises(RestoreError) as caught:
         reference.restore_state(state_dict)
     report = caught.value.report
-    assert sorted([(m.path, m.kind.value) for m in report.mismatches]) == [
-        (path, kind.value) for path, kind in expected
-    ]
-    assert all(str(mismatch) in str(caught.value) for mismatch in report.mismatches)
-    assert not caplog.records
+    assert {m.path: m.kind for m in report.mismatches} == {
+        "state/step": MismatchKind.VALUE,
+        "target/a": MismatchKind.SHAPE,
+        "target/b/1": MismatchKind.EXTRA,
+    }
     assert reference.check_state_dict(state_dict) == report
     assert not caplog.records
-
     with caplog.at_level(logging.WARNING, logger="opt_core"):
         restored = reference.restore_state(state_dict, strict=False)
     assert [(r.name, r.getMessage()) for r in caplog.records] == [("opt_core", str(report))]
     assert_same(jax.tree.map(np.array, reference), before)
-    spoilt = {path for path, _ in expected}
-    got, kept, given = (flat(o) for o in (restored, reference, saved))
-    for path in got:
-        source = kept if any(path == s or path.startswith(s + "/") for s in spoilt) else given
-        assert bits(got[path]) == bits(source[path]), path
-
-
-def flat(optimizer: Optimizer) -> dict[str, Any]:
-    def walk(node: Any, path: str) -> dict[str, Any]:
-        if not isinstance(node, dict):
-            return {path: node}
-        children = [walk(child, f"{path}/{name}".lstrip("/")) for name, child in node.items()]
-        return functools.reduce(lambda a, b: a | b, children, {})
-
-    return walk(optimizer.state_dict(), "")
-
-
-@pytest.mark.parametrize("found", [None, [], 1, "text"])
-def test_what_is_not_a_state_dict(found: Any) -> None:
-    optimizer = Momentum().create({"a": jnp.ones(2)})
-    [mismatch] = optimizer.check_state_dict(found).mismatches
-    assert (mismatch.path, mismatch.kind) == (".", MismatchKind.CONTAINER)
-
-
-def test_reports_are_data() -> None:
-    optimizer = Momentum().create({"a": jnp.ones(2)})
-    with pytest.raises(RestoreError) as caught:
-        optimizer.restore_state({})
-    error = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(error, RestoreError)
-    assert error.report == caught.value.report
-    assert str(error) == str(caught.value)
+    assert_same(restored.target, {"a": reference.target["a"], "b": saved.target["b"]})
+    assert_same(restored.state, saved.state.replace(step=reference.state.step))
 
 
 def test_definitions_that_know_nothing_of_strict() -> None:
@@ -332,8 +220,6 @@ def distinct_buffers(tree: Any) -> bool:
 
 CREATES: dict[str, Callable[[Any], Optimizer]] = {
     "the arrays": KeepsParams().create,
-    "views": KeepsParams(lambda x: x.reshape(x.shape)).create,
-    "device_put": KeepsParams(lambda x: jax.device_put(x, x.sharding)).create,
     "jit": jax.jit(KeepsParams().create),
     "vmap": jax.vmap(KeepsParams().create),
 }
@@ -369,15 +255,6 @@ def test_a_restored_optimizer_can_be_donated() -> None:
     assert reference.target["w"].tolist() == [0.0] * 3
 
 
-def test_the_arrays_of_a_state_dict_are_not_kept() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(256)})
-    state_dict = to_numpy(optimizer.state_dict())
-    restored = optimizer.restore_state(state_dict)
-    for array in jax.tree.leaves(state_dict):
-        array[...] = 77
-    assert_same(restored, optimizer)
-
-
 def test_a_donated_optimizer_is_still_a_reference() -> None:
     optimizer = Momentum().create({"w": jnp.ones(3)})
     state_dict = to_numpy(optimizer.state_dict())
@@ -389,6 +266,7 @@ def test_a_donated_optimizer_is_still_a_reference() -> None:
 # Transformations.
 
 
+@pytest.mark.sample(3)
 @any_target
 def test_everything_works_under_jit(make: Make) -> None:
     definition = Momentum()
@@ -404,20 +282,10 @@ def test_everything_works_under_jit(make: Make) -> None:
     assert_same(stepped, wanted)
     assert all(leaf.committed for leaf in jax.tree.leaves(stepped))
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def there_and_back(reference: Optimizer, state_dict: Any) -> tuple[Optimizer, Any, Optimizer]:
-        restored = reference.restore_state(state_dict)
-        return restored, restored.state_dict(), restored.replace(target=reference.target)
 
-    start = definition.create(make())
-    restored, state_dict, replaced = there_and_back(start, wanted.state_dict())
-    assert_same(restored, wanted)
-    assert_same(state_dict, wanted.state_dict())
-    assert_same(replaced, wanted.replace(target=optimizer.target))
-
-
+@pytest.mark.sample(3)
 @any_target
-def test_eval_shape_tells_the_truth(make: Make) -> None:
+def test_eval_shape_tells_the_truth_and_jit_does_it(make: Make) -> None:
     definition = Momentum()
     optimizer = definition.create(make())
     grads = ones_like(optimizer.target)
@@ -434,10 +302,12 @@ def test_eval_shape_tells_the_truth(make: Make) -> None:
         real, abstract = function(*arguments), jax.eval_shape(function, *arguments)
         assert structure(abstract) == structure(real)
         assert avals(abstract) == avals(real)
+        assert_same(jax.jit(function)(*arguments), real)
     # Outside of a transformation too.
     assert avals(there_and_back(jax.eval_shape(lambda: optimizer))) == avals(optimizer)
 
 
+@pytest.mark.sample(3)
 @any_target
 def test_scan_is_the_loop(make: Make) -> None:
     optimizer = Momentum().create(make())
@@ -446,6 +316,7 @@ def test_scan_is_the_loop(make: Make) -> None:
     assert_same(scanned, advanced(optimizer, 3))
 
 
+@pytest.mark.sample(3)
 @any_target
 def test_vmap_is_one_after_the_other(make: Make) -> None:
     definition = Momentum()
@@ -466,9 +337,7 @@ def test_vmap_is_one_after_the_other(make: Make) -> None:
 # Nothing changes between steps, nothing compiles twice.
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 def test_types_and_structure_never_change(dtype: Any) -> None:
     optimizer = Momentum().create({"w": jnp.ones(3, dtype), "weak": jnp.asarray(1.0)})
     later = advanced(optimizer)
@@ -506,6 +375,12 @@ def test_definitions_are_compared_by_how_they_were_built() -> None:
     assert hash(one) == hash(same)
     assert one != other
     assert one != object()
+
+    class Nesterov(Momentum):
+        pass
+
+    assert Nesterov() != Momentum()
+    assert Momentum() != Nesterov()
     assert Momentum(-1) != Momentum(-2)  # though their hashes are equal
     params = {"w": jnp.ones(2)}
     trees = [structure(d.create(params)) for d in (one, same, other)]
@@ -515,32 +390,20 @@ def test_definitions_are_compared_by_how_they_were_built() -> None:
     jax.tree.map(lambda a, b: None, one.create(params), same.create(params))
 
 
-def test_definitions_of_another_class_differ() -> None:
-    class Nesterov(Momentum):
-        pass
-
-    assert Nesterov() != Momentum()
-    assert Momentum() != Nesterov()
-
-
 @pytest.mark.parametrize(
     "clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.deepcopy, copy.copy]
 )
 def test_clones_are_equal(clone: Callable[[Any], Any]) -> None:
     definition = Momentum(jnp.arange(3.0), beta=np.float32(0.9))
+    fresh = pickle.dumps(definition)
     hash(definition)
+    assert pickle.dumps(definition) == fresh  # nothing of this process is in it
     cloned = clone(definition)
     assert cloned is not definition
     assert cloned == definition
     assert hash(cloned) == hash(definition)
     optimizer = advanced(Momentum().create({"w": jnp.ones(2)}))
     assert_same(clone(optimizer), optimizer)
-
-
-def test_nothing_of_this_process_is_pickled() -> None:
-    fresh, hashed = Momentum(), Momentum()
-    hash(hashed)
-    assert pickle.dumps(fresh) == pickle.dumps(hashed)
 
 
 def test_a_changed_definition_is_another() -> None:
@@ -550,57 +413,10 @@ def test_a_changed_definition_is_another() -> None:
     assert definition == Momentum(0.2, beta=0.9)
     assert definition != Momentum(0.1)
     assert hash(definition) != before
-
-
-def test_repr_names_the_hyper_parameters() -> None:
-    assert repr(Momentum(0.1)) == "Momentum(MomentumHyperParams(learning_rate=0.1, beta=0.5))"
+    assert repr(definition) == "Momentum(MomentumHyperParams(learning_rate=0.2, beta=0.9))"
 
 
 # What definitions may offer besides.
-
-
-class Greedy(Momentum):
-    """Takes the loss besides the gradients."""
-
-    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(names) & {"value"}
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: Any, grads: Any, *, value: Any = 1.0
-    ) -> Any:
-        grads = jax.tree.map(lambda g: value * g, grads)
-        return super().apply_gradient(hyper_params, params, state, grads)
-
-
-def test_extra_arguments_reach_definitions_that_take_them() -> None:
-    optimizer = Greedy(learning_rate=7.0).create({"w": jnp.zeros(1)})
-    assert isinstance(optimizer.optimizer_def, protocols.TakesExtraArgs)
-    grads = {"w": jnp.ones(1)}
-    assert step(optimizer, grads, learning_rate=0.5).target["w"].tolist() == [-0.5]
-    assert step(optimizer, grads, learning_rate=0.5, value=4.0).target["w"].tolist() == [-2.0]
-    with pytest.raises(HyperParamError, match="`loss`"):
-        step(optimizer, grads, loss=1.0)
-    with pytest.raises(HyperParamError, match="`value`"):
-        step(Momentum().create({"w": jnp.zeros(1)}), grads, value=1.0)
-
-
-def test_protocols_are_recognised_by_their_methods() -> None:
-    class Axes(Momentum):
-        def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
-            return optimizer.replace(target=param_axes)
-
-        def set_param_axes(self, param_axes: Any) -> None: ...
-
-    for protocol in (protocols.DerivesLogicalAxes, protocols.TakesParamAxes):
-        assert isinstance(Axes(), protocol)
-        assert not isinstance(Momentum(), protocol)
-    assert not isinstance(Axes(), protocols.TakesExtraArgs)
-
-
-def test_the_names_that_others_use() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
-    assert optimizer.params is optimizer.target
-    assert optimizer.step is optimizer.state.step
 
 
 @pytest.mark.parametrize(
@@ -609,12 +425,12 @@ def test_the_names_that_others_use() -> None:
         ("update", "optimizer = optimizer.apply_gradient(grads)"),
         ("learning_rate", "optimizer.apply_gradient(grads, learning_rate=...)"),
         ("param_groups", "print(opt_core.describe(optimizer))"),
-        ("opt_state", "optimizer.state.param_states"),
-        ("init", "as_transformation(optimizer.optimizer_def)"),
     ],
 )
-def test_a_habit_says_what_to_write(name: str, words: str) -> None:
+def test_names_from_elsewhere_are_there_or_say_what_to_write(name: str, words: str) -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
+    assert optimizer.params is optimizer.target
+    assert optimizer.step is optimizer.state.step
     with pytest.raises(AttributeError) as caught:
         getattr(optimizer, name)
     message = str(caught.value)
@@ -631,3 +447,56 @@ def test_a_definition_is_not_a_transformation() -> None:
     with pytest.raises(AttributeError) as caught:
         Momentum().colour  # type: ignore[attr-defined]  # noqa: B018
     assert str(caught.value) == "'Momentum' object has no attribute 'colour'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    learning_rate: float
+    beta: float = 0.9
+
+
+@flax.struct.dataclass
+class Struct:
+    learning_rate: Any
+    beta: Any = 0.9
+
+
+@pytest.mark.parametrize("cls", [Plain, Struct])
+def test_named_fields_are_replaced(cls: Any) -> None:
+    defaults = cls(0.1)
+    assert replace_hyper_params(defaults) is defaults
+    assert replace_hyper_params(defaults, beta=0.5, learning_rate=None) == cls(None, 0.5)
+    assert defaults == cls(0.1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("hyper_params", "words"),
+    [
+        (Plain(0.1), "this optimizer has `learning_rate`, `beta`"),
+        (None, "this optimizer has none to override"),
+        ({"lr": 1}, "this optimizer has none to override"),
+    ],
+    ids=repr,
+)
+def test_unknown_names_are_errors(hyper_params: Any, words: str) -> None:
+    definition = OptimizerDef(hyper_params)
+    assert definition.update_hyper_params() is hyper_params
+    with pytest.raises(HyperParamError) as caught:
+        definition.update_hyper_params(lr=0.2, eps=1e-8)
+    assert str(caught.value) == f"no such hyper-parameter: `lr`, `eps`; {words}"
+
+
+def test_overrides_hold_for_one_update() -> None:
+    optimizer = Momentum(learning_rate=1.0, beta=0.0).create({"w": jnp.zeros(1)})
+    grads = {"w": jnp.ones(1)}
+    other = MomentumHyperParams(learning_rate=4.0)
+    for overrides, moved in [
+        ({}, -1.0),
+        ({"learning_rate": 2.0}, -2.0),
+        ({"hyper_params": other}, -4.0),
+        ({"hyper_params": other, "learning_rate": 8.0}, -8.0),
+        ({"learning_rate": jnp.float32(2)}, -2.0),
+    ]:
+        first = jax.jit(lambda o, kw: o.apply_gradient(grads, **kw))(optimizer, overrides)
+        assert first.target["w"].tolist() == [moved]
+        assert first.optimizer_def == optimizer.optimizer_def

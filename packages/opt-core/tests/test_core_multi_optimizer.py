@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.serialization
 import jax
@@ -21,11 +21,9 @@ from opt_core import (
     Optimizer,
     OptimizerDef,
     OptimizerState,
-    flatten_with_paths,
     increment_step,
 )
 from opt_core.errors import (
-    GroupError,
     HyperParamError,
     RestoreError,
     StateDictError,
@@ -72,6 +70,14 @@ class Whole(OptimizerDef):
         new = {"count": old["count"] + 1, "sum": jax.tree.map(jnp.add, old["sum"], grads)}
         params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
         return params, OptimizerState(increment_step(state.step), new)
+
+
+class CountAndMoments(OptimizerDef):
+    """A pair, as are the states of a chain."""
+
+    def init_state(self, params: Any) -> OptimizerState:
+        step = jnp.zeros((), jnp.int32)
+        return OptimizerState(step, (step, jax.tree.map(jnp.zeros_like, params)))
 
 
 def both(rest: Any = FROZEN) -> MultiOptimizer:
@@ -121,7 +127,17 @@ def test_groups_do_what_their_definitions_do_alone(make: Any) -> None:
 
 
 @every
-def test_a_step_compiles_once_and_keeps_every_aval(make: Any) -> None:
+def test_under_transformations_of_jax(make: Any) -> None:
+    optimizer = make().create(make_params())
+    assert structure(make().create(jax.eval_shape(make_params))) == structure(optimizer)
+    one = optimizer.apply_gradient(GRADS)
+    looped = one.apply_gradient(GRADS).apply_gradient(GRADS)
+    scanned, _ = jax.lax.scan(lambda o, g: (o.apply_gradient(g), None), optimizer, stack(GRADS, 3))
+    assert structure(scanned) == structure(looped)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scanned, looped)
+    many = jax.vmap(lambda o, g: o.apply_gradient(g))(stack(optimizer, 2), stack(GRADS, 2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-6), many, one)
+
     traces = []
 
     def step(optimizer: Optimizer, grads: Any) -> Optimizer:
@@ -129,36 +145,17 @@ def test_a_step_compiles_once_and_keeps_every_aval(make: Any) -> None:
         return optimizer.apply_gradient(grads)
 
     compiled = jax.jit(step, donate_argnums=0)
-    optimizer = make().create(make_params())
-    eager = optimizer.apply_gradient(GRADS).apply_gradient(GRADS)
-    found = compiled(compiled(make().create(make_params()), GRADS), GRADS)
+    fresh = make().create(make_params())  # frozen leaves are in `looped` too
+    found = compiled(compiled(compiled(fresh, GRADS), GRADS), GRADS)
     assert len(traces) == 1
-    assert structure(found) == structure(eager)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, eager)
-
-
-@every
-def test_eval_shape_scan_and_vmap(make: Any) -> None:
-    optimizer = make().create(make_params())
-    shapes = jax.eval_shape(lambda: make().create(make_params()))
-    abstract = make().create(jax.eval_shape(make_params))
-    for found in (shapes, abstract):
-        assert structure(found) == structure(optimizer)
-    scanned, _ = jax.lax.scan(lambda o, g: (o.apply_gradient(g), None), optimizer, stack(GRADS, 3))
-    looped = optimizer
-    for _ in range(3):
-        looped = looped.apply_gradient(GRADS)
-    assert structure(scanned) == structure(looped)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scanned, looped)
-    many = jax.vmap(lambda o, g: o.apply_gradient(g))(stack(optimizer, 2), stack(GRADS, 2))
-    one = optimizer.apply_gradient(GRADS)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-6), many, one)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, looped)
 
 
 def stack(tree: Any, n: int) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * n), tree)
 
 
+@pytest.mark.sample(5)
 @every
 @pytest.mark.parametrize("container", [dict, freeze])
 def test_state_dicts_come_back(make: Any, container: Any) -> None:
@@ -170,32 +167,14 @@ def test_state_dicts_come_back(make: Any, container: Any) -> None:
     restored = make().create(container(make_params()))
     restored = restored.restore_state(flax.serialization.msgpack_restore(data))
     assert_same(restored, optimizer)
-    assert optimizer.check_state_dict(written).ok
+    assert isinstance(restored.state.param_states, GroupStates)
+    assert tuple(restored.state.param_states) == make().group_names
     whole = flax.serialization.to_bytes(optimizer)  # Flax's own way, not ours
     assert_same(flax.serialization.from_bytes(restored, whole), optimizer)
 
 
-@every
-def test_states_in_memory_are_by_group(make: Any) -> None:
-    """Whatever the state dict looks like, and after whatever was done."""
-    optimizer = make().create(make_params())
-    stepped = jax.jit(lambda o: o.apply_gradient(GRADS))(optimizer)
-    for found in (optimizer, stepped, optimizer.restore_state(stepped.state_dict())):
-        states = found.state.param_states
-        assert isinstance(states, GroupStates)
-        assert tuple(states) == make().group_names
-
-
-@pytest.mark.parametrize("states", [{"a": 1}, GroupStates({"kernels": 1, "others": 2})])
-def test_states_of_other_groups_are_an_error(states: Any) -> None:
-    optimizer = both().create(make_params())
-    optimizer = optimizer.replace(state=OptimizerState(jnp.int32(0), states))
-    for use in (optimizer.state_dict, lambda: optimizer.apply_gradient(GRADS)):
-        with pytest.raises(GroupError, match=r"expected `GroupStates` of the groups .*`regroup`"):
-            use()
-
-
-def test_the_merged_layout() -> None:
+def test_the_layouts() -> None:
+    """Merged where every group has an entry per parameter, otherwise by group."""
     written = advanced(both().create(make_params()), 1).state_dict()
     states = written["state"]["param_states"]
     assert list(states) == ["a", "b"]
@@ -203,22 +182,10 @@ def test_the_merged_layout() -> None:
     assert states["a"]["kernel"].shape == (2, 3)
     assert states["a"]["none"] == {}
     assert states["b"]["scale"] is None
-
-
-def test_the_layout_by_group() -> None:
-    optimizer = advanced(mixed().create(make_params()), 1)
-    assert isinstance(optimizer.state.param_states, GroupStates)
-    states = optimizer.state_dict()["state"]["param_states"]
+    states = mixed().create(make_params()).state_dict()["state"]["param_states"]
     assert list(states) == ["kernels", "biases"]
     assert states["kernels"].keys() == {"a", "b"}
     assert states["biases"]["sum"]["b"] == {"kernel": {}, "scale": {}}
-
-
-def test_groups_called_as_parameters_are_not_confused() -> None:
-    rules = [("a", "b/.*", Whole()), ("b", "a/.*", GradientDescent(0.1))]
-    optimizer = advanced(MultiOptimizer.from_rules(rules).create(make_params()), 1)
-    assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
-    assert "sum" in optimizer.state_dict()["state"]["param_states"]["a"]
 
 
 def test_a_group_sees_its_leaves_alone() -> None:
@@ -238,31 +205,21 @@ def test_deviations_have_the_path_in_the_dict() -> None:
         kernels = states["kernels"] if prefix else states
         kernels["a"]["kernel"] = np.zeros((3, 2), np.float32)
         kernels["b"]["kernel"] = {"x": 1}
-        written["target"]["b"]["scale"] = np.zeros(2, np.float16)
         del written["target"]["a"]["bias"]
-        written["target"]["new"] = written["extra"] = 1
-        written["state"]["step"] = -1
         states["other"] = 1
         report = optimizer.check_state_dict(written)
         assert {(m.path, m.kind.value) for m in report.mismatches} == {
             (f"state/param_states/{prefix}a/kernel", "shape"),
             (f"state/param_states/{prefix}b/kernel", "container"),
-            ("target/b/scale", "dtype"),
             ("target/a/bias", "missing"),
-            ("target/new", "extra"),
-            ("state/step", "value"),
             ("state/param_states/other", "extra"),
         }
-        with pytest.raises(RestoreError):
-            optimizer.restore_state(written)
         partly = optimizer.restore_state({**written, "target": make_params()}, strict=False)
         assert_same(partly.target, make_params())
 
 
-@pytest.mark.parametrize(
-    "given", [None, [], {}, {"target": {}}, {"state": {}, "target": {}}, {"state": 1, "target": 2}]
-)
-@every
+@pytest.mark.parametrize("make", [both, mixed])
+@pytest.mark.parametrize("given", [None, {}, {"state": {}, "target": {}}, {"state": 1}])
 def test_what_is_not_a_state_dict_is_a_restore_error(make: Any, given: Any) -> None:
     with pytest.raises(RestoreError):
         make().create(make_params()).restore_state(given)
@@ -274,20 +231,11 @@ def test_a_state_where_a_parameter_is_frozen_is_a_deviation() -> None:
     assert [m.path for m in report.mismatches] == ["state/param_states/b/scale"]
 
 
-def test_a_restore_error_counts_what_fits() -> None:
-    optimizer = both().create(make_params())
-    written = optimizer.state_dict()
-    n = len(jax.tree.leaves(optimizer))
-    assert optimizer.check_state_dict(written).matched >= n
-    other = MultiOptimizer.from_rules([("all", ".*", Adam(0.1))]).create(make_params())
-    with pytest.raises(RestoreError, match="another optimizer's state"):
-        other.restore_state({**written, "state": {"step": 1, "param_states": {"x": 1}}})
-
-
+@pytest.mark.parametrize("rest", [FROZEN, Momentum()])
 @pytest.mark.parametrize("definition", [Momentum(), Adam(0.1), Whole()])
-def test_a_single_array_is_a_tree_too(definition: OptimizerDef) -> None:
-    optimizer = MultiOptimizer.from_rules([("all", r"\.", definition)]).create(jnp.ones(3))
-    optimizer = advanced(optimizer, 1)
+def test_a_single_array_is_a_tree_too(definition: OptimizerDef, rest: Any) -> None:
+    rules = [("all", r"\.", definition)]
+    optimizer = advanced(MultiOptimizer.from_rules(rules, rest=rest).create(jnp.ones(3)), 1)
     assert_same(optimizer.restore_state(to_numpy(optimizer.state_dict())), optimizer)
 
 
@@ -314,9 +262,6 @@ def test_definitions_write_and_read_their_own_part(other: OptimizerDef) -> None:
     states = states["kernels"] if isinstance(other, Whole) else states
     assert float(states["a"]["kernel"][0, 0]) == -1.0
     assert_same(optimizer.restore_state(written), optimizer)
-    del written["target"]["a"]["kernel"]
-    with pytest.raises(RestoreError, match="target/a/kernel: missing"):
-        optimizer.restore_state(written)
 
 
 class WritesUnderAName(Momentum):
@@ -327,41 +272,13 @@ class WritesUnderAName(Momentum):
         return {"target": target, "state": written}
 
 
-class WritesWhole(WritesUnderAName):
-    whole_tree: ClassVar[bool] = True
-
-
 def test_a_layout_of_its_own_is_not_lost() -> None:
     rules = [("a", "a/.*", WritesUnderAName())]
     optimizer = MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())
     with pytest.raises(StateDictError) as caught:
         optimizer.state_dict()
-    assert "`state_dict` of group `a` is not laid out as its parameters" in str(caught.value)
     assert "`a/kernel` has no entry" in str(caught.value)
     assert "or set `whole_tree = True` in `WritesUnderAName`" in str(caught.value)
-    whole = MultiOptimizer.from_rules([("a", "a/.*", WritesWhole())], rest=FROZEN)
-    written = whole.create(make_params()).state_dict()["state"]["param_states"]
-    assert written["a"]["momenta"]["a"]["kernel"].shape == (2, 3)
-
-
-@pytest.mark.parametrize("definition", [Momentum(), Whole()])
-def test_names_that_a_state_dict_has_twice(definition: OptimizerDef) -> None:
-    params = {1: jnp.ones(2), 2: jnp.ones(2)}
-    optimizer = MultiOptimizer.from_rules([("a", "1", definition)], rest=FROZEN).create(params)
-    written = optimizer.state_dict()
-    written["target"] = {1: jnp.ones(2), "1": jnp.zeros(2), "2": jnp.ones(2)}
-    report = optimizer.check_state_dict(written)
-    assert [str(m) for m in report.mismatches] == [
-        "target: container: expected keys with different names, found keys 1, '1', '2'"
-    ]
-    assert_same(optimizer.restore_state(written, strict=False), optimizer)
-
-
-@pytest.mark.parametrize("definition", [Momentum(), Whole()])
-def test_a_group_without_leaves_next_to_a_single_array(definition: OptimizerDef) -> None:
-    rules = [("all", r"\.", definition)]
-    optimizer = MultiOptimizer.from_rules(rules, rest=definition).create(jnp.ones(3))
-    assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
 
 
 # Frozen leaves.
@@ -376,25 +293,12 @@ def test_frozen_leaves_cost_nothing_and_stay_the_same_arrays() -> None:
     everything = MultiOptimizer.from_rules([("all", ".*", FROZEN)]).create(params)
     assert jax.tree.leaves(everything.state.param_states) == []
     assert everything.apply_gradient(None).target["a"]["bias"] is params["a"]["bias"]
-
-
-def test_a_compiled_step_hands_frozen_leaves_through() -> None:
-    optimizer = both().create(make_params())
-    hlo = jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0).lower(optimizer).compile()
-    pointer = optimizer.target["b"]["scale"].unsafe_buffer_pointer()
-    stepped = hlo(optimizer)
+    with pytest.raises(HyperParamError, match="`learning_rate`: there is no group to override"):
+        everything.apply_gradient({}, learning_rate=0.1)
+    pointer = params["b"]["scale"].unsafe_buffer_pointer()
+    stepped = jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0)(optimizer)
     assert stepped.target["b"]["scale"].unsafe_buffer_pointer() == pointer
-    assert optimizer.target["b"]["scale"].is_deleted()
-
-
-@every
-def test_what_was_donated_still_has_its_paths(make: Any) -> None:
-    """Errors of JAX about containers show the arrays, which are gone."""
-    optimizer = make().create(jax.tree.map(jnp.copy, make_params()))
-    jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0)(optimizer)
-    paths = [names for names, _ in flatten_with_paths(optimizer.state_dict())]
-    fresh = make().create(make_params()).state_dict()
-    assert paths == [names for names, _ in flatten_with_paths(fresh)]
+    assert params["b"]["scale"].is_deleted()
 
 
 def without(path: str, value: Any = ...) -> Any:
@@ -419,44 +323,24 @@ def test_frozen_leaves_need_no_gradient() -> None:
     )
 
 
-def test_other_gradients_are_needed() -> None:
-    optimizer = both().create(make_params())
-    wrong = without("a/kernel")
-    wrong["a"] = {**wrong["a"], "bias": None, "more": jnp.ones(1)}
-    wrong["b"] = list(GRADS["b"].values())
-    with pytest.raises(TreeMismatchError) as caught:
-        optimizer.apply_gradient(wrong)
-    assert str(caught.value) == (
-        "`grads` do not match the parameters:\n"
-        "  a/bias: expected an array of shape (3,), found None\n"
-        "  a/kernel: expected an array of shape (2, 3), found nothing\n"
-        "  a/more: expected nothing, found an array of shape (1,)\n"
-        "  b: expected a dict, found a list\n"
-        "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
-        "containers to those of the parameters."
-    )
-    wide = without("a/kernel", jnp.ones((2, 2)))
-    with pytest.raises(TreeMismatchError, match=r"a/kernel: expected shape \(2, 3\)"):
-        optimizer.apply_gradient(wide)
-
-
-def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
+def test_gradients_must_fit_where_they_are_needed_or_given() -> None:
     optimizer = MultiOptimizer(("a/.*", Momentum())).create(make_params())
-    shape = make_params()["b"]["kernel"].shape
-    examples = {**GRADS["b"], "kernel": jnp.ones((5, *shape))}
+    examples = {**GRADS["b"], "kernel": jnp.ones((5, 3, 2))}
     allowed: list[Any] = [None, {}, {"kernel": None}, GRADS["b"]]
     for rest in allowed:
         optimizer.apply_gradient({**GRADS, "b": rest})
     refused: list[tuple[Any, str]] = [
-        (examples, r"b/kernel: expected an array of shape \(3, 2\), found an array .*\(5, 3, 2\)"),
-        ({**GRADS["b"], "kernel": jnp.ones(7)}, r"b/kernel: expected an array of shape .*\(7,\)"),
-        ({"typo": None}, "b/typo: expected nothing, found None"),
-        ({"typo": jnp.ones(7)}, "b/typo: expected nothing, found an array"),
-        (jnp.ones(7), "b: expected a dict, found an array"),
+        ({"b": examples}, r"b/kernel: expected an array of shape \(3, 2\), found .*\(5, 3, 2\)"),
+        ({"b": {"typo": None}}, "b/typo: expected nothing, found None"),
+        ({"b": jnp.ones(7)}, "b: expected a dict, found an array"),
+        ({"a": {**GRADS["a"], "bias": None}}, r"a/bias: expected an array of .*\(3,\), found None"),
+        ({"a": {}}, r"a/kernel: expected an array of shape \(2, 3\), found nothing"),
+        ({"a": {**GRADS["a"], "more": jnp.ones(1)}}, "a/more: expected nothing, found an array"),
+        ({"a": {**GRADS["a"], "bias": jnp.ones(2)}}, r"a/bias: expected shape \(3,\), found \(2,"),
     ]
-    for rest, words in refused:
+    for changed, words in refused:
         with pytest.raises(TreeMismatchError, match=words):
-            optimizer.apply_gradient({**GRADS, "b": rest})
+            optimizer.apply_gradient({**GRADS, **changed})
 
 
 class Examples(Momentum):
@@ -536,23 +420,15 @@ def test_arguments_about_the_parameters_are_of_the_group(is_nested: bool) -> Non
 # Hyper-parameters.
 
 
-def test_an_override_reaches_every_group() -> None:
+def test_overrides_of_all_groups_and_of_one() -> None:
     optimizer = both().create(make_params())
     found = optimizer.apply_gradient(GRADS, learning_rate=0.0)
     assert_same(found.target, optimizer.target)
-
-
-def test_a_list_has_an_entry_per_group() -> None:
-    optimizer = both().create(make_params())
     kernels, biases = optimizer.optimizer_def.hyper_params
     given = [kernels.replace(learning_rate=1.0), biases.replace(learning_rate=0.0)]
     found = optimizer.apply_gradient(GRADS, hyper_params=given).target
     assert float(found["a"]["kernel"][0, 0]) == 0.5
     assert_same(found["a"]["bias"], optimizer.target["a"]["bias"])
-
-
-def test_one_group_alone() -> None:
-    optimizer = both().create(make_params())
     found = optimizer.apply_gradient(
         GRADS, learning_rate=0.0, group_overrides={"kernels": {"learning_rate": jnp.float32(1)}}
     ).target
@@ -568,22 +444,16 @@ def test_one_group_alone() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"hyper_params": []}, "2 entries, one for each of `kernels`, `biases`; got 0"),
         ({"hyper_params": [None] * 3}, "2 entries, one for each of `kernels`, `biases`; got 3"),
-        ({"hyper_params": 1.0}, "2 entries, one for each of `kernels`, `biases`; got a float"),
         ({"typo": 1}, "group `kernels`: no such hyper-parameter: `typo`; this optimizer has "),
-        ({"beta": 1}, "group `biases`: no such hyper-parameter: `beta`"),
         (
             {"group_overrides": {"x": {}}},
             "`x` is not a group; the groups that are updated are `ker",
         ),
         ({"group_overrides": {"rest": {}}}, "`rest` is frozen; the groups that are updated are"),
         ({"group_overrides": {"biases": {"beta": 1}}}, "group `biases`: no such hyper-parameter"),
-        ({"group_overrides": {"biases": None}}, "`biases` must map names of hyper-parameters to "),
         ({"group_overrides": {"biases": 0.5}}, "values; got a float"),
         ({"group_overrides": [("biases", {})]}, "must map names of groups to overrides, as "),
-        ({"group_overrides": 0}, "`{'embeddings': {'learning_rate': 0.1}}`; got a int"),
-        ({"group_overrides": []}, "; got a list"),
         (
             {
                 "hyper_params": both().hyper_params,
@@ -600,23 +470,9 @@ def test_overrides_that_are_refused(overrides: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_without_a_group_there_is_nothing_to_override() -> None:
-    frozen = MultiOptimizer.from_rules([(".*", FROZEN)]).create(make_params())
-    assert int(frozen.apply_gradient({}).state.step) == 1
-    with pytest.raises(HyperParamError, match="`learning_rate`: there is no group to override"):
-        frozen.apply_gradient({}, learning_rate=0.1)
-
-
-def test_a_short_list_cannot_reach_the_update_either() -> None:
-    optimizer = both().create(make_params())
-    definition = optimizer.optimizer_def
-    with pytest.raises(HyperParamError, match="2 entries"):
-        definition.apply_gradient(
-            definition.hyper_params[:1], optimizer.target, optimizer.state, GRADS
-        )
-
-
 def test_extra_arguments_go_where_they_are_used() -> None:
+    alone = Whole(0.5).create(jnp.zeros(2)).apply_gradient(jnp.ones(2), value=4.0)
+    assert alone.target.tolist() == [-2.0, -2.0]
     optimizer = mixed().create(make_params())
     found = optimizer.apply_gradient(GRADS, value=2.0).target
     plain = optimizer.apply_gradient(GRADS).target
@@ -636,16 +492,12 @@ AXES: Any = {
 }
 
 
+@pytest.mark.sample(5)
 @every
 @pytest.mark.parametrize("container", [dict, freeze])
 def test_axes_of_states_that_look_like_parameters(make: Any, container: Any) -> None:
     optimizer = make().create(jax.eval_shape(make_params))
     derived = make().derive_logical_axes(optimizer, container(AXES))
-    is_leaf = lambda x: x is None or isinstance(x, P)  # noqa: E731
-    assert derived.target == AXES
-    assert derived.state.step is None
-    filled = jax.tree.map(lambda x: P() if x is None else x, derived, is_leaf=is_leaf)
-    assert structure(filled).num_leaves >= structure(optimizer).num_leaves
     written = derived.state_dict()  # as T5X's partitioner does
     assert_axes_fit(optimizer.state_dict(), written)
 
@@ -671,17 +523,19 @@ def test_the_axes_themselves() -> None:
     assert found["rest"]["b"]["scale"] is None
 
 
+def test_axes_of_a_tuple_of_parameters() -> None:
+    """It is not taken for the tuple of a chain, which is as long."""
+    params, axes = (jnp.ones((3, 3)), jnp.ones((3, 3))), (P("a", "b"), P("c", "d"))
+    optimizer = MultiOptimizer.from_rules([("all", ".*", CountAndMoments(None))]).create(params)
+    found = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
+    assert found.state.param_states["all"] == (None, axes)
+
+
 def test_axes_of_other_paths_are_listed() -> None:
     optimizer = both().create(make_params())
     wrong = {"a": {**AXES["a"], "more": P()}, "b": {"scale": None}}
-    with pytest.raises(TreeMismatchError) as caught:
+    with pytest.raises(TreeMismatchError, match=r"a/more: .*\n  b/kernel: expected a `Partition"):
         both().derive_logical_axes(optimizer, wrong)
-    assert str(caught.value) == (
-        "`param_axes` do not have the paths of the parameters:\n"
-        "  a/more: expected nothing, found axes\n"
-        "  b/kernel: expected a `PartitionSpec`, found nothing\n"
-        "Give one `PartitionSpec`, or `None`, for every parameter."
-    )
 
 
 def two_groups(*definitions: OptimizerDef) -> Any:
@@ -690,23 +544,16 @@ def two_groups(*definitions: OptimizerDef) -> Any:
     return MultiOptimizer(pairs, names=names).create({"a": jnp.ones(1), "b": jnp.ones(1)})
 
 
-class Rated(OptimizerDef):
-    """Has a learning rate and nothing else."""
-
-    def __init__(self, learning_rate: Any) -> None:
-        super().__init__(RateAlone(learning_rate))
-
-    def init_state(self, params: Any) -> OptimizerState:
-        return OptimizerState(jnp.zeros((), jnp.int32), ())
-
-    def apply_gradient(self, hyper_params: Any, params: Any, state: Any, grads: Any) -> Any:
-        rate = hyper_params.learning_rate
-        return jax.tree.map(lambda p, g: p - rate * g, params, grads), state
-
-
 @dataclasses.dataclass(frozen=True)
 class RateAlone:
     learning_rate: Any
+
+
+class Rated(GradientDescent):
+    """Has a learning rate and nothing else."""
+
+    def __init__(self, learning_rate: Any) -> None:
+        OptimizerDef.__init__(self, RateAlone(learning_rate))
 
 
 def test_an_override_that_one_group_lacks() -> None:

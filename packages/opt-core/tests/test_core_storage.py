@@ -132,6 +132,8 @@ def test_a_state_says_how_each_leaf_is_stored() -> None:
     # of `c`, then of `a` and `b`; two arrays for the codes of each
     assert list(stored_as(states)) == ["remainder", NAME, NAME, "remainder", *[NAME] * 4]
     assert storages(states) == {NAME: EVEN}
+    plain = jax.jit(PlainOptimizer(grouped()).plain_state)(states)
+    assert [leaf.tolist() for leaf in jax.tree.leaves(plain)] == [[1, 1], [1, 1], [1, 1, 1, 1]]
     assert list(stored_as({"mu": 1.0})) == [""]
 
 
@@ -170,9 +172,3 @@ def test_an_optimizer_without_what_it_stores_and_with_it_again() -> None:
     assert one.moments["c"].codes.tolist() == [255, 51]
     assert all(map(np.array_equal, jax.tree.leaves(two.moments["a"]), codes))
     assert two.moments["b"].scale.tolist() == [1.0, 5.0]
-
-
-def test_traced_codes_become_values() -> None:
-    stored = PlainOptimizer(grouped())
-    plain = jax.jit(stored.plain_state)(grouped().state.param_states)
-    assert [leaf.tolist() for leaf in jax.tree.leaves(plain)] == [[1, 1], [1, 1], [1, 1, 1, 1]]

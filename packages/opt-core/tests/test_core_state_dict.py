@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from core_testing import (
-    Layer,
     Pair,
     assert_same,
     flax_trees,
     given,
     leaf_paths,
-    structure,
     to_numpy,
     trees,
 )
@@ -52,42 +50,20 @@ def test_the_layout_is_that_of_flax(tree: Any) -> None:
     assert_same(ours, theirs)
 
 
-def test_every_container_has_its_layout() -> None:
-    tree = {
-        "named": Pair(1.0, [2.0, (3.0,)]),
-        "layer": Layer(4.0),
-        "ordered": OrderedDict(z=5.0, a=6.0),
-        "numbered": FrozenDict({7: 7.0, 8: {}}),
-        "a/b": (),
-    }
-    assert to_state_dict(tree) == {
-        "named": {"left": 1.0, "right": {"0": 2.0, "1": {"0": 3.0}}},
-        "layer": {"kernel": 4.0, "bias": None},
-        "ordered": {"z": 5.0, "a": 6.0},
-        "numbered": {"7": 7.0, "8": {}},
-        "a/b": {},
-    }
-    assert list(to_state_dict(tree)["ordered"]) == ["z", "a"]
-
-
 @given(tree=trees)
-def test_containers_without_leaves_are_dropped_on_request(tree: Any) -> None:
+def test_containers_without_leaves_and_none_may_be_absent(tree: Any) -> None:
     kept, dropped = to_state_dict(tree), to_state_dict(tree, keep_empty=False)
     assert list(leaf_paths(dropped)) == list(leaf_paths(kept))
-    if isinstance(dropped, dict):
-        assert {} not in [node for node in nodes(dropped) if node is not dropped]
+    assert {} not in [node for node in nodes(dropped) if node is not dropped]
     assert_same(restored(zeros_like(tree), dropped), tree)
 
-
-@given(tree=trees)
-def test_none_may_be_absent(tree: Any) -> None:
     def without_none(node: Any) -> Any:
         if not isinstance(node, dict):
             return node
         return {name: without_none(child) for name, child in node.items() if child is not None}
 
-    state_dict = {"root": to_state_dict(tree)}
-    assert_same(restored({"root": zeros_like(tree)}, without_none(state_dict)), {"root": tree})
+    found = restored({"root": zeros_like(tree)}, without_none({"root": dropped}))
+    assert_same(found, {"root": tree})
 
 
 def nodes(state_dict: Any) -> list[dict[str, Any]]:
@@ -96,30 +72,18 @@ def nodes(state_dict: Any) -> list[dict[str, Any]]:
     return [state_dict, *(node for child in state_dict.values() for node in nodes(child))]
 
 
-def test_keys_with_one_name_are_refused() -> None:
-    tree = {"layers": OrderedDict([(1, 1.0), ("1", 2.0)])}
-    with pytest.raises(StateDictError, match="`layers` has two keys named '1'"):
-        to_state_dict(tree)
-
-
-def test_writing_works_on_abstract_trees() -> None:
-    tree = {"w": jnp.ones(3, jnp.bfloat16), "key": jax.random.key(0)}
-    abstract = to_state_dict(jax.eval_shape(lambda: tree))
-    assert (abstract["w"].shape, abstract["w"].dtype) == ((3,), jnp.bfloat16)
-    assert (abstract["key"].shape, abstract["key"].dtype) == ((2,), jnp.uint32)
-
-
 # Reading back what was written.
 
 
 @given(tree=trees)
-def test_round_trip_through_bytes(tree: Any) -> None:
-    assert_same(restored(zeros_like(tree), through_bytes(to_state_dict(tree))), tree)
-
-
-@given(tree=trees)
-def test_round_trip_without_bytes(tree: Any) -> None:
-    assert_same(restored(zeros_like(tree), to_state_dict(tree)), tree)
+def test_round_trip_into_arrays_shapes_and_numpy(tree: Any) -> None:
+    written = through_bytes(to_state_dict(tree))
+    for reference in (zeros_like(tree), jax.eval_shape(lambda: tree)):
+        assert_same(restored(reference, written), tree)
+        assert_same(restored(reference, to_state_dict(tree)), tree)
+    result = restored(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree), written)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(result))
+    assert_same(jax.tree.map(jnp.array, result), tree)
 
 
 @given(tree=trees, seed=st.integers(0, 2**32 - 1))
@@ -137,28 +101,7 @@ def test_mappings_of_any_kind_order_and_key_type_are_read(tree: Any, seed: int) 
     assert_same(restored(zeros_like(tree), recast(to_state_dict(tree))), tree)
 
 
-@given(tree=trees)
-def test_numpy_references_stay_numpy(tree: Any) -> None:
-    reference = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
-    result = restored(reference, through_bytes(to_state_dict(tree)))
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(result))
-    assert_same(jax.tree.map(jnp.array, result), tree)
-
-
-@given(tree=trees)
-def test_abstract_references_are_enough(tree: Any) -> None:
-    reference = jax.eval_shape(lambda: tree)
-    assert_same(restored(reference, through_bytes(to_state_dict(tree))), tree)
-
-
-def test_order_of_an_ordered_dict_is_the_references() -> None:
-    reference = OrderedDict(z=jnp.zeros(2), a=jnp.zeros(3))
-    result = restored(reference, {"a": np.ones(3, np.float32), "z": np.ones(2, np.float32)})
-    assert type(result) is OrderedDict
-    assert list(result) == ["z", "a"]
-    assert result["z"].shape == (2,)
-
-
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
 def test_typed_keys_round_trip(impl: str, shape: tuple[int, ...]) -> None:
@@ -172,14 +115,6 @@ def test_typed_keys_round_trip(impl: str, shape: tuple[int, ...]) -> None:
         result = restored({"key": reference}, state_dict)
         assert_same(result, {"key": key(3)})
     assert_same(restored({"key": key(0)}, {"key": key(3)}), {"key": key(3)})
-
-
-def test_key_data_of_another_implementation_is_refused() -> None:
-    reference = {"key": jax.random.key(0, impl="rbg")}
-    data = to_state_dict({"key": jax.random.key(1)})
-    result, report = restore_state_dict(reference, data)
-    assert [(m.path, m.kind) for m in report.mismatches] == [("key", MismatchKind.SHAPE)]
-    assert_same(result, reference)
 
 
 # Reading what deviates.
@@ -254,71 +189,51 @@ def at(state_dict: Any, names: tuple[str, ...]) -> Any:
     return state_dict
 
 
-@pytest.mark.parametrize("found", [np.zeros(3), [1.0, 2.0], None, 1.0], ids=repr)
-@pytest.mark.parametrize("reference", [{"a": jnp.ones(3)}, (jnp.ones(3),), Pair(1, 2), {}, ()])
-def test_a_leaf_is_not_a_container(reference: Any, found: Any) -> None:
+LEAF, CONTAINER, VALUE = np.zeros(3), MismatchKind.CONTAINER, MismatchKind.VALUE
+
+
+@pytest.mark.parametrize(
+    ("reference", "found", "kind"),
+    [
+        ({"a": jnp.ones(3)}, LEAF, CONTAINER),
+        ((jnp.ones(3),), [1.0], CONTAINER),
+        (Pair(1, 2), None, CONTAINER),
+        ({}, 1.0, CONTAINER),
+        ((), LEAF, CONTAINER),
+        (LEAF, {}, CONTAINER),
+        (1.0, FrozenDict(), CONTAINER),
+        ("text", {"deep": 1}, CONTAINER),
+        (None, {}, VALUE),
+        (None, 0.0, VALUE),
+        (None, LEAF, VALUE),
+    ],
+)
+def test_leaves_containers_and_none_are_not_each_other(
+    reference: Any, found: Any, kind: MismatchKind
+) -> None:
     result, report = restore_state_dict({"x": reference}, {"x": found})
-    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
+    assert [(m.path, m.kind) for m in report.mismatches] == [("x", kind)]
     assert_same(result, {"x": reference})
-
-
-@pytest.mark.parametrize("found", [{}, {"deep": 1}, FrozenDict()], ids=repr)
-@pytest.mark.parametrize("reference", [np.zeros(3), 1.0, "text"], ids=repr)
-def test_a_container_is_not_a_leaf(reference: Any, found: Any) -> None:
-    result, report = restore_state_dict({"x": reference}, {"x": found})
-    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
-    assert result["x"] is reference
-
-
-@pytest.mark.parametrize("found", [{}, {"deep": 1}, 0.0, np.zeros(3), False], ids=repr)
-def test_none_is_only_none(found: Any) -> None:
-    result, report = restore_state_dict({"x": None}, {"x": found})
-    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.VALUE)]
-    assert result == {"x": None}
-
-
-def test_keys_of_the_input_with_one_name_are_refused() -> None:
-    reference = {"x": {"1": jnp.zeros(())}}
-    result, report = restore_state_dict(reference, {"x": {1: 1.0, "1": 2.0}})
-    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
-    assert_same(result, reference)
-
-
-@given(tree=trees, found=st.sampled_from([7, "text", [], np.zeros(2), None]))
-def test_anything_may_be_read(tree: Any, found: Any) -> None:
-    result, report = restore_state_dict(tree, found)
-    assert structure(result) == structure(tree)
-    if isinstance(tree, Mapping | tuple | list | Layer):
-        assert [(m.path, m.kind) for m in report.mismatches] == [(".", MismatchKind.CONTAINER)]
 
 
 # Scalars.
 
 SCALARS: list[tuple[Any, Any, Any]] = [
     (np.int32, 7, 7),
-    (np.int32, -(2**31), -(2**31)),
     (np.int32, 2**31, None),
     (np.int32, -(2**31) - 1, None),
     (np.uint8, -1, None),
-    (np.uint8, 255, 255),
     (np.int32, 1.0, None),
     (np.int32, True, None),
-    (np.int32, np.float64(1.5), None),
-    (np.int32, np.int64(1), 1),
-    (np.int32, np.int64(2**31), None),
     (np.int32, np.uint32(1), None),
     (np.float32, 0.1, np.float32(0.1)),
-    (np.float32, np.float64(0.1), np.float32(0.1)),
     (np.float32, np.float16(0.5), None),
     (np.float32, 1e39, None),
     (np.float32, float("inf"), np.inf),
     (np.float32, 1, None),
-    (np.float32, "1", None),
-    (jnp.bfloat16, 0.5, 0.5),
     (jnp.bfloat16, 1e39, None),
     (np.bool_, True, True),
     (np.bool_, 1, None),
-    (np.complex64, 1j, 1j),
     (np.complex64, 1.0, None),
 ]
 
@@ -333,34 +248,17 @@ def test_numbers_fit_scalars_of_their_kind(dtype: Any, found: Any, expected: Any
     assert not result["x"].weak_type
 
 
-def test_python_numbers_do_not_fit_arrays() -> None:
-    _, report = restore_state_dict({"x": jnp.zeros(1)}, {"x": 1.0})
-    assert [m.kind for m in report.mismatches] == [MismatchKind.VALUE]
-
-
 @pytest.mark.parametrize(
-    ("reference", "found", "expected"),
-    [
-        (1, 2, 2),
-        (1, np.int64(2), 2),
-        (1, jnp.int32(2), 2),
-        (1, 2.0, None),
-        (1, True, None),
-        (1, np.float32(2), None),
-        (True, np.int32(1), None),
-        (1, np.array([2]), None),
-        (1.5, np.float32(2.5), 2.5),
-        (1.5, 2, None),
-        (True, np.bool_(False), False),
-        ("a", "b", "b"),
-        ("a", 1, None),
-    ],
+    ("reference", "fits", "deviates"),
+    [(1, 2, 2.0), (1, jnp.int32(2), np.array([2])), (1.5, np.float32(2.5), 2), ("a", "b", 1)],
 )
-def test_references_that_are_not_arrays(reference: Any, found: Any, expected: Any) -> None:
-    result, report = restore_state_dict({"x": reference}, {"x": found})
-    assert report.ok == (expected is not None)
-    assert result["x"] == (reference if expected is None else expected)
+def test_references_that_are_not_arrays(reference: Any, fits: Any, deviates: Any) -> None:
+    result = restored({"x": reference}, {"x": fits})
+    assert result == {"x": fits}
     assert type(result["x"]) is type(reference)
+    result, report = restore_state_dict({"x": reference}, {"x": deviates})
+    assert not report.ok
+    assert result == {"x": reference}
 
 
 # Memory and devices.
@@ -386,13 +284,9 @@ def test_numpy_arrays_are_copied(commit: bool) -> None:
     assert not np.any(result["numpy"])
 
 
-def test_jax_arrays_are_taken_as_they_are() -> None:
-    found = jnp.ones(3)
+def test_arrays_of_jax_are_taken_as_they_are_but_not_weak() -> None:
+    found, weak = jnp.ones(3), jnp.asarray(2.0)
     assert restored({"x": jnp.zeros(3)}, {"x": found})["x"] is found
-
-
-def test_weak_types_do_not_come_in() -> None:
-    weak = jnp.asarray(2.0)
     assert weak.weak_type
     assert not restored({"x": jnp.float32(1)}, {"x": weak})["x"].weak_type
 
@@ -419,16 +313,6 @@ def test_restored_leaves_go_where_the_reference_is() -> None:
     assert not any(leaf.committed for leaf in free.values())
 
 
-class Lazy:
-    """What some checkpoint libraries give: an array to be read on demand."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
-        return self.array
-
-
 def deleted() -> jax.Array:
     array = jnp.ones(2)
     array.delete()
@@ -441,9 +325,8 @@ def deleted() -> jax.Array:
         (deleted(), "a deleted array (was it donated?)"),
         (np.ma.array([1.0, 2.0], mask=[True, False], dtype=np.float32), "a masked array"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "an abstract array (ShapeDtypeStruct)"),
-        (np.ndarray, "a type"),
     ],
-    ids=["deleted", "masked", "abstract", "class"],
+    ids=["deleted", "masked", "abstract"],
 )
 def test_what_is_not_data(value: Any, found: str) -> None:
     restored, report = restore_state_dict({"w": jnp.ones(2)}, {"w": value})
@@ -452,18 +335,10 @@ def test_what_is_not_data(value: Any, found: str) -> None:
     assert restored["w"].tolist() == [1.0, 1.0]
 
 
-def test_lazy_arrays_are_read_for_arrays_and_kept_for_shapes() -> None:
-    lazy = Lazy(np.arange(2, dtype=np.float32))
-    restored, report = restore_state_dict({"w": jnp.ones(2)}, {"w": lazy})
-    assert report.ok
-    assert restored["w"].tolist() == [0.0, 1.0]
-    shapes = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
-    restored, report = restore_state_dict(shapes, {"w": lazy})
-    assert report.ok
-    assert restored["w"] is lazy
-
-
-def test_too_deep_a_tree_is_a_named_error() -> None:
+def test_what_cannot_be_written() -> None:
+    twice = {"layers": OrderedDict([(1, 1.0), ("1", 2.0)])}
+    with pytest.raises(StateDictError, match="`layers` has two keys named '1'"):
+        to_state_dict(twice)
     tree: Any = jnp.ones(1)
     for _ in range(1000):
         tree = {"a": tree}
@@ -471,10 +346,3 @@ def test_too_deep_a_tree_is_a_named_error() -> None:
         to_state_dict(tree)
     with pytest.raises(StateDictError, match="nested too deeply"):
         restore_state_dict(tree, {})
-
-
-def test_a_report_does_not_drown_in_keys() -> None:
-    many = {str(i): np.zeros(1) for i in range(1000)}
-    _, report = restore_state_dict({"w": jnp.ones(2)}, {"w": many})
-    assert "(1000 in all)" in report.mismatches[0].found
-    assert len(report.mismatches[0].found) < 300
