@@ -36,7 +36,7 @@ T5X_STUB = STUB.with_name("_t5x_constructors.pyi")
 PAGE = ROOT / "docs" / "constructors.md"
 sys.path.insert(0, str(BRIDGE / "tests"))
 
-import bridge_testing  # type: ignore[import-not-found]  # noqa: E402  # knows what each needs
+import bridge_testing  # noqa: E402  # knows what each needs
 
 WIDTH = 100
 # Of each file, what stands below the line with these words; above it is written by hand.

@@ -23,8 +23,8 @@ from _common import Counts, Row, Runner, counted, interleave, timed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from lm.model import Transformer, next_byte_loss  # type: ignore[import-not-found]
-from lm.sizes import ModelConfig  # type: ignore[import-not-found]
+from lm.model import Transformer, next_byte_loss
+from lm.sizes import ModelConfig
 
 PEER = "AdamW, float32"
 # Of each: the limit of bytes a parameter of parameters and state.
