@@ -7,7 +7,7 @@ first cell installs what the guide imports, for Colab.
 import re
 from pathlib import Path
 
-import jupytext  # type: ignore[import-untyped]
+import jupytext
 import nbformat.v4
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ def convert(guide: str, text: str) -> str:
     notebook = jupytext.reads(text, "md")
     install = f"%pip install --quiet {' '.join(packages)}"
     metadata = {"tags": ["skip-execution"]}
-    cell = nbformat.v4.new_code_cell(install, metadata=metadata)  # type: ignore[no-untyped-call]
+    cell = nbformat.v4.new_code_cell(install, metadata=metadata)
     notebook.cells.insert(0, cell)
     for i, cell in enumerate(notebook.cells):
         cell.id = f"{guide}-{i}"
