@@ -90,7 +90,7 @@ def create(target: Optimizer) -> Optimizer:
     return made
 
 
-def compile_step(target: Optimizer, mesh: Mesh) -> Callable[..., Any]:
+def compile_step(target: Optimizer, mesh: Mesh, *, donate: bool = True) -> Callable[..., Any]:
     """`step(optimizer, i) -> optimizer, loss`, compiled; the batch is a function of `i`."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
     rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -106,7 +106,8 @@ def compile_step(target: Optimizer, mesh: Mesh) -> Callable[..., Any]:
 
     shape = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=rows)
     out = (shardings, NamedSharding(mesh, PartitionSpec()))
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=out).lower(target, shape).compile()
+    given = (0,) if donate else ()
+    compiled = jax.jit(step, donate_argnums=given, out_shardings=out).lower(target, shape).compile()
 
     def of_index(optimizer: Optimizer, i: int) -> Any:
         batch = np.random.default_rng((7, i)).standard_normal((ROWS, WIDTH), np.float32)

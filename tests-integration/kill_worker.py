@@ -157,7 +157,7 @@ def serve() -> dict[str, Any] | None:
 
 def main() -> int:
     sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("lm.training")  # once, for all jobs
+    importlib.import_module("lm.processes")  # once, for all jobs
     print(json.dumps("ready"), flush=True)
     job = serve()
     if job is None:

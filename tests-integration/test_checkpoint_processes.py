@@ -135,6 +135,7 @@ def main(port: str, number: str, root: str) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 def test_two_processes_resume_past_damage_and_validate_what_each_reads_in_part(
     tmp_path: Path,
 ) -> None:

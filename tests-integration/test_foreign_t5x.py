@@ -53,6 +53,7 @@ def folders(data: bytes, step: Path) -> Path:
     return step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_t5x_saved_continues(name: str, tmp_path: Path) -> None:
     case = g.load(name, CASES[name])

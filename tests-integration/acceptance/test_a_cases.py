@@ -16,7 +16,7 @@ import pytest
 from every_definition import NAMES, bits, optimizer_structs, random_bits
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_a1_state_dict_and_restore_state_are_bit_equal(name: str) -> None:
     """A state dict of every optimizer restores every leaf to the bit, and the same treedef."""
@@ -29,20 +29,21 @@ def test_a1_state_dict_and_restore_state_are_bit_equal(name: str) -> None:
     assert bits(restored) == bits(saved)
 
 
-def test_a6_a_run_has_one_hash() -> None:
-    """With and without donation, ten times in one process and in three at a time: one hash."""
+@pytest.mark.parametrize("processes", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a6_a_run_has_one_hash(processes: int) -> None:
+    """With and without donation, again in one process and in three at a time: one hash."""
 
     def elsewhere(_: int) -> str:
         command = [sys.executable, deterministic_run.__file__]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    with ThreadPoolExecutor(3) as pool:
-        concurrent = pool.map(elsewhere, range(3))
-        step = deterministic_run.compiled_step(donate=True)
-        hashes = {deterministic_run.run(step) for _ in range(10)}
-        hashes.add(deterministic_run.run(deterministic_run.compiled_step(donate=False)))
-        hashes.update(concurrent)
+    run = deterministic_run.compiled_run(donate=True)
+    hashes = {run() for _ in range(10 if processes else 2)}
+    hashes.add(deterministic_run.compiled_run(donate=False)())
+    if processes:
+        with ThreadPoolExecutor(processes) as pool:
+            hashes.update(pool.map(elsewhere, range(processes)))
     assert len(hashes) == 1
 
 
@@ -59,6 +60,7 @@ TRIPLES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TRIPLES)
 def test_a7_a_legacy_triple_passes_through_the_safe_format(name: str) -> None:
     """`pack(unpack(s))`, written and read without pickle: bit-equal, the same parameters."""
