@@ -26,9 +26,6 @@ def wrappers() -> Iterator[tuple[str, Case]]:
         "chain": lambda: optax.chain(
             optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-1e-2)
         ),
-        "chain: nested": lambda: optax.chain(
-            optax.chain(optax.trace(0.9), adafactor()), optax.chain(optax.scale_by_rms())
-        ),
         "conditionally_mask": lambda: optax.conditionally_mask(
             optax.adam(1e-2), lambda step, **_: step != 1
         ),
@@ -49,9 +46,6 @@ def wrappers() -> Iterator[tuple[str, Case]]:
         "named_chain": lambda: optax.named_chain(
             ("clip", optax.clip(1e3)), ("factored", adafactor()), ("adam", optax.adam(1e-2))
         ),
-        "named_chain: MultiSteps": lambda: optax.named_chain(
-            ("steps", multi_steps(adafactor(momentum=0.9))), ("trace", optax.trace(0.9))
-        ),
         "partition: integers": lambda: optax.partition(
             {0: optax.adam(1e-2), 1: optax.set_to_zero()},
             lambda params: jax.tree.map(lambda leaf: int(leaf.ndim != 2), params),
@@ -61,12 +55,6 @@ def wrappers() -> Iterator[tuple[str, Case]]:
         "MultiSteps: factored": lambda: multi_steps(adafactor()),
         "MultiSteps: not finite": lambda: multi_steps(
             optax.adam(1e-2), should_skip_update_fn=optax.skip_not_finite
-        ),
-        "MultiSteps: large": lambda: multi_steps(
-            adafactor(),
-            should_skip_update_fn=lambda u, step, params: optax.skip_large_updates(
-                u, step, params, max_squared_norm=1e9
-            ),
         ),
     }
     for name, make in simple.items():
@@ -80,18 +68,6 @@ def wrappers() -> Iterator[tuple[str, Case]]:
     yield (
         "masked: prefix",
         Case(lambda p: optax.masked(adafactor(), prefix_tree(lambda name: name != "layers", p))),
-    )
-    yield (
-        "masked: twice",
-        Case(
-            lambda params: optax.masked(
-                optax.chain(
-                    optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda _: True, p)),
-                    optax.trace(0.9),
-                ),
-                is_matrix(params),
-            )
-        ),
     )
     yield (
         "partition",

@@ -458,25 +458,6 @@ def test_groups_are_rearranged_and_back(case: str) -> None:
     assert_same(split_states(back), states)
 
 
-def test_a_group_is_split_and_merged() -> None:
-    old = trained(groups(*TWO))
-    split = groups(("weights", "w", ADAM), ("biases", "b", ADAM), TWO[1])
-    restored = migrated(named_state(old), split.create(make_params()), {"regroup", "optimizer"})
-    states = split_states(old)
-    assert_groups_go_on(
-        restored,
-        {
-            "weights": (optax.adam(0.1), adam_group(states["fast"], "w")),
-            "biases": (optax.adam(0.1), adam_group(states["fast"], "b")),
-            "slow": (optax.adam(0.01), states["slow"]),
-        },
-    )
-    merged = migrated(
-        named_state(restored), groups(*TWO).create(make_params()), {"regroup", "optimizer"}
-    )
-    assert_same(split_states(merged), states)
-
-
 def test_a_group_is_frozen_and_unfrozen() -> None:
     old = trained(groups(*TWO))
     frozen = migrated(

@@ -360,15 +360,4 @@ def test_axes_reach_every_leaf(name: str) -> None:
     assert trainer.specs.state.step is None
 
 
-@pytest.mark.sample(3)
-@each_optimizer
-def test_a_partitioner_without_axes_gets_none_everywhere(name: str) -> None:
-    trainer = trainer_of(name)
-    for progress in (trainer.shapes, trainer.start(jax.random.key(1))):
-        nothing = jax.tree.map(lambda _: None, progress.state_dict())
-        optimizer = progress.restore(nothing).optimizer
-        assert jax.tree.leaves(optimizer) == []
-        assert structure(optimizer) == structure(trainer.shapes.optimizer)
-
-
 # What T5X's modules take from `t5x.optimizers`, and the constructors that its configurations name.
