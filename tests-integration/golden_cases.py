@@ -21,6 +21,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import opt_adafactor
+import opt_core
+import opt_optax_bridge
+import opt_optax_bridge.t5x
 import optax
 from jax.sharding import PartitionSpec
 
@@ -140,12 +143,26 @@ def _joined(path: Any) -> str:
 _OPTAX_WARNINGS = ("Specifying a key will be required", '"seed" is deprecated')
 
 
+class Api:
+    """Where the constructors of cases are: in a module, or T5X's others in our packages."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        others = {"Adafactor": opt_adafactor.Adafactor, "MultiOptimizer": opt_core.MultiOptimizer}
+        return getattr(self._module, name, None) or others[name]
+
+
+OURS, FACADE = Api(opt_optax_bridge), Api(opt_optax_bridge.t5x)
+
+
 def build(spec: Any, api: Any) -> Any:
     """Builds what `spec` describes.
 
     Args:
       spec: the `constructor` of a case.
-      api: where the constructors of definitions are: `opt_optax_bridge`, or its `t5x`.
+      api: where the constructors of definitions are: `OURS`, or T5X's `FACADE`.
     """
     match spec:
         case {"$call": name}:

@@ -89,23 +89,6 @@ def assert_equal(found: Optimizer, expected: Optimizer) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(("after", "swaps"), [((7, 6), True), ((5, 6), False)])
-def test_the_vocabulary_of_adafactor_grows(after: tuple[int, ...], swaps: bool) -> None:
-    one: Optimizer = adafactor().create({"w": random((4, 6), 0)})
-    one = one.apply_gradient({"w": random((4, 6), 1)})
-    plan = plan_restore(
-        named_state(one),
-        adafactor().create({"w": jnp.ones(after)}),
-        rules=[("(.*)/w", Pad(0, after[0]))],
-    )
-    assert ("rows and columns change places" in str(plan)) == swaps
-    old, new = (made.state.param_states["w"] for made in (one, plan.apply()))
-    rows, cols = (new.v_col, new.v_row) if swaps else (new.v_row, new.v_col)
-    assert rows.tolist() == [*old.v_row.tolist(), *[0.0] * (after[0] - 4)]
-    assert cols.tolist() == old.v_col.tolist()
-    assert new.m[:4].tolist() == old.m.tolist()
-
-
 def mesh(kind: AxisType) -> Mesh:
     devices = np.array(jax.devices()).reshape(2, 4)
     return Mesh(devices, ("data", "model"), axis_types=(kind, kind))

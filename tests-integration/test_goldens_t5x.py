@@ -9,7 +9,6 @@ follow.
 import contextlib
 import functools
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import flax.core
@@ -18,11 +17,8 @@ import golden_cases as g
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_core
-import opt_optax_bridge
 import optax
 import pytest
-from opt_adafactor import Adafactor
 from opt_core import Optimizer
 from opt_core.errors import RestoreError
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
@@ -69,10 +65,6 @@ AXES = "param_logical_axes"
 WITH_AXES = [*g.ids_with(AXES), *g.ids_with(AXES, g.GROUPS)]
 RATE = 7.0  # T5X's trainer gives one; wrapped optimizers ignore it
 
-FACADE = SimpleNamespace(**vars(t5x), Adafactor=Adafactor)
-OURS = SimpleNamespace(**vars(opt_optax_bridge))
-OURS.Adafactor, OURS.MultiOptimizer = Adafactor, opt_core.MultiOptimizer
-
 
 @pytest.fixture(autouse=True)
 def _randomness(request: pytest.FixtureRequest) -> Any:
@@ -86,7 +78,7 @@ def load(name: str) -> g.Case:
     return g.load(name, g.GROUPS if name in IN_GROUPS else g.WRAPPED)
 
 
-def create(case: g.Case, api: Any = FACADE) -> Optimizer:
+def create(case: g.Case, api: Any = g.FACADE) -> Optimizer:
     """As T5X's trainer does: it tells the axes before it creates."""
     definition = g.build(case.spec, api)
     if case.index.get("set_param_axes") or case.id == TRAIN_STATE:
@@ -197,7 +189,7 @@ def overrides_of(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, An
 def test_definitions_of_the_packages_follow_t5x(name: str) -> None:
     """They are those of the facade; wrapped ones do not ignore a rate, and are given none."""
     case = load(name)
-    run = [create(case, OURS)]
+    run = [create(case, g.OURS)]
     for t, grads in enumerate(case.grads):
         given = {} if name in WRAPPED else overrides(case, run[-1], t)
         run.append(run[-1].apply_gradient(grads, **given))
@@ -348,4 +340,4 @@ def test_a_leaf_that_t5x_left_out_stays_without_state() -> None:
     path = case.index["none_keys"][0]
     flat = g.entry(case, 3) | {path: jnp.zeros(2)}
     with pytest.raises(RestoreError, match=path):
-        create(case).restore_state(g.unflatten(flat))
+        create(case, g.OURS).restore_state(g.unflatten(flat))

@@ -8,7 +8,7 @@ import contextlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import flax.serialization
@@ -341,13 +341,6 @@ def test_train_states_restore_and_continue(entry: dict[str, Any]) -> None:
 
 # T5X
 
-API = SimpleNamespace(
-    **{name: getattr(opt_optax_bridge, name) for name in opt_optax_bridge.optimizer_names()},
-    OptaxWrapper=OptaxWrapper,
-    chain=opt_optax_bridge.chain,
-    Adafactor=Adafactor,
-    MultiOptimizer=MultiOptimizer,
-)
 MOVED = {
     "t5x/noisy_sgd_0": ("param_states/1/", "param_states/0/"),
     "t5x/wrapper_inject_hyperparams": ("", ""),
@@ -361,7 +354,7 @@ def test_t5x_restores_bit_for_bit(name: str) -> None:
     case = g.load(name, g.WRAPPED if name in WRAPPED else g.GROUPS)
     old_randomness = jax.threefry_partitionable(False) if "dpsgd" in name else None
     with old_randomness or contextlib.nullcontext():
-        definition = g.build(case.spec, API)
+        definition = g.build(case.spec, g.OURS)
         if name in GROUPS:
             definition.set_param_axes(case.param_axes)
         optimizer = definition.create(case.params)

@@ -17,12 +17,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from opt_adafactor import Adafactor
 from opt_core import (
-    FROZEN,
     MultiOptimizer,
     Optimizer,
     OptimizerDef,
 )
-from opt_core.errors import HyperParamError
 from opt_optax_bridge import t5x
 
 contrib: Any = optax.contrib  # exports without saying so
@@ -146,27 +144,6 @@ def as_tx(tx: Any) -> Any:
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
-@pytest.mark.sample(3)
-@every_mixture
-def test_logical_axes_of_every_leaf(mixture: str) -> None:
-    definition = definition_of(mixture)
-    optimizer = definition.create(jax.eval_shape(make_params))
-    derived = definition.derive_logical_axes(optimizer, AXES)
-    assert derived.target == AXES
-    for name, group in definition.split(optimizer).items():
-        alone = group.optimizer_def.derive_logical_axes(  # type: ignore[attr-defined]
-            group, jax.tree.map(lambda _: P(), group.target)
-        )
-        found = derived.state.param_states[name]
-        assert jax.tree.structure(alone.state.param_states, is_leaf=is_axes) == jax.tree.structure(  # type: ignore[operator]
-            found, is_leaf=is_axes
-        )
-        leaves = jax.tree.leaves(group.state.param_states)
-        axes = jax.tree.leaves(found, is_leaf=is_axes)
-        matrices = [(x, a) for x, a in zip(leaves, axes, strict=True) if x.ndim == 2]
-        assert all(a is not None and len(a) == 2 for _, a in matrices)
-
-
 def is_axes(x: Any) -> bool:
     return x is None or isinstance(x, P)
 
@@ -230,15 +207,6 @@ def test_a_compiled_step_accesses_no_more_than_optax_partition(mixture: str) -> 
     assert ours["bytes accessed"] <= reference["bytes accessed"] + 32
 
 
-# Hyper-parameters.
-
-
-def rules_of(**definitions: Any) -> MultiOptimizer:
-    return MultiOptimizer.from_rules(
-        [(k, RULES[k], v) for k, v in definitions.items()], rest=FROZEN
-    )
-
-
 def moved(before: Optimizer, after: Optimizer) -> set[str]:
     names = set()
     for name, part in before.optimizer_def.split(before).items():  # type: ignore[attr-defined]
@@ -247,20 +215,6 @@ def moved(before: Optimizer, after: Optimizer) -> set[str]:
         if not all(np.array_equal(a, b) for a, b in pairs):
             names.add(name)
     return names
-
-
-def test_rates_act_in_one_group_and_in_all() -> None:
-    optimizer = rules_of(kernels=opt.adam(0.1), vectors=opt.sgd(0.1)).create(make_params())
-    step = jax.jit(lambda o, r: o.apply_gradient(GRADS, learning_rate=r))
-    assert moved(optimizer, step(optimizer, 0.0)) == set()
-    assert moved(optimizer, step(optimizer, 0.1)) == {"kernels", "vectors"}
-    alone = optimizer.apply_gradient(GRADS, group_overrides={"vectors": {"learning_rate": 0.0}})
-    assert moved(optimizer, alone) == {"kernels"}
-    with pytest.raises(HyperParamError, match=r"group `vectors`: .*b1"):
-        optimizer.apply_gradient(GRADS, b1=0.5)
-    opaque = rules_of(kernels=opt.adam(0.1), vectors=opt.OptaxWrapper(optax.sgd(0.1)))
-    with pytest.raises(HyperParamError, match="group `vectors`: no such hyper-parameter: `learn"):
-        opaque.create(make_params()).apply_gradient(GRADS, learning_rate=0.0)
 
 
 # T5X.

@@ -546,26 +546,6 @@ def test_reset_keeps_the_updates_of_a_window() -> None:
     assert not state.acc_grads["w"].any()
 
 
-def test_shardings_that_cannot_place_a_leaf_name_it() -> None:
-    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
-    definition = MultiOptimizer.from_rules([("w", "w", opt.adam(0.1))], rest=opt.adam(0.1))
-    optimizer = definition.create(make_params())
-
-    def everywhere(place: Any) -> Any:
-        return jax.tree.map(lambda _: place, optimizer.state.param_states)
-
-    states = optimizer.state.param_states
-    refused = [
-        (everywhere(P("x")), f"of `w/0/count`, expected a sharding or `None`, found {P('x')!r}: "),
-        (everywhere(NamedSharding(mesh, P("x"))), "of `w/0/count`, expected a sharding that div"),
-        ({"w": None}, "; at the top expected GroupStates of ['w', 'rest'], found dict of ['w']"),
-        (type(states)({**states, "w": [None]}), "; at `w` expected tuple of ['0', '1'], found li"),
-    ]
-    for shardings, message in refused:
-        with pytest.raises(GroupError, match=rf"^`shardings`: .*{re.escape(message)}"):
-            regroup(optimizer, definition, shardings=shardings)
-
-
 # Where leaves are placed.
 
 

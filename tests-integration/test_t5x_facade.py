@@ -171,18 +171,8 @@ LABELS = freeze({"embedding": "slow", "mlp": {"wi": "fast", "wo": "fast"}, "scal
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
 
 
-def by_label() -> optax.GradientTransformation:
-    slow, fast, none = optax.sgd(1e-2), optax.adamw(1e-2), optax.set_to_zero()
-    return optax.multi_transform({"slow": slow, "fast": fast, "none": none}, LABELS)
-
-
 def masked() -> optax.GradientTransformation:
     return optax.chain(optax.masked(optax.scale_by_adam(), MASK), optax.scale(-1e-2))
-
-
-def parts() -> list[optax.GradientTransformation]:
-    schedule = optax.scale_by_schedule(SCHEDULE)
-    return [optax.clip_by_global_norm(1.0), optax.scale_by_adam(), schedule, optax.scale(-1.0)]
 
 
 def grouped() -> t5x.MultiOptimizer:
@@ -229,12 +219,9 @@ def optax_adafactor() -> optax.GradientTransformation:
 
 OPTIMIZERS: dict[str, tuple[Callable[[], t5x.OptimizerDef], Callable[[], Any]]] = {
     "adamw": (lambda: t5x.adamw(1e-2), lambda: optax.adamw(1e-2)),
-    "chain": (lambda: t5x.chain(parts()), lambda: optax.chain(*parts())),
     "masked": (lambda: t5x.OptaxWrapper(masked()), masked),
-    "multi_transform": (lambda: t5x.OptaxWrapper(by_label()), by_label),
     "sgd": (lambda: t5x.sgd(0.1), lambda: optax.sgd(0.1)),
     "groups": (grouped, grouped_by_optax),
-    "lion": (lambda: t5x.lion(1e-3), lambda: optax.lion(1e-3)),
     "adafactor": (make_adafactor, optax_adafactor),
     "adafactor groups": (grouped_adafactor, optax_adafactor),
 }
