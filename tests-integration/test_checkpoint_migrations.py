@@ -19,7 +19,7 @@ import opt_adafactor
 import opt_checkpoint
 import opt_optax_bridge as opt
 import pytest
-from opt_checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
+from opt_checkpoint import Rename, errors, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
 from opt_optax_bridge import OptaxWrapper
 
@@ -502,46 +502,6 @@ def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
     assert_goes_on(back, tx, old.target, old.state.param_states)
 
 
-# Layers.
-
-
-def layers(count: int = 3) -> Params:
-    random = np.random.default_rng(1)
-    ks = [jnp.asarray(random.normal(size=(2, 3)), jnp.float32) for _ in range(count)]
-    return {"head": jnp.ones(2), **{f"layers_{i}": {"k": k} for i, k in enumerate(ks)}}
-
-
-def stacked(params: Params, axis: int) -> Params:
-    ks = [params[f"layers_{i}"]["k"] for i in range(3)]
-    return {"head": params["head"], "layers": {"k": jnp.stack(ks, axis)}}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_layers_are_stacked_and_unstacked(through: Through, axis: int) -> None:
-    old = trained(ADAM, layers())
-    new = stacked(layers(), axis)
-    source = through(old)
-    restored = migrated(
-        source,
-        ADAM.create(new),
-        set(),
-        ["+ params/layers/k", "- params/layers_0/k", "- state/adam/mu/layers_2/k"],
-        rules=[(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))],
-    )
-    moments = old.state.param_states[0]
-    moments = moments._replace(mu=stacked(moments.mu, axis), nu=stacked(moments.nu, axis))
-    state = (moments, old.state.param_states[1])
-    assert_goes_on(restored, optax.adam(0.1), stacked(old.target, axis), state)
-    back = migrated(
-        named_state(restored),
-        ADAM.create(layers()),
-        set(),
-        rules=[(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))],
-    )
-    assert_goes_on(back, optax.adam(0.1), old.target, old.state.param_states)
-
-
 # Dtypes, and parameters that come and go.
 
 
@@ -561,25 +521,6 @@ def test_moments_become_bfloat16_and_float32() -> None:
     back = migrated(named_state(restored), opt.adam(0.1).create(make_params()), {"cast"})
     mu = jax.tree.map(lambda x: x.astype(jnp.float32), mu)
     assert_goes_on(back, optax.adam(0.1), old.target, (moments._replace(mu=mu), scaled))
-
-
-def test_a_parameter_is_new() -> None:
-    old = trained(ADAM)
-    params = make_params() | {"n": jnp.array([7.0, 8.0])}
-    restored = migrated(
-        named_state(old),
-        ADAM.create(params),
-        {"initialise"},
-        [
-            "+ params/n float32[2]",
-            "+ state/adam/mu/n float32[2]: as `init` makes it, while `count` continues from 3",
-        ],
-    )
-    moments, scaled = old.state.param_states
-    zeros = {"n": jnp.zeros(2)}
-    moments = moments._replace(mu=moments.mu | zeros, nu=moments.nu | zeros)
-    new = dict(old.target) | {"n": params["n"]}
-    assert_goes_on(restored, optax.adam(0.1), new, (moments, scaled))
 
 
 def test_several_changes_at_once() -> None:

@@ -174,7 +174,7 @@ def until_begun(worker: Worker, events: Path, step: int) -> None:
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", range(3))
 @pytest.mark.parametrize("term", ["die", "leave", "finish"])
 def test_d6_sigterm_while_a_save_is_in_flight(
