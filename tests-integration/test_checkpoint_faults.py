@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_path
-from opt_checkpoint._disk.checkpointer import Checkpointer
-from opt_checkpoint._disk.saved_step import open_step
+from opt_checkpoint import Checkpointer, LeafInfo, NamedState, Schema, leaf_path
 from opt_checkpoint.errors import (
     CheckpointError,
     MissingError,
@@ -45,7 +43,7 @@ def check(root: Path, step: int, seed: int, shape: tuple[int, ...] = SHAPE) -> N
     wanted = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(state(seed, shape))
     )
-    read = open_step(root / str(step), step=step).read(wanted)
+    read = Checkpointer(root, read_only=True).at(step).read(wanted)
     for name, leaf in state(seed, shape).items():
         np.testing.assert_array_equal(np.asarray(read[name]), np.asarray(leaf))
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_path
+from opt_checkpoint import Checkpointer, LeafInfo, NamedState, Schema, leaf_path
 from opt_checkpoint._disk import digest as _digest
-from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.digest import digests
 
 P = PartitionSpec
@@ -73,7 +72,6 @@ def test_a4_other_meshes(tmp_path: Path) -> None:
                 read = saved.read(places)
                 for name, leaf in read.items():
                     assert leaf.sharding == places[name].sharding
-                    assert digests([leaf]) == digests([before[name]])
                     np.testing.assert_array_equal(np.asarray(leaf), VALUES[name])
 
 
@@ -102,6 +100,7 @@ def sharded(draw: st.DrawFn) -> jax.Array:
     return placed
 
 
+@pytest.mark.internals
 @settings(max_examples=10)
 @given(sharded())
 def test_digests_do_not_depend_on_the_sharding(array: jax.Array) -> None:

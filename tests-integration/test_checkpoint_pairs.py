@@ -27,6 +27,7 @@ from opt_core import (
     describe_state,
     regroup,
 )
+from opt_core.errors import SurgeryError
 from optax_case import Case, contrib, multi_steps, optax
 from optax_table import TABLE
 from recurrences import Slot, slots
@@ -155,7 +156,7 @@ def test_the_oracle_is_held_against_numbers() -> None:
     assert len(second) == len({leaf.tobytes() for leaf in second}) == 5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", NAMES)
 def test_no_pair_passes_that_is_not_the_same_mathematics(source: str) -> None:
     saved, own = saved_of(source), slots_of(source)
@@ -173,33 +174,36 @@ def test_no_pair_passes_that_is_not_the_same_mathematics(source: str) -> None:
         check_slots(own, slots_of(target), admitted)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", [name for name in NAMES if "groups" not in name])
-def test_surgery_keeps_what_has_the_key_of_what_it_was_and_nothing_else(source: str) -> None:
+def test_surgery_keeps_nothing_that_is_not_the_same_mathematics(source: str) -> None:
     optimizer = optimizer_of(source)
-    states = jax.tree.leaves(optimizer.state.param_states)
     described = describe_state(optimizer).leaves
-    before = {
-        "/".join(leaf.path): (leaf.key, value)
-        for leaf, value in zip(described, states, strict=True)
-    }
+    states = jax.tree.leaves(optimizer.state.param_states)
+    paths = ["/".join(leaf.path) for leaf in described]
+    own = dict(zip(paths, slots(source, PARAMS, optimizer.state.param_states), strict=True))
+    before = dict(zip(paths, states, strict=True))
     for target in NAMES:
         if "groups" in target:
             continue  # two counts may be one, or one two
-        found, report = regroup(optimizer, optimizer_of(target).optimizer_def, allow=EVERYTHING)
+        other = optimizer_of(target)
+        try:
+            found, report = regroup(optimizer, other.optimizer_def, allow=EVERYTHING)
+        except SurgeryError:
+            assert source != target
+            continue
+        assert jax.tree.map(jnp.shape, found.state) == jax.tree.map(jnp.shape, other.state)
         leaves = jax.tree.leaves(found.state.param_states)
         changes = [change for change in report.changes if change.action != "dropped"]
-        for leaf, value, change in zip(describe_state(found).leaves, leaves, changes, strict=True):
-            assert change.path == "/".join(leaf.path)
+        meant = slots(target, PARAMS, other.state.param_states)
+        for slot, value, change in zip(meant, leaves, changes, strict=True):
+            if change.action != "initialised":
+                assert {own[name] for name in change.sources} == {slot}, change
             if change.action == "kept":
-                assert all(before[name][0] == leaf.key for name in change.sources), change
-                assert value is before[change.sources[0]][1]
-            else:
-                assert leaf.key not in {key for key, _ in before.values()}, change
+                assert value is before[change.sources[0]]
+        assert source != target or {change.action for change in changes} <= {"kept"}
         taken = {name for change in changes for name in change.sources}
         assert set(report.dropped) == before.keys() - taken
-        expected = jax.tree.map(jnp.shape, optimizer_of(target).state)
-        assert jax.tree.map(jnp.shape, found.state) == expected
 
 
 def check_slots(own: dict[str, Slot], other: dict[str, Slot], plan: Plan[Any]) -> None:

@@ -192,7 +192,7 @@ def averages(config: Any) -> OptimizerDef:
     return wrapped(optax.GradientTransformation(init, update))
 
 
-def every(n: int) -> Callable[[Any], Any]:
+def every(n: int) -> Any:
     return lambda step: step % n == 0
 
 
