@@ -471,7 +471,7 @@ def factored_params() -> Params:
     return {name: jnp.asarray(random.normal(size=s), jnp.float32) for name, s in shapes.items()}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
     tx = optax.adafactor(0.05, min_dim_size_to_factor=8, momentum=momentum)

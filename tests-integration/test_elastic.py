@@ -140,7 +140,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_a5_thirty_steps_on_other_devices_agree(
     saved_run: dict[str, Any], where: str, record_property: Callable[[str, Any], None]

@@ -108,7 +108,7 @@ def definition_of(mixture: str, **changed: Any) -> MultiOptimizer:
 every_mixture = pytest.mark.parametrize("mixture", MIXTURES)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @every_mixture
 def test_every_group_is_optax_on_its_leaves(mixture: str) -> None:
     """`optax.partition` gives every transformation the same leaves: the same updates."""

@@ -282,7 +282,7 @@ def raw_optax_run(name: str, count: int) -> Any:
     return params
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_optimizer
 def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     trainer = trainer_of(name)
@@ -327,7 +327,7 @@ def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @each_optimizer
 def test_axes_reach_every_leaf(name: str) -> None:
     trainer = trainer_of(name)

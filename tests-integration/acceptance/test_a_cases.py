@@ -16,7 +16,7 @@ import pytest
 from every_definition import NAMES, bits, optimizer_structs, random_bits
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a1_state_dict_and_restore_state_are_bit_equal(name: str) -> None:
     """A state dict of every optimizer restores every leaf to the bit, and the same treedef."""
@@ -60,7 +60,7 @@ TRIPLES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRIPLES)
 def test_a7_a_legacy_triple_passes_through_the_safe_format(name: str) -> None:
     """`pack(unpack(s))`, written and read without pickle: bit-equal, the same parameters."""

@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("definition", DEFINITIONS)
 @pytest.mark.parametrize("difference", WRONG)
 def test_c5_gradients_unlike_the_parameters_are_errors_when_traced(
@@ -112,7 +112,7 @@ def test_c5_gradients_unlike_the_parameters_are_errors_when_traced(
         jax.eval_shape(lambda o, g: o.apply_gradient(g), optimizer, grads)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
     """What mirrors a parameter has its spec exactly, scalars are replicated, factors are valid."""
@@ -170,7 +170,7 @@ def model(embed: int, mlp: int) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [None, "data"])
 @pytest.mark.parametrize("name", PLANNED)
 def test_c7_a_plan_for_512_devices_has_the_bytes_of_8_real_ones(name: str, zero: Any) -> None:
@@ -213,7 +213,7 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return array
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["uncommitted", "one device", "sharded", "replicated"])
 def test_c8_what_is_restored_shares_no_memory_with_the_callers_arrays(where: str) -> None:
     """Restore from aligned NumPy arrays, write over them: the optimizer stays as it was."""

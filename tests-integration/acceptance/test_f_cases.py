@@ -60,7 +60,7 @@ def finite(tree: Any) -> bool:
     return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("at", range(3))
 def test_f1_a_bad_gradient_at_any_micro_step_goes_by_the_policy(at: int, bad: float) -> None:
@@ -221,7 +221,7 @@ def donated_step(names: tuple[str, ...]) -> Any:
 CHUNKS = [NAMES[start : start + 4] for start in range(0, len(NAMES), 4)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
 def test_f6_the_first_step_can_be_donated(names: tuple[str, ...]) -> None:
     """Right after `create`, and right after a restore, no buffer is donated twice."""
