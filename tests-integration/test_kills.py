@@ -306,7 +306,9 @@ def test_two_processes_resume_past_damage(workers: Workers, tmp_path: Path) -> N
         found = json.loads((tmp_path / f"found-{i}").read_text())
         assert "the processes would save different things" in found["different"]
         assert found["restored"] == found["latest_valid"] == 2
-        assert ["step 3 is passed over" in warning for warning in found["warnings"]] == [True]
+        assert {warning.partition(":")[0] for warning in found["warnings"]} == {
+            "step 3 is passed over"
+        }
         assert found["is_exact"]
         assert found["shares"] == [0.5, 1.0]  # of what is split over the processes, and is not
         assert found["ok"] == [True, True, False]

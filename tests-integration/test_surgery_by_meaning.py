@@ -524,6 +524,20 @@ def test_a_key_continues_in_one_group() -> None:
     assert not report.initialised
 
 
+def test_a_rate_set_at_run_time_continues_and_one_changed_in_the_code_acts() -> None:
+    def injected(rate: float) -> OptimizerDef:
+        return wrapped(optax.inject_hyperparams(optax.adam)(learning_rate=rate))
+
+    optimizer = injected(0.1).create(make_params())
+    optimizer.state.param_states.hyperparams["learning_rate"] = jnp.float32(0.05)
+    same, _ = freeze(optimizer, "b")
+    rate = same.state.param_states["rest"].hyperparams["learning_rate"]
+    assert float(rate) == np.float32(0.05)
+    found, report = regroup(optimizer, injected(0.3))
+    assert float(found.state.param_states.hyperparams["learning_rate"]) == np.float32(0.3)
+    assert report.initialised == ("hyperparams/learning_rate",)
+
+
 def test_reset_keeps_what_was_set_at_run_time() -> None:
     injected = wrapped(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
     optimizer = trained(MultiOptimizer.from_rules([("w", "w", injected)], rest=opt.adam(0.1)))
