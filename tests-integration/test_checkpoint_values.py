@@ -53,7 +53,7 @@ UNSTACK: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2
 
 
 # T5X calls the shorter dimension of a matrix its row, and the first of two alike.
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "rule", "swaps"),
     [

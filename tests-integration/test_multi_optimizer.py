@@ -148,6 +148,7 @@ def is_axes(x: Any) -> bool:
     return x is None or isinstance(x, P)
 
 
+@pytest.mark.slow
 def test_states_are_sharded_as_derived() -> None:
     mesh = Mesh(
         np.asarray(jax.devices()[:8]).reshape(4, 2), ("data", "model"), (AxisType.Auto,) * 2
