@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,10 +42,10 @@ def make_mesh(data: int, model: int) -> Mesh:
     return jax.make_mesh((data, model), ("data", "model"), axis_types=axes, devices=devices)
 
 
-def init_params(hidden: int = HIDDEN) -> Any:
+def init_params() -> Any:
     return {
-        "in": {"kernel": _waves(WIDTH, hidden), "bias": jnp.zeros(hidden)},
-        "out": {"kernel": _waves(hidden, WIDTH), "bias": jnp.zeros(WIDTH)},
+        "in": {"kernel": _waves(WIDTH, HIDDEN), "bias": jnp.zeros(HIDDEN)},
+        "out": {"kernel": _waves(HIDDEN, WIDTH), "bias": jnp.zeros(WIDTH)},
     }
 
 
@@ -58,7 +57,11 @@ def _waves(rows: int, columns: int) -> jax.Array:
 
 
 def abstract(
-    definition: Any, mesh: Mesh, *, rules: Any = RULES, zero: bool = False, hidden: int = HIDDEN
+    definition: Any,
+    mesh: Mesh,
+    *,
+    rules: Any = RULES,
+    zero: bool = False,
 ) -> Optimizer:
     """The optimizer, of `jax.ShapeDtypeStruct`s with shardings."""
 
@@ -67,7 +70,7 @@ def abstract(
 
     plan = memory_plan(
         optax.GradientTransformation(init, optax.identity().update),
-        jax.eval_shape(functools.partial(init_params, hidden)),
+        jax.eval_shape(init_params),
         AXES,
         rules,
         mesh,
@@ -81,16 +84,15 @@ def abstract(
 def create(target: Optimizer) -> Optimizer:
     """The optimizer before its first step, where `target` says."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-    hidden = target.target["in"]["bias"].shape[0]
 
     def make() -> Any:
-        return target.optimizer_def.create(init_params(hidden))
+        return target.optimizer_def.create(init_params())
 
     made: Optimizer = jax.jit(make, out_shardings=shardings)()
     return made
 
 
-def compile_step(target: Optimizer, mesh: Mesh) -> Callable[..., Any]:
+def compile_step(target: Optimizer, mesh: Mesh, *, donate: bool = True) -> Callable[..., Any]:
     """`step(optimizer, i) -> optimizer, loss`, compiled; the batch is a function of `i`."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
     rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -106,7 +108,8 @@ def compile_step(target: Optimizer, mesh: Mesh) -> Callable[..., Any]:
 
     shape = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=rows)
     out = (shardings, NamedSharding(mesh, PartitionSpec()))
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=out).lower(target, shape).compile()
+    given = (0,) if donate else ()
+    compiled = jax.jit(step, donate_argnums=given, out_shardings=out).lower(target, shape).compile()
 
     def of_index(optimizer: Optimizer, i: int) -> Any:
         batch = np.random.default_rng((7, i)).standard_normal((ROWS, WIDTH), np.float32)

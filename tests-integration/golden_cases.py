@@ -11,7 +11,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import flax.core
@@ -22,8 +21,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import opt_adafactor
+import opt_core
+import opt_optax_bridge
+import opt_optax_bridge.t5x
 import optax
-import optax.contrib
 from jax.sharding import PartitionSpec
 
 FOLDER = Path(__file__).parent / "goldens"
@@ -138,13 +139,22 @@ def _joined(path: Any) -> str:
 
 # The JSON language of the constructors.
 
-RAW = SimpleNamespace(
-    OptaxWrapper=lambda transformation: transformation,
-    chain=lambda transformations: optax.chain(*transformations),
-)
-
 # `noisy_sgd` without a key, as it was called then; `dpsgd`, of its own doing.
 _OPTAX_WARNINGS = ("Specifying a key will be required", '"seed" is deprecated')
+
+
+class Api:
+    """Where the constructors of cases are: in a module, or T5X's others in our packages."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        others = {"Adafactor": opt_adafactor.Adafactor, "MultiOptimizer": opt_core.MultiOptimizer}
+        return getattr(self._module, name, None) or others[name]
+
+
+OURS, FACADE = Api(opt_optax_bridge), Api(opt_optax_bridge.t5x)
 
 
 def build(spec: Any, api: Any) -> Any:
@@ -152,15 +162,14 @@ def build(spec: Any, api: Any) -> Any:
 
     Args:
       spec: the `constructor` of a case.
-      api: where the constructors of definitions are: `opt_optax_bridge`, its `t5x`, or `RAW` for
-        Optax's own, wrapped by nobody.
+      api: where the constructors of definitions are: `OURS`, or T5X's `FACADE`.
     """
     match spec:
         case {"$call": name}:
             with warnings.catch_warnings():
                 for message in _OPTAX_WARNINGS:
                     warnings.filterwarnings("ignore", message)
-                return _call(_constructor(api, name), spec, api)
+                return _call(getattr(api, name), spec, api)
         case {"$optax": name}:
             return _call(getattr(optax, name), spec, api)
         case {"$inject": name}:
@@ -195,13 +204,6 @@ def _traversal(keep: Callable[[str], bool]) -> Any:
         return flax.traverse_util.ModelParamTraversal(lambda path, _: keep(path))
 
 
-def _constructor(api: Any, name: str) -> Callable[..., Any]:
-    if api is RAW and not hasattr(RAW, name):
-        api = optax.contrib if name == "dpsgd" else optax
-    constructor: Callable[..., Any] = getattr(api, name)
-    return constructor
-
-
 def _call(function: Callable[..., Any], spec: Mapping[str, Any], api: Any) -> Any:
     args = build(spec.get("args", []), api)
     kwargs = {key: build(value, api) for key, value in spec.get("kwargs", {}).items()}
@@ -233,52 +235,6 @@ def unflatten(flat: Mapping[str, Any]) -> StateDict:
             node = node.setdefault(key, {})
         node[last] = leaf
     return nested
-
-
-def raw_optax_trajectory(
-    case: Case, *, start: Flat | None = None, first: int = 0, jit: bool = False
-) -> list[Flat]:
-    """The trajectory of installed Optax, run as its documentation says, without our packages.
-
-    Args:
-      case: says which optimizer, parameters and gradients.
-      start: a state dict to start from instead, after `first` steps.
-      first: the first gradient to use.
-      jit: whether to compile the update.
-    """
-    tx = build(case.spec, RAW)
-
-    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    run = jax.jit(step) if jit else step
-    params, state = case.params, tx.init(case.params)
-    if start is not None:
-        params, state = _fill(params, start, "target"), _fill(state, start, "state/param_states")
-    trajectory = [_raw_state_dict(params, state, first)]
-    for t, grads in enumerate(case.grads[first:], first + 1):
-        params, state = run(params, state, grads)
-        trajectory.append(_raw_state_dict(params, state, t))
-    return trajectory
-
-
-def _fill(tree: Any, leaves: Flat, prefix: str) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(leaves[f"{prefix}/{_joined(path)}"]), tree
-    )
-
-
-def _raw_state_dict(params: Any, state: Any, step: int) -> Flat:
-    def plain(leaf: Any) -> Any:
-        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-            return jax.random.key_data(leaf)
-        return leaf
-
-    states = flax.serialization.to_state_dict(jax.tree.map(plain, state))
-    target = flax.serialization.to_state_dict(params)
-    nested = {"target": target, "state": {"step": np.int32(step), "param_states": states}}
-    return flatten(nested)
 
 
 def entry(case: Case, t: int) -> Flat:

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -19,8 +20,12 @@ from typing import Any
 
 import elastic_case
 import jax
+import numpy as np
 from elastic_case import abstract, compile_step, create, make_mesh
+from jax.experimental import multihost_utils
 from opt_checkpoint import Checkpointer, plan_restore
+from opt_checkpoint._disk import orbax as _orbax
+from opt_checkpoint.errors import LeafError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FILE_EVENTS = frozenset(
@@ -37,10 +42,8 @@ def train(
     *,
     steps: int,
     mesh: tuple[int, int] = (1, 1),
-    zero: bool = False,
     async_save: bool = True,
     optimizer: str = "adamw",
-    hidden: int = 32,
     kill: tuple[int, int] | None = None,
     term: str = "die",
     **cluster: Any,
@@ -52,10 +55,8 @@ def train(
       events: a file to which what happens is appended, at once.
       steps: to be made in all.
       mesh: devices along `data` and `model`.
-      zero: whether state is split over `data`.
       async_save: whether saves go on in the background.
       optimizer: its name in `elastic_case`.
-      hidden: width of the model.
       kill: a step, and the number of a file event while it is saved: SIGKILL at that event.
       term: at SIGTERM `'die'`, `'leave'` at once by an exception, or `'finish'` the step.
       **cluster: of `lm.config.Cluster`.
@@ -77,7 +78,7 @@ def train(
     with processes.together(who):
         devices = make_mesh(*mesh)
         definition = getattr(elastic_case, optimizer)()
-        target = abstract(definition, devices, zero=zero, hidden=hidden)
+        target = abstract(definition, devices)
         saved = Checkpointer(directory, read_only=True).latest_valid()
         trained = plan_restore(saved, target).apply() if saved else create(target)
         start = saved.read_extras()["position"] if saved else 0
@@ -103,6 +104,77 @@ def train(
             checkpointer.close()
         note("end", i + 1)
     return 128 + asked[0] if asked else 0
+
+
+def damage(directory: str, events: str, **cluster: Any) -> int:
+    """Saves steps 1 to 3, of which process 0 damages the last; notes what each process finds.
+
+    Args:
+      directory: of the checkpoints.
+      events: a file, to which that is written in JSON.
+      **cluster: of `lm.config.Cluster`.
+    """
+    config, processes = map(importlib.import_module, ("lm.config", "lm.processes"))
+    who = config.Cluster(**cluster)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    with processes.together(who):
+        target = abstract(elastic_case.momentum(), make_mesh(2, 2), zero=True)
+        add = jax.jit(
+            lambda tree, n: jax.tree.map(lambda leaf: leaf + n.astype(leaf.dtype), tree),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target),
+        )
+        of_step = [add(create(target), np.int32(step)) for step in range(4)]
+        found: dict[str, Any] = {"warnings": []}
+        handler = logging.Handler()
+        handler.emit = lambda record: found["warnings"].append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("opt_checkpoint").addHandler(handler)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        with Checkpointer(directory) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(step, of_step[step], extras={"position": step})
+            checkpointer.wait()
+            try:
+                checkpointer.save(4, of_step[0], extras={"position": jax.process_index()})
+            except LeafError as error:
+                found["different"] = str(error)
+            checkpointer.wait()
+        if jax.process_index() == 0:
+            flip_a_bit(Path(directory) / "3")
+        multihost_utils.sync_global_devices("damaged")
+        shares: set[float] = set()
+        restore_arrays = _orbax.restore_arrays
+
+        def counted(folder: Path, item: Any, restore_args: Any) -> Any:
+            tree = restore_arrays(folder, item, restore_args)
+            leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.shape == (16, 32)]
+            shares.update(sum(s.data.size for s in x.addressable_shards) / x.size for x in leaves)
+            return tree
+
+        _orbax.restore_arrays = counted
+        reader = Checkpointer(directory, read_only=True)
+        restored = reader.restore_latest(target)
+        found |= {"restored": reader.restored_step, "shares": sorted(shares)}
+        pairs = zip(*map(jax.tree.leaves, (restored, of_step[2])), strict=True)
+        found["is_exact"] = all(
+            np.array_equal(a.data, b.data)
+            for one, other in pairs
+            for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True)
+        )
+        reports = [reader.validate(step, level="digests") for step in (1, 2, 3)]
+        found["ok"] = [report.ok for report in reports]
+        latest = reader.latest_valid(level="digests")
+        found["latest_valid"] = latest and latest.step
+        Path(events).write_text(json.dumps(found))
+    return 0
+
+
+def flip_a_bit(step: Path) -> None:
+    """Damages the largest array of a step."""
+    path = max(step.glob("leaves/**/d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
 
 
 @contextlib.contextmanager
@@ -157,7 +229,7 @@ def serve() -> dict[str, Any] | None:
 
 def main() -> int:
     sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("lm.training")  # once, for all jobs
+    importlib.import_module("lm.processes")  # once, for all jobs
     print(json.dumps("ready"), flush=True)
     job = serve()
     if job is None:
@@ -166,7 +238,7 @@ def main() -> int:
     for stream in (1, 2):
         os.dup2(log, stream)
     faulthandler.enable()  # where it hangs: `Worker.output`
-    programs: dict[str, Callable[..., int]] = {"train": train, "example": example}
+    programs: dict[str, Callable[..., int]] = {"train": train, "damage": damage, "example": example}
     return programs[job["program"]](*job.get("args", ()), **job.get("options", {}))
 
 

@@ -100,7 +100,7 @@ def wait_for(
     start = time.monotonic()
     while not done():
         assert time.monotonic() < start + seconds, f"not within {seconds} s\n{said()}"
-        time.sleep(0.005)
+        time.sleep(0.02)
     return time.monotonic() - start
 
 

@@ -24,9 +24,6 @@ def wrappers() -> dict[str, Case]:
         "chain": lambda: optax.chain(
             optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-1e-2)
         ),
-        "chain: nested": lambda: optax.chain(
-            optax.chain(optax.trace(0.9), adafactor()), optax.chain(optax.scale_by_rms())
-        ),
         "conditionally_mask": lambda: optax.conditionally_mask(
             optax.adam(1e-2), lambda step, **_: step != 1
         ),
@@ -47,9 +44,6 @@ def wrappers() -> dict[str, Case]:
         "named_chain": lambda: optax.named_chain(
             ("clip", optax.clip(1e3)), ("factored", adafactor()), ("adam", optax.adam(1e-2))
         ),
-        "named_chain: MultiSteps": lambda: optax.named_chain(
-            ("steps", multi_steps(adafactor(momentum=0.9))), ("trace", optax.trace(0.9))
-        ),
         "partition: integers": lambda: optax.partition(
             {0: optax.adam(1e-2), 1: optax.set_to_zero()},
             lambda params: jax.tree.map(lambda leaf: int(leaf.ndim != 2), params),
@@ -60,12 +54,6 @@ def wrappers() -> dict[str, Case]:
         "MultiSteps: not finite": lambda: multi_steps(
             optax.adam(1e-2), should_skip_update_fn=optax.skip_not_finite
         ),
-        "MultiSteps: large": lambda: multi_steps(
-            adafactor(),
-            should_skip_update_fn=lambda u, step, params: optax.skip_large_updates(
-                u, step, params, max_squared_norm=1e9
-            ),
-        ),
     }
     table = {name: always(make) for name, make in simple.items()}
     table["flatten"] = always(lambda: optax.flatten(optax.adam(1e-2)), explicit=CONCATENATES)
@@ -75,15 +63,6 @@ def wrappers() -> dict[str, Case]:
     )
     table["masked: prefix"] = Case(
         lambda p: optax.masked(adafactor(), prefix_tree(lambda name: name != "layers", p))
-    )
-    table["masked: twice"] = Case(
-        lambda params: optax.masked(
-            optax.chain(
-                optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda _: True, p)),
-                optax.trace(0.9),
-            ),
-            is_matrix(params),
-        )
     )
     table["partition"] = Case(
         lambda params: optax.partition(

@@ -19,7 +19,7 @@ import opt_adafactor
 import opt_checkpoint
 import opt_optax_bridge as opt
 import pytest
-from opt_checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
+from opt_checkpoint import Rename, errors, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
 from opt_optax_bridge import OptaxWrapper
 
@@ -169,11 +169,9 @@ def own(tree: Any) -> Any:
 Through = Callable[[Optimizer], Any]
 
 
-@pytest.fixture(params=["memory", "disk"])
-def through(request: pytest.FixtureRequest, tmp_path: Path) -> Through:
-    """Where restores come from."""
-    if request.param == "memory":
-        return named_state
+@pytest.fixture
+def through(tmp_path: Path) -> Through:
+    """Reads back what it writes, from a disk."""
 
     def on_disk(optimizer: Optimizer) -> Any:
         with opt_checkpoint.Checkpointer(tmp_path) as checkpointer:
@@ -220,72 +218,33 @@ def test_an_ema_of_the_parameters_is_added(through: Through) -> None:
     assert_goes_on(restored, tx, old.target, state)
 
 
-def test_optax_ema_of_updates_is_added() -> None:
-    old = trained(opt.adam(0.1))
-    tx = optax.chain(optax.adam(0.1), optax.ema(0.9))
-    restored = migrated(
-        named_state(old), wrapped(tx).create(make_params()), {"initialise", "optimizer"}
-    )
-    fresh = optax.ema(0.9).init(old.target)
-    assert_goes_on(restored, tx, old.target, (old.state.param_states, fresh))
+COUNT = "state/schedule/count"
 
 
-def test_a_clip_is_removed_and_added() -> None:
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
-    old = trained(wrapped(clipped))
-    restored = migrated(
-        named_state(old),
-        opt.adam(0.1).create(make_params()),
-        {"optimizer"},
-        ["`clip_by_global_norm` is gone"],
-    )
-    assert_goes_on(restored, optax.adam(0.1), old.target, old.state.param_states[1])
-    back = migrated(
-        named_state(restored),
-        wrapped(clipped).create(make_params()),
-        {"optimizer"},
-        ["`clip_by_global_norm` is new"],
-    )
-    assert_goes_on(back, clipped, old.target, old.state.param_states)
-
-
-def test_a_schedule_is_added_that_continues() -> None:
-    """Schedules do not restart in silence: a new one takes the step, as in surgery."""
+@pytest.mark.parametrize(
+    ("rules", "kinds", "count"),
+    [
+        ([], {"initialise", "optimizer"}, 3),
+        ([(COUNT, "initialise")], {"optimizer"}, 0),
+        ([(COUNT, Rename("state/step"))], {"optimizer"}, 3),
+    ],
+    ids=["continues", "restarts", "continues by a rule"],
+)
+def test_a_schedule_is_added(rules: list[Any], kinds: set[str], count: int) -> None:
+    """It takes the step, as in surgery, if no rule says otherwise."""
     old = trained(opt.adam(0.1))
     restored = migrated(
         named_state(old),
         opt.adam(SCHEDULE).create(make_params()),
-        {"initialise", "optimizer"},
+        kinds,
         ["~ state/schedule/count int32[] <- state/step", "`schedule` is new"],
+        rules=rules,
     )
-    state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(3)))
+    state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(count)))
     assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
 
 
-def test_a_schedule_is_added_that_restarts_as_a_rule_says() -> None:
-    old = trained(opt.adam(0.1))
-    restored = migrated(
-        named_state(old),
-        opt.adam(SCHEDULE).create(make_params()),
-        {"optimizer"},
-        rules=[("state/schedule/count", "initialise")],
-    )
-    state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(0)))
-    assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
-
-
-def test_a_schedule_is_added_that_continues_from_the_step() -> None:
-    old = trained(opt.adam(0.1))
-    restored = migrated(
-        named_state(old),
-        opt.adam(SCHEDULE).create(make_params()),
-        {"optimizer"},
-        rules=[("state/schedule/count", Rename("state/step"))],
-    )
-    state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(3)))
-    assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
-
-
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("module", [optax, opt_accumulate])
 def test_multi_steps_is_added_and_removed(module: Any) -> None:
     old = trained(opt.adam(0.1))
@@ -310,32 +269,6 @@ def test_multi_steps_is_added_and_removed(module: Any) -> None:
     assert_goes_on(plain, optax.adam(0.1), at_the_end.target, inner)
 
 
-def test_multi_steps_is_not_removed_in_the_middle_of_a_window() -> None:
-    middle = trained(wrapped(optax.MultiSteps(optax.adam(0.1), 2)), steps=3)
-    target = opt.adam(0.1).create(make_params())
-    saved = named_state(middle)
-    plan = plan_restore(saved, target, allow={"drop", "optimizer"})
-    with pytest.raises(errors.PlanError, match=r"mini_step` is 1, and its contents would be lost"):
-        plan.apply()
-    lost = plan_restore(
-        saved, target, allow={"drop", "optimizer"}, rules=[("state/multi_steps/mini_step", "drop")]
-    ).apply()
-    inner = middle.state.param_states.inner_opt_state
-    assert_goes_on(lost, optax.adam(0.1), middle.target, inner)
-    flushed = train(middle, 1)
-    plan_restore(named_state(flushed), target, allow={"drop", "optimizer"}).apply()
-
-
-def test_multi_steps_continues_in_the_middle_of_a_window_elsewhere() -> None:
-    """Another optimizer around it does not touch the window."""
-    old = trained(wrapped(optax.MultiSteps(optax.adam(0.1), 4)), steps=6)
-    tx = optax.MultiSteps(optax.chain(optax.clip(1.0), optax.adam(0.1)), 4)
-    restored = migrated(named_state(old), wrapped(tx).create(make_params()), {"optimizer"})
-    state = old.state.param_states
-    state = state._replace(inner_opt_state=(optax.EmptyState(), state.inner_opt_state))
-    assert_goes_on(restored, tx, old.target, state)
-
-
 # Adam and its like.
 
 
@@ -353,6 +286,7 @@ def test_adam_becomes_adamw_and_back() -> None:
     assert_goes_on(back, optax.adam(0.1), old.target, old.state.param_states)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("before", ["adam", "adamw"])
 def test_hyperparams_are_injected_and_taken_out(before: str) -> None:
     old = trained(getattr(opt, before)(0.1))
@@ -431,6 +365,7 @@ def labels(params: Params) -> dict[str, str]:
     return {name: "slow" if name == "e" else "fast" for name in params}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", ["partition", "multi_transform"])
 def test_partitions_of_optax_become_groups_and_back(make: str) -> None:
     tx = getattr(optax, make)({"fast": optax.adam(0.1), "slow": optax.adam(0.01)}, labels)
@@ -450,135 +385,61 @@ def test_partitions_of_optax_become_groups_and_back(make: str) -> None:
     assert_goes_on(back, tx, old.target, old.state.param_states)
 
 
+def of_two_counts() -> Optimizer:
+    """Two groups, one of which was frozen for three steps: their counts are 5 and 2."""
+    old = trained(groups(TWO[0], ("slow", "e", FROZEN)))
+    target = groups(*TWO).create(make_params())
+    allow = {"initialise", "optimizer"}
+    return train(plan_restore(named_state(old), target, allow=allow).apply(), 2)
+
+
 def test_groups_that_do_not_agree_are_reinitialised() -> None:
-    old = trained(groups(("fast", "w|b", ADAM), ("slow", "e", FROZEN)))
-    thawed = plan_restore(
-        named_state(old), groups(*TWO).create(make_params()), allow={"initialise", "optimizer"}
-    ).apply()
-    later = train(thawed, 2)  # counts 5 and 2
-    target = ADAM.create(make_params())
+    old = of_two_counts()
     restored = migrated(
-        named_state(later),
-        target,
+        named_state(old),
+        ADAM.create(make_params()),
         {"initialise", "drop", "optimizer"},
         ["reinitialised: its groups do not agree about `count`: `fast` 5, `slow` 2"],
     )
-    assert_goes_on(restored, optax.adam(0.1), later.target, optax.adam(0.1).init(later.target))
+    assert_goes_on(restored, optax.adam(0.1), old.target, optax.adam(0.1).init(old.target))
 
 
-def test_a_group_is_added() -> None:
-    old = trained(groups(*TWO))
-    new = groups(("fast", "w", ADAM), ("biases", "b", opt.sgd(0.1, momentum=0.9)), TWO[1])
-    restored = migrated(
-        named_state(old),
-        new.create(make_params()),
-        {"initialise", "drop", "optimizer"},
-        ["- state/groups/fast/adam/mu/b", "+ state/groups/biases/trace/trace/b"],
-    )
-    states = split_states(old)
-    momentum = optax.sgd(0.1, momentum=0.9)
-    assert_groups_go_on(
-        restored,
-        {
-            "fast": (optax.adam(0.1), adam_group(states["fast"], "w")),
-            "biases": (momentum, momentum.init({"b": old.target["b"]})),
-            "slow": (optax.adam(0.01), states["slow"]),
-        },
-    )
-
-
-def test_a_group_is_renamed() -> None:
-    old = trained(groups(*TWO))
-    new = groups(("quick", "w|b", ADAM), TWO[1])
-    restored = migrated(
-        named_state(old),
-        new.create(make_params()),
+# The rules, what has to be admitted, and of each new group the old one and its parameters.
+REGROUPED: dict[str, tuple[Any, set[str], dict[str, tuple[str, str]]]] = {
+    "renamed": (
+        [("quick", "w|b", ADAM), TWO[1]],
         {"regroup", "optimizer"},
-        ["group `fast` is gone", "group `quick` is new"],
-    )
-    states = split_states(old)
-    assert_groups_go_on(
-        restored,
-        {
-            "quick": (optax.adam(0.1), states["fast"]),
-            "slow": (optax.adam(0.01), states["slow"]),
-        },
-    )
-
-
-def test_groups_exchange_their_names() -> None:
-    """Counts follow the parameters, not the name."""
-    first = trained(groups(TWO[0], ("slow", "e", FROZEN)))
-    old = plan_restore(
-        named_state(first), groups(*TWO).create(make_params()), allow={"initialise", "optimizer"}
-    ).apply()
-    old = train(old, 1)  # counts 4 and 1
-    restored = migrated(
-        named_state(old),
-        groups(("slow", "w|b", ADAM), ("fast", "e", FINE)).create(make_params()),
+        {"quick": ("fast", "bw"), "slow": ("slow", "e")},
+    ),
+    "names exchanged": (  # counts follow the parameters
+        [("slow", "w|b", ADAM), ("fast", "e", FINE)],
         {"regroup"},
-    )
+        {"slow": ("fast", "bw"), "fast": ("slow", "e")},
+    ),
+    "split": (
+        [("weights", "w", ADAM), ("biases", "b", ADAM), TWO[1]],
+        {"regroup", "optimizer"},
+        {"weights": ("fast", "w"), "biases": ("fast", "b"), "slow": ("slow", "e")},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REGROUPED)
+def test_groups_are_rearranged_and_back(case: str) -> None:
+    rules, kinds, sources = REGROUPED[case]
+    old = of_two_counts()
+    restored = migrated(named_state(old), groups(*rules).create(make_params()), kinds)
     states = split_states(old)
+    rates = {"fast": optax.adam(0.1), "slow": optax.adam(0.01)}
     assert_groups_go_on(
         restored,
         {
-            "slow": (optax.adam(0.1), states["fast"]),
-            "fast": (optax.adam(0.01), states["slow"]),
+            name: (rates[source], adam_group(states[source], *keys))
+            for name, (source, keys) in sources.items()
         },
     )
-
-
-def test_a_group_without_moments_is_renamed() -> None:
-    """Only a schedule's count is kept: it is found by the parameters of the groups."""
-    sgd = opt.sgd(SCHEDULE)
-    first = trained(groups(("fast", "w|b", sgd), ("slow", "e", FROZEN)))
-    old = plan_restore(
-        named_state(first),
-        groups(("fast", "w|b", sgd), ("slow", "e", sgd)).create(make_params()),
-        allow={"optimizer"},
-        rules=[("state/groups/slow/schedule/count", "initialise")],
-    ).apply()
-    old = train(old, 1)
-    restored = migrated(
-        named_state(old),
-        groups(("x", "e", sgd), ("y", "w|b", sgd)).create(make_params()),
-        {"regroup", "optimizer"},
-    )
-    counts = {name: int(state[1].count) for name, state in split_states(restored).items()}
-    assert counts == {"x": 1, "y": 4}
-
-
-def test_a_group_is_split_and_merged() -> None:
-    old = trained(groups(*TWO))
-    split = groups(("weights", "w", ADAM), ("biases", "b", ADAM), TWO[1])
-    restored = migrated(named_state(old), split.create(make_params()), {"regroup", "optimizer"})
-    states = split_states(old)
-    assert_groups_go_on(
-        restored,
-        {
-            "weights": (optax.adam(0.1), adam_group(states["fast"], "w")),
-            "biases": (optax.adam(0.1), adam_group(states["fast"], "b")),
-            "slow": (optax.adam(0.01), states["slow"]),
-        },
-    )
-    merged = migrated(
-        named_state(restored), groups(*TWO).create(make_params()), {"regroup", "optimizer"}
-    )
-    assert_same(split_states(merged), states)
-
-
-def test_a_group_is_merged_into_another() -> None:
-    """The name of the group is there already: its count alone does not decide."""
-    old = trained(groups(*TWO))
-    restored = migrated(
-        named_state(old),
-        groups(("fast", ".*", ADAM)).create(make_params()),
-        {"regroup", "optimizer"},
-    )
-    states = split_states(old)
-    both = {**states["fast"][0].mu, **states["slow"][0].mu}
-    assert_same(dict(sorted(split_states(restored)["fast"][0].mu.items())), both)
-    assert int(split_states(restored)["fast"][0].count) == 3
+    back = migrated(named_state(restored), groups(*TWO).create(make_params()), kinds)
+    assert_same(split_states(back), states)
 
 
 def test_a_group_is_frozen_and_unfrozen() -> None:
@@ -600,37 +461,17 @@ def test_a_group_is_frozen_and_unfrozen() -> None:
     assert_groups_go_on(thawed, by_hand)
 
 
-def test_unfrozen_parameters_that_join_a_group_are_reported() -> None:
-    old = trained(groups(TWO[0], ("slow", "e", FROZEN)))
-    restored = migrated(
-        named_state(old),
-        groups(("fast", ".*", ADAM)).create(make_params()),
-        {"initialise"},
-        ["adam/mu/e float32[4, 2]: as `init` makes it, while `count` continues from 3"],
-    )
-    state = split_states(restored)["fast"][0]
-    assert int(state.count) == 3
-    assert not np.any(np.asarray(state.mu["e"]))
-    assert_same(state.mu["w"], split_states(old)["fast"][0].mu["w"])
-
-
 # Adafactor.
 
 
 def factored_params() -> Params:
-    """Tall, wide, square, too small, a vector, a scalar."""
+    """Tall, wide, too small, a vector."""
     random = np.random.default_rng(0)
-    shapes = {
-        "tall": (9, 8),
-        "wide": (8, 10),
-        "square": (8, 8),
-        "small": (2, 3),
-        "b": (9,),
-        "s": (),
-    }
+    shapes = {"tall": (9, 8), "wide": (8, 10), "small": (2, 3), "b": (9,)}
     return {name: jnp.asarray(random.normal(size=s), jnp.float32) for name, s in shapes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
     tx = optax.adafactor(0.05, min_dim_size_to_factor=8, momentum=momentum)
@@ -661,96 +502,6 @@ def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
     assert_goes_on(back, tx, old.target, old.state.param_states)
 
 
-def test_adafactor_in_a_group_becomes_ours() -> None:
-    params = factored_params()
-    table = [("matrices", "tall|wide|square")]
-    tx = opt.adafactor(0.05, min_dim_size_to_factor=8)
-    ours = opt_adafactor.Adafactor(0.05, min_dim_size_to_factor=8)
-    old = trained(groups(*[(*row, tx) for row in table], rest=ADAM), params)
-    restored = migrated(
-        named_state(old),
-        groups(*[(*row, ours) for row in table], rest=ADAM).create(params),
-        {"optimizer"},
-        rules=opt_checkpoint.ADAFACTOR_FROM_OPTAX,
-    )
-    states, new = split_states(old), split_states(restored)
-    assert_same(new["rest"], states["rest"])
-    assert_same(new["matrices"]["wide"].v_col, states["matrices"][0].v_col["wide"])
-
-
-# Layers.
-
-
-def layers(count: int = 3) -> Params:
-    random = np.random.default_rng(1)
-    ks = [jnp.asarray(random.normal(size=(2, 3)), jnp.float32) for _ in range(count)]
-    return {"head": jnp.ones(2), **{f"layers_{i}": {"k": k} for i, k in enumerate(ks)}}
-
-
-def stacked(params: Params, axis: int) -> Params:
-    ks = [params[f"layers_{i}"]["k"] for i in range(3)]
-    return {"head": params["head"], "layers": {"k": jnp.stack(ks, axis)}}
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_layers_are_stacked_and_unstacked(through: Through, axis: int) -> None:
-    old = trained(ADAM, layers())
-    new = stacked(layers(), axis)
-    source = through(old)
-    restored = migrated(
-        source,
-        ADAM.create(new),
-        set(),
-        ["+ params/layers/k", "- params/layers_0/k", "- state/adam/mu/layers_2/k"],
-        rules=[(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))],
-    )
-    moments = old.state.param_states[0]
-    moments = moments._replace(mu=stacked(moments.mu, axis), nu=stacked(moments.nu, axis))
-    state = (moments, old.state.param_states[1])
-    assert_goes_on(restored, optax.adam(0.1), stacked(old.target, axis), state)
-    back = migrated(
-        named_state(restored),
-        ADAM.create(layers()),
-        set(),
-        rules=[(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))],
-    )
-    assert_goes_on(back, optax.adam(0.1), old.target, old.state.param_states)
-
-
-def test_layers_are_renamed() -> None:
-    old = trained(ADAM, layers())
-    new = {name.replace("layers_", "block"): value for name, value in layers().items()}
-    restored = migrated(
-        named_state(old),
-        ADAM.create(new),
-        set(),
-        rules=[(r"(.*)/block(\d+)/(.*)", Rename(r"\1/layers_\2/\3"))],
-    )
-
-    def rename(tree: Params) -> Params:
-        return {name.replace("layers_", "block"): value for name, value in tree.items()}
-
-    moments = old.state.param_states[0]
-    moments = moments._replace(mu=rename(moments.mu), nu=rename(moments.nu))
-    assert_goes_on(restored, optax.adam(0.1), rename(old.target), (moments, optax.EmptyState()))
-
-
-def test_renamed_parameters_move_into_groups() -> None:
-    """The count is found, though the parameters have other names."""
-    old = trained(groups(("first", "layers_.*", ADAM), ("head", "head", FINE)), layers())
-    new = stacked(layers(), 0)
-    restored = migrated(
-        named_state(old),
-        groups(("body", "layers/.*", ADAM), ("head", "head", FINE)).create(new),
-        {"regroup", "optimizer"},
-        rules=[
-            (r"params/layers/(.*)", Stack(r"params/layers_{i}/\1")),
-            (r"(state/groups)/body/(.*)/layers/(.*)", Stack(r"\1/first/\2/layers_{i}/\3")),
-        ],
-    )
-    assert int(split_states(restored)["body"][0].count) == 3
-
-
 # Dtypes, and parameters that come and go.
 
 
@@ -770,36 +521,6 @@ def test_moments_become_bfloat16_and_float32() -> None:
     back = migrated(named_state(restored), opt.adam(0.1).create(make_params()), {"cast"})
     mu = jax.tree.map(lambda x: x.astype(jnp.float32), mu)
     assert_goes_on(back, optax.adam(0.1), old.target, (moments._replace(mu=mu), scaled))
-
-
-def test_a_parameter_is_new() -> None:
-    old = trained(ADAM)
-    params = make_params() | {"n": jnp.array([7.0, 8.0])}
-    restored = migrated(
-        named_state(old),
-        ADAM.create(params),
-        {"initialise"},
-        [
-            "+ params/n float32[2]",
-            "+ state/adam/mu/n float32[2]: as `init` makes it, while `count` continues from 3",
-        ],
-    )
-    moments, scaled = old.state.param_states
-    zeros = {"n": jnp.zeros(2)}
-    moments = moments._replace(mu=moments.mu | zeros, nu=moments.nu | zeros)
-    new = dict(old.target) | {"n": params["n"]}
-    assert_goes_on(restored, optax.adam(0.1), new, (moments, scaled))
-
-
-def test_a_parameter_is_removed() -> None:
-    old = trained(ADAM)
-    params = {name: value for name, value in make_params().items() if name != "e"}
-    restored = migrated(
-        named_state(old), ADAM.create(params), {"drop"}, ["- params/e", "- state/adam/nu/e"]
-    )
-    moments, scaled = old.state.param_states
-    kept = {name: old.target[name] for name in params}
-    assert_goes_on(restored, optax.adam(0.1), kept, (pick(moments, "b", "w"), scaled))
 
 
 def test_several_changes_at_once() -> None:

@@ -90,7 +90,7 @@ def assert_every_layout_comes_back(optimizer: Optimizer) -> None:
     assert_same(restored.state_dict(), written)
 
 
-@pytest.mark.sample(50)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", TABLE)
 def test_every_optimizer_of_optax_comes_back_from_every_layout(name: str) -> None:
     optimizer = built(name)
@@ -111,15 +111,15 @@ def test_every_optimizer_of_optax_comes_back_from_every_layout(name: str) -> Non
 INNER = MultiOptimizer.from_rules([("x", "b", opt.lion(0.1))], rest=opt.adam(0.1))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "definition",
     [
         opt_adafactor.Adafactor(0.1, min_dim_size_to_factor=8, beta1=0.9),
         MultiOptimizer.from_rules([("m", "w|deep/k", opt.adamw(0.1))], rest=FROZEN),
-        MultiOptimizer.from_rules([("m", "w", opt_adafactor.Adafactor(0.1))], rest=opt.adam(0.1)),
         MultiOptimizer.from_rules([("n", "b|deep/k", INNER)], rest=opt_adafactor.Adafactor(0.1)),
     ],
-    ids=["adafactor", "frozen", "groups", "nested"],
+    ids=["adafactor", "frozen", "nested"],
 )
 def test_definitions_of_other_kinds_come_back_from_every_layout(definition: Any) -> None:
     assert_every_layout_comes_back(distinct(definition.create(PARAMS)))
@@ -164,15 +164,3 @@ def test_the_same_factors_by_another_rule_are_the_same() -> None:
     params = {"w": jnp.ones((2, 8, 8))}
     old, new = _by_map(_DIM.BATCH, _DIM.ROW, _DIM.COLUMN), _by_axes("layers", "embed", "mlp")
     assert plan_restore(named_state(old.create(params)), new.create(params)).is_exact
-
-
-def test_a_switch_that_becomes_a_map_is_reported() -> None:
-    params = {"w": jnp.ones((8, 8))}
-    rules = opt_adafactor.HParamMap([(".*", False)])
-    old = opt_adafactor.Adafactor(0.1).create(params)
-    new = opt_adafactor.Adafactor(0.1, multiply_by_parameter_scale=rules).create(params)
-    changes = plan_restore(named_state(old), new).changes
-    assert changes == ("`multiply_by_parameter_scale` of `adafactor` was True, is not a boolean",)
-    assert plan_restore(named_state(new), old).changes == (
-        "`multiply_by_parameter_scale` of `adafactor` was not a boolean, is True",
-    )

@@ -76,6 +76,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run | {"at_40": bits(optimizer), "losses": losses + more}
 
 
+@pytest.mark.slow
 def test_a2_resumed_in_a_new_process_on_the_same_mesh_is_equal_to_the_bit(
     saved_run: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ WINDOWS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_a3_resumed_in_every_mini_step_of_a_window_is_equal_to_the_bit(
     windows: str, tmp_path: Path
@@ -138,7 +140,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_a5_thirty_steps_on_other_devices_agree(
     saved_run: dict[str, Any], where: str, record_property: Callable[[str, Any], None]

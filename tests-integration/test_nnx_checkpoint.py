@@ -78,7 +78,7 @@ def equal(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_pair_comes_back_on_another_mesh(name: str, tmp_path: Path) -> None:
     saved = trained(make(DEFINITIONS[name](), mesh_of(4, 2), zero="data"))
@@ -110,16 +110,7 @@ def test_what_flax_has_saved_is_read() -> None:
     assert equal(named_state(back), named_state(theirs))
 
 
-def test_an_optimizer_that_has_changed_keeps_what_means_the_same() -> None:
-    saved = named_state(trained(make(opt.adam(1e-2), mesh_of(4, 2))))
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    plan = plan_restore(saved, make(clipped, mesh_of(4, 2)), allow={"optimizer"})
-    restored = named_state(plan.apply())
-    assert np.array_equal(
-        restored["state/adam/mu/layer/kernel"], saved["state/adam/mu/layer/kernel"]
-    )
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_leaves_have_the_names_of_the_other_kinds(name: str) -> None:
     model, optimizer = make(DEFINITIONS[name](), mesh_of(1, 1))

@@ -24,7 +24,6 @@ from flax.linen.spmd import logical_to_mesh_axes
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_adafactor import t5x as adafactor
-from opt_core.errors import HyperParamError, RestoreError
 from opt_optax_bridge import t5x
 
 P = PartitionSpec
@@ -172,18 +171,8 @@ LABELS = freeze({"embedding": "slow", "mlp": {"wi": "fast", "wo": "fast"}, "scal
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
 
 
-def by_label() -> optax.GradientTransformation:
-    slow, fast, none = optax.sgd(1e-2), optax.adamw(1e-2), optax.set_to_zero()
-    return optax.multi_transform({"slow": slow, "fast": fast, "none": none}, LABELS)
-
-
 def masked() -> optax.GradientTransformation:
     return optax.chain(optax.masked(optax.scale_by_adam(), MASK), optax.scale(-1e-2))
-
-
-def parts() -> list[optax.GradientTransformation]:
-    schedule = optax.scale_by_schedule(SCHEDULE)
-    return [optax.clip_by_global_norm(1.0), optax.scale_by_adam(), schedule, optax.scale(-1.0)]
 
 
 def grouped() -> t5x.MultiOptimizer:
@@ -230,12 +219,9 @@ def optax_adafactor() -> optax.GradientTransformation:
 
 OPTIMIZERS: dict[str, tuple[Callable[[], t5x.OptimizerDef], Callable[[], Any]]] = {
     "adamw": (lambda: t5x.adamw(1e-2), lambda: optax.adamw(1e-2)),
-    "chain": (lambda: t5x.chain(parts()), lambda: optax.chain(*parts())),
     "masked": (lambda: t5x.OptaxWrapper(masked()), masked),
-    "multi_transform": (lambda: t5x.OptaxWrapper(by_label()), by_label),
     "sgd": (lambda: t5x.sgd(0.1), lambda: optax.sgd(0.1)),
     "groups": (grouped, grouped_by_optax),
-    "lion": (lambda: t5x.lion(1e-3), lambda: optax.lion(1e-3)),
     "adafactor": (make_adafactor, optax_adafactor),
     "adafactor groups": (grouped_adafactor, optax_adafactor),
 }
@@ -296,7 +282,7 @@ def raw_optax_run(name: str, count: int) -> Any:
     return params
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @each_optimizer
 def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     trainer = trainer_of(name)
@@ -341,6 +327,7 @@ def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     )
 
 
+@pytest.mark.sample(2)
 @each_optimizer
 def test_axes_reach_every_leaf(name: str) -> None:
     trainer = trainer_of(name)
@@ -360,184 +347,4 @@ def test_axes_reach_every_leaf(name: str) -> None:
     assert trainer.specs.state.step is None
 
 
-@each_optimizer
-def test_a_partitioner_without_axes_gets_none_everywhere(name: str) -> None:
-    trainer = trainer_of(name)
-    for progress in (trainer.shapes, trainer.start(jax.random.key(1))):
-        nothing = jax.tree.map(lambda _: None, progress.state_dict())
-        optimizer = progress.restore(nothing).optimizer
-        assert jax.tree.leaves(optimizer) == []
-        assert structure(optimizer) == structure(trainer.shapes.optimizer)
-
-
-@pytest.mark.parametrize("step", [7, np.int64(7), np.int32(7), jnp.array(7), np.asarray(7)])
-def test_the_step_is_replaced_through_the_state_dict(step: Any) -> None:
-    optimizer = t5x.adamw(1e-2).create(variables_of_model(jax.random.key(1))["params"])
-    state_dict = optimizer.state_dict()
-    state_dict["state"]["step"] = step
-    moved = optimizer.restore_state(state_dict)
-    assert (int(moved.state.step), moved.state.step.dtype) == (7, jnp.int32)
-    assert structure(moved) == structure(optimizer)
-
-
-@each_optimizer
-def test_parameters_are_replaced_whole(name: str) -> None:
-    optimizer = OPTIMIZERS[name][0]().create(variables_of_model(jax.random.key(1))["params"])
-    zeros = jax.tree.map(jnp.zeros_like, optimizer.target)
-    replaced = optimizer.replace(target=zeros)
-    assert structure(replaced) == structure(optimizer)
-    assert replaced.state is optimizer.state
-    assert not jnp.any(replaced.target["mlp"]["wi"])
-
-
-@pytest.mark.sample(5)
-@each_optimizer
-def test_parameters_saved_in_bfloat16(name: str) -> None:
-    trainer = trainer_of(name)
-    progress, _ = trainer.step(trainer.start(jax.random.key(1)), batches(1)[0])
-    state_dict = progress.state_dict()
-    state_dict["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state_dict["target"])
-    saved = flax.serialization.msgpack_restore(flax.serialization.to_bytes(state_dict))
-    for reference in (trainer.shapes, progress):
-        restored = reference.restore(saved)
-        params = jax.tree.leaves(restored.optimizer.target)
-        assert all(leaf.dtype == jnp.bfloat16 for leaf in params)
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(restored.optimizer.state)]
-        assert dtypes == [leaf.dtype for leaf in jax.tree.leaves(progress.optimizer.state)]
-    assert_sharded(trainer, restored)  # as the live reference is
-    grads = jax.tree.map(jnp.ones_like, restored.optimizer.target)
-    apply = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads, learning_rate=0.1))
-    new = apply(restored.optimizer, grads)
-    kept, before = jax.tree.leaves(new), jax.tree.leaves(restored.optimizer)
-    assert [leaf.dtype for leaf in kept] == [leaf.dtype for leaf in before]
-
-
-def test_only_parameters_may_change_dtype() -> None:
-    optimizer = t5x.adamw(1e-2).create(variables_of_model(jax.random.key(1))["params"])
-    state_dict = optimizer.state_dict()
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state_dict["state"]["param_states"])
-    state_dict["state"]["param_states"] = half
-    with pytest.raises(RestoreError, match="param_states/0/mu/mlp/wi: dtype"):
-        optimizer.restore_state(state_dict)
-
-
-def test_other_restores_are_strict() -> None:
-    params = variables_of_model(jax.random.key(1))["params"]
-    state_dict = t5x.adamw(1e-2).create(params).state_dict()
-    with pytest.raises(RestoreError, match="another optimizer's state"):
-        t5x.sgd(1e-2).create(params).restore_state(state_dict)
-    state_dict["target"]["mlp"]["wi"] = jnp.zeros((8, 4))
-    with pytest.raises(RestoreError, match=r"target/mlp/wi: shape: expected float32\[8, 32\]"):
-        t5x.adamw(1e-2).create(params).restore_state(state_dict)
-
-
-def test_the_learning_rate_is_ignored_and_nothing_else_is() -> None:
-    optimizer = t5x.adamw(1e-2).create(variables_of_model(jax.random.key(1))["params"])
-    grads = jax.tree.map(jnp.ones_like, optimizer.target)
-    plain = optimizer.apply_gradient(grads)
-    for rate in (None, 123.0, jnp.float32(5), jnp.nan):
-        given = optimizer.apply_gradient(grads, learning_rate=rate)
-        assert jnp.array_equal(given.target["mlp"]["wi"], plain.target["mlp"]["wi"])
-    for name in ("weight_decay", "momentum"):
-        with pytest.raises(HyperParamError, match=name):
-            optimizer.apply_gradient(grads, **{name: 0.1})
-
-
-def test_the_rules_of_adafactor_are_a_plain_dict() -> None:
-    trainer = trainer_of("adafactor")  # tells it the axes, while tracing
-    row, column, none = (
-        adafactor.FactorDim.ROW,
-        adafactor.FactorDim.COLUMN,
-        adafactor.FactorDim.NONE,
-    )
-    found = trainer.shapes.optimizer.optimizer_def.hyper_params.factor_map
-    assert type(found) is dict
-    assert found == {
-        "embedding": (column, row),
-        "mlp/wi": (row, column),
-        "mlp/wo": (column, row),
-        "scale": (none,),
-    }
-
-
-@pytest.mark.parametrize("name", ["adafactor", "adafactor groups"])
-def test_a_partitioner_of_experts_restores_the_axes_it_changed(name: str) -> None:
-    """It finds factored statistics by path, and prepends a name to what the facade gave them."""
-    trainer = trainer_of(name)
-    state_dict = trainer.logical_axes().state_dict()
-    changed = flatten_dict(state_dict["state"]["param_states"], sep="/")
-    for path, axes in changed.items():
-        if path.startswith("mlp/") and path.endswith(("/v_row", "/v_col")):
-            assert axes is None
-            changed[path] = P("expert")
-    state_dict["state"]["param_states"] = unflatten_dict(changed, sep="/")
-    for progress in (trainer.shapes, trainer.start(jax.random.key(1))):
-        restored = progress.optimizer.restore_state(state_dict)
-        found = flatten_dict(restored.state_dict()["state"]["param_states"], sep="/")
-        assert found == changed
-        assert restored.state.step is None
-
-
-def test_a_definition_whose_traversal_matches_nothing_is_still_there() -> None:
-    """T5X's partitioner asks every one of them whether it is factored."""
-    definition = grouped_adafactor()
-    definition.create(variables_of_model(jax.random.key(1))["params"])
-    subs = definition.sub_optimizers
-    assert all(isinstance(sub, adafactor.Adafactor) for sub in subs)
-    assert [sub.hyper_params.factored for sub in subs] == [True, False]
-
-
-@each_optimizer
-def test_a_state_dict_of_numpys_float64_restores(name: str) -> None:
-    optimizer = OPTIMIZERS[name][0]().create(variables_of_model(jax.random.key(1))["params"])
-    wide = jax.tree.map(
-        lambda x: np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else np.int64),
-        optimizer.state_dict(),
-    )
-    restored = optimizer.restore_state(wide)
-    assert structure(restored) == structure(optimizer)
-    for found, leaf in zip(jax.tree.leaves(restored), jax.tree.leaves(optimizer), strict=True):
-        assert found.dtype == leaf.dtype
-        np.testing.assert_array_equal(found, leaf)
-
-
-def test_empty_nodes_are_not_written_and_come_back() -> None:
-    trainer = trainer_of("sgd")
-    assert trainer.shapes.optimizer.state_dict()["state"].keys() == {"step"}
-    chained = flatten_dict(trainer_of("chain").shapes.state_dict()["state"], sep="/")
-    assert {path.split("/")[1] for path in chained if path != "step"} == {"1", "2"}
-
-
 # What T5X's modules take from `t5x.optimizers`, and the constructors that its configurations name.
-NAMES_BY_MODULE = {
-    "train_state": ["OptimizerType", "OptimizerDefType"],
-    "models": ["OptimizerDefType"],
-    "utils": ["OptimizerDefType"],
-    "checkpoints": ["OptimizerStateType"],
-    "contrib.moe.partitioning": ["OptaxWrapper"],
-    "tests": [
-        "MultiOptimizer",
-        "Optimizer",
-        "OptimizerState",
-        "OptimizerDef",
-        "OptaxWrapper",
-        "sgd",
-    ],
-    "configurations": [
-        *("adabelief", "adagrad", "adam", "adamw", "chain", "dpsgd", "fromage", "lamb", "lars"),
-        *("lion", "noisy_sgd", "radam", "rmsprop", "sgd", "yogi", "wrap_optax_optimizer"),
-    ],
-}
-
-
-@pytest.mark.parametrize("module", NAMES_BY_MODULE)
-def test_names_that_t5x_modules_take(module: str) -> None:
-    missing = [name for name in NAMES_BY_MODULE[module] if not hasattr(t5x, name)]
-    assert missing == []
-
-
-def test_definitions_are_wrappers_of_the_facade() -> None:
-    for definition in (t5x.adamw(1e-2), t5x.chain(parts()), t5x.OptaxWrapper(optax.sgd(0.1))):
-        assert isinstance(definition, t5x.OptaxWrapper)
-        assert isinstance(definition, t5x.OptimizerDef)
-        assert definition.hyper_params.learning_rate is None

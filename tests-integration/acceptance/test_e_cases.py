@@ -27,6 +27,7 @@ VIEWS: dict[str, Callable[[], np.ndarray]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("view", VIEWS)
 def test_e11_arrays_that_are_not_contiguous_are_written_exactly(view: str) -> None:
     """Transposed, sliced, Fortran, reversed and broadcast arrays come out of every writer as is."""
