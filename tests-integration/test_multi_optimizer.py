@@ -16,11 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from opt_adafactor import Adafactor
-from opt_core import (
-    MultiOptimizer,
-    Optimizer,
-    OptimizerDef,
-)
+from opt_core import MultiOptimizer, Optimizer, OptimizerDef, freeze, regroup
 from opt_optax_bridge import t5x
 
 contrib: Any = optax.contrib  # exports without saying so
@@ -270,3 +266,45 @@ def test_the_example_of_t5x(api: Any, variadic: bool) -> None:
     assert len(traces) == 1
     assert first.target["layer"]["scale"] is not None
     assert np.array_equal(first.target["layer"]["scale"], optimizer.target["layer"]["scale"])
+
+
+@pytest.mark.parametrize("wrapper", ["masked", "multi_transform"])
+def test_surgery_under_masks_of_the_whole_tree(wrapper: str) -> None:
+    params = {"kernel": jnp.ones((3, 3)), "other": jnp.ones((3, 3)), "bias": jnp.ones(3)}
+    mask = {"kernel": True, "other": True, "bias": False}
+    labels = jax.tree.map(lambda kept: "adam" if kept else "sgd", mask)
+    transforms: dict[Any, Any] = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
+    tx = {
+        "masked": optax.masked(optax.adam(0.1), mask),
+        "multi_transform": optax.multi_transform(transforms, labels),
+    }[wrapper]
+    grouped = MultiOptimizer.from_rules([("all", ".*", opt.OptaxWrapper(tx))])
+    optimizer = grouped.create(params).apply_gradient(params)
+    _, report = freeze(optimizer, "bias")
+    assert (len(report.kept), report.initialised, report.dropped) == (5, (), ())
+    found, report = freeze(optimizer, "other")
+    assert (len(report.kept), report.initialised, len(report.dropped)) == (3, (), 2)
+    stepped = found.apply_gradient(params).target
+    expected = optimizer.apply_gradient(params).target
+    assert jnp.array_equal(stepped["kernel"], expected["kernel"])
+
+
+def test_surgery_of_a_tuple_of_parameters_and_a_chain() -> None:
+    params = (jnp.ones((3, 3)), jnp.ones(3))
+    optimizer = opt.adam(0.1).create(params).apply_gradient(params)
+    found, report = freeze(optimizer, "1")
+    assert (len(report.kept), report.initialised, len(report.dropped)) == (3, (), 2)
+    expected = optimizer.apply_gradient(params).target[0]
+    assert jnp.array_equal(found.apply_gradient(params).target[0], expected)
+
+
+def test_a_recorded_rate_is_the_new_definitions() -> None:
+    def injected(rate: float) -> OptimizerDef:
+        return opt.OptaxWrapper(optax.inject_hyperparams(optax.adam)(learning_rate=rate))
+
+    params = {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}
+    grouped = MultiOptimizer.from_rules([("a", "kernel", injected(0.1))], rest=injected(0.2))
+    optimizer = grouped.create(params).apply_gradient(params)
+    found, report = regroup(optimizer, injected(0.3))
+    assert float(found.state.param_states.hyperparams["learning_rate"]) == np.float32(0.3)
+    assert report.initialised == ("hyperparams/learning_rate",)

@@ -348,3 +348,17 @@ def test_axes_reach_every_leaf(name: str) -> None:
 
 
 # What T5X's modules take from `t5x.optimizers`, and the constructors that its configurations name.
+
+
+@each_optimizer
+def test_a_state_dict_of_numpys_float64_restores(name: str) -> None:
+    optimizer = OPTIMIZERS[name][0]().create(variables_of_model(jax.random.key(1))["params"])
+    wide = jax.tree.map(
+        lambda x: np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else np.int64),
+        optimizer.state_dict(),
+    )
+    restored = optimizer.restore_state(wide)
+    assert structure(restored) == structure(optimizer)
+    for found, leaf in zip(jax.tree.leaves(restored), jax.tree.leaves(optimizer), strict=True):
+        assert found.dtype == leaf.dtype
+        np.testing.assert_array_equal(found, leaf)
