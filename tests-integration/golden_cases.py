@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flax.core
@@ -143,18 +144,13 @@ def _joined(path: Any) -> str:
 _OPTAX_WARNINGS = ("Specifying a key will be required", '"seed" is deprecated')
 
 
-class Api:
-    """Where the constructors of cases are: in a module, or T5X's others in our packages."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        others = {"Adafactor": opt_adafactor.Adafactor, "MultiOptimizer": opt_core.MultiOptimizer}
-        return getattr(self._module, name, None) or others[name]
+def api_of(module: Any) -> SimpleNamespace:
+    """The constructors of cases: those of a module, and T5X's others in our packages."""
+    others = {"Adafactor": opt_adafactor.Adafactor, "MultiOptimizer": opt_core.MultiOptimizer}
+    return SimpleNamespace(**others | {name: getattr(module, name) for name in dir(module)})
 
 
-OURS, FACADE = Api(opt_optax_bridge), Api(opt_optax_bridge.t5x)
+OURS, FACADE = api_of(opt_optax_bridge), api_of(opt_optax_bridge.t5x)
 
 
 def build(spec: Any, api: Any) -> Any:

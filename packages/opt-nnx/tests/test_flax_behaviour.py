@@ -48,7 +48,6 @@ def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
         assert_same(bare(state[path]), bare(variable))
 
 
-@pytest.mark.contract
 def test_attributes() -> None:
     tx = optax.adam(0.1)
     optimizer = opt_nnx.Optimizer(make_model(), tx)
