@@ -479,22 +479,6 @@ def test_bad_flags_end_the_process_before_jax_is_imported(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_while_jax_is_imported_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    program = load("train_lm")
-
-    class Interrupted:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "lm.training":
-                raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "lm.training", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    assert program.main([]) == 130
-    assert capsys.readouterr().err == "Starting ...\ntrain_lm: interrupted\n"
-
-
 COMPILED: list[str] = []  # an entry for each program
 
 
@@ -740,18 +724,6 @@ def test_microbatches_change_losses_by_rounding_only(text: Path, tmp_path: Path)
             assert len(many.values(metric)) == 16
             np.testing.assert_allclose(many.values(metric), one.values(metric), rtol=2e-6)
         assert many.values("learning_rate") == one.values("learning_rate")
-    # Gradients are reduced once a step. What is reduced over `model` is in the layers: eight times
-    # as often, of an eighth each.
-    sent_once, sent_by_many = (sent(run.done.stdout) for run in runs[:2])
-    assert set(sent_by_many) == {"all-reduce"}
-    assert sent_by_many["all-reduce"] < 1.5 * sent_once["all-reduce"]
-
-
-def sent(stdout: str) -> dict[str, float]:
-    line = next(line for line in stdout.splitlines() if line.startswith("  sent by a device"))
-    found = re.findall(r"\d+ ([a-z-]+) (\S+) KiB", line)
-    assert found, line
-    return {kind: float(amount) for kind, amount in found}
 
 
 def test_a_run_of_which_everything_is_skipped_stops(
@@ -893,29 +865,6 @@ def test_flags_of_a_continuation_are_repeated() -> None:
     found = config.repeated_flags(given, saved)
     assert found == ["--learning-rate=0.001", "--mesh=data=8,model=1", "--no-zero"]
     assert config.repeated_flags({"zero": True, "microbatches": 1}, {}) == ["--zero"]
-
-
-def test_notes_of_a_plan_are_shown_and_counted() -> None:
-    placement = load("lm.placement")
-
-    def notes(rows: int, data: int, zero: str | None) -> list[str]:
-        """What is said of SGD with momentum for five matrices over `data` and `model=2`."""
-        params = {f"w{i}": jax.ShapeDtypeStruct((rows, 5), jnp.float32) for i in range(5)}
-        mesh = jax.sharding.AbstractMesh((data, 2), ("data", "model"))
-        axes = dict.fromkeys(params, ("mlp", "embed"))
-        tx = optax.sgd(0.1, momentum=0.9)
-        plan = placement.memory_plan(tx, params, axes, placement.AXIS_RULES, mesh, zero=zero)
-        lines: list[str] = placement.describe_plan(plan).splitlines()
-        return lines[4:]
-
-    assert notes(rows=8, data=4, zero="data") == notes(rows=8, data=1, zero=None) == []
-    [note] = notes(rows=8, data=1, zero="data")
-    assert note.startswith("  note: --zero changes nothing: data=1 leaves one device for all")
-    # Parameters, gradients and momenta, five each; three are shown.
-    *first, more = notes(rows=7, data=4, zero=None)
-    assert len(first) == 3
-    assert first[0] == "  note: params w0: dimension 0 ('mlp', 7) is not divisible by model=2"
-    assert more == "  12 more notes"
 
 
 def test_every_held_out_byte_is_predicted_once() -> None:

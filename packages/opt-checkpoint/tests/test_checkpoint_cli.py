@@ -406,7 +406,6 @@ sys.exit(script.load()())
 """
 
 
-@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "start", [["-m", "opt_checkpoint"], ["-P", "-c", SCRIPT]], ids=["module", "script"]
