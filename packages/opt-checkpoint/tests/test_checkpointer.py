@@ -609,3 +609,16 @@ def test_restore_latest_waits_for_what_is_being_saved(tmp_path: Path) -> None:
             checkpointer.save(step, optimizer)
         checkpointer.restore_latest(optimizer)
         assert checkpointer.restored_step == 2
+
+
+LAZY = """
+import sys, opt_checkpoint
+assert not {"orbax", "opt_partition"} & sys.modules.keys()
+opt_checkpoint.Checkpointer
+assert "orbax.checkpoint" in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_orbax_is_imported_where_it_is_needed() -> None:
+    subprocess.run([sys.executable, "-c", LAZY], check=True)
