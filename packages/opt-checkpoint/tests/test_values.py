@@ -324,6 +324,11 @@ def test_slices_that_nothing_takes_are_dropped() -> None:
     for allow, rules in (({"drop"}, UNSTACK), ((), [*UNSTACK, (".*/layers/k", "drop")])):
         restored = plan_restore(saved, target, allow=allow, rules=rules).apply()
         assert np.array_equal(restored.target["layers_3"]["k"], saved.leaves["params/layers/k"][3])
+    along: list[Rule] = [("params/b", Unstack("params/w", "1", axis=1))]
+    plan = plan_restore(
+        named_state(created(w=jnp.ones((2, 3)))), created(b=jnp.ones(2)), rules=along
+    )
+    assert [row.leaf.name for row in plan.dropped] == ["params/w[:, 0]", "params/w[:, 2]"]
 
 
 def layers(count: int = 3, shape: tuple[int, ...] = (6, 4)) -> dict[str, Any]:
@@ -588,6 +593,6 @@ def test_a_step_on_disk_and_an_abstract_target(tmp_path: Any) -> None:
         checkpointer.wait()
         target = jax.eval_shape(lambda: wrapped(tx, NEW))
         found = checkpointer.restore(4, target, rules=[(".*/w", Pad(0, NEW))])
-        plan = plan_restore(checkpointer.at(4), target, rules=[(".*/w", Pad(0, NEW))])
+        plan = plan_restore(checkpointer.at(4), target, rules=[(".*/w", Pad(-2, NEW))])
     assert (named_state(found)["state/rprop/step_sizes/w"][OLD:] == jnp.float32(0.1)).all()
     assert "state/rprop/step_sizes/w: 3 -> 5 along 0 as `init` makes it" in plan.diff()
