@@ -80,7 +80,7 @@ WINDOWS: dict[str, tuple[Any, Any, int]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @doors
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_takes_its_new_length_when_the_last_one_is_complete(name: str, door: Any) -> None:
@@ -94,7 +94,7 @@ def test_a_window_takes_its_new_length_when_the_last_one_is_complete(name: str, 
         np.testing.assert_array_equal(leaves(found)[leaf], value, err_msg=leaf)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @doors
 @pytest.mark.parametrize("name", WINDOWS)
 def test_an_open_window_keeps_its_length(name: str, door: Any) -> None:
