@@ -101,7 +101,7 @@ def test_factored_state_grows_or_changes_places(
     axis = len(before) - 2
     saved = trained("adafactor", {"w": random(before)})
     target = DEFINITIONS["adafactor"]().create({"w": jnp.ones(after)})
-    plan = planned(saved, target, [("(.*)/w", Pad(axis, after[axis]))])
+    plan = planned(saved, target, [("(.*)/w", Pad(axis - len(before), after[axis]))])
     old, new = leaves(saved), leaves(plan.apply())
     fields = ("v_row", "v_col")
     for field, other in zip(fields, fields[::-1], strict=True):
