@@ -161,17 +161,6 @@ def test_a_run_resumes_on_another_mesh(
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("new", KINDS)
-@pytest.mark.parametrize("old", KINDS)
-def test_one_kind_continues_as_another(old: str, new: str) -> None:
-    on = mesh(2, 4)
-    saved = named_state(trained(old, mesh(4, 2), 2))
-    restored = plan_restore(saved, fresh(new, on)).apply()
-    assert_placed(restored, on)
-    assert_close(KINDS[new][1](restored), trained(new, on, 3))
-
-
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [0, 1])
 def test_an_item_of_another_manager_resumes_on_another_mesh(

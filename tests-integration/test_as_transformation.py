@@ -10,7 +10,6 @@ import opt_optax_bridge as opt
 import opt_partition as part
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from opt_adafactor import Adafactor
 from opt_core import FROZEN, MultiOptimizer, describe_state
 
@@ -33,25 +32,6 @@ MADE: dict[str, Callable[[], Any]] = {
     "groups": groups,
     "chain": lambda: opt.chain(opt.clip_by_global_norm(1.0), opt.adamw(0.1)),
 }
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", MADE)
-def test_a_train_state_does_what_the_optimizer_does(name: str) -> None:
-    traces: list[None] = []
-
-    @jax.jit
-    def step(state: Any, grads: Any) -> Any:
-        traces.append(None)
-        return state.apply_gradients(grads=grads)
-
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=opt.as_transformation(MADE[name]()))
-    optimizer = MADE[name]().create(PARAMS)
-    for _ in range(3):
-        state, optimizer = step(state, GRADS), optimizer.apply_gradient(GRADS)
-    assert len(traces) == 1
-    for ours, theirs in zip(*map(jax.tree.leaves, (optimizer.params, state.params)), strict=True):
-        np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.sample(1)

@@ -17,7 +17,8 @@ WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 # They compile most; the packages' own tests have the same calls in the gate.
 LONG = {
     *("accumulation.md", "answers.md", "averages-and-guards.md", "checkpoints.md", "cookbook.md"),
-    *("optax.md", "parameter-groups.md", "pytorch.md", "sharding.md", "t5x.md", "train-state.md"),
+    *("maxtext.md", "nnx.md", "optax.md", "parameter-groups.md", "pytorch.md", "sharding.md"),
+    *("t5x.md", "train-state.md"),
 }
 
 

@@ -26,6 +26,7 @@ def step(optimizer: Any, value_fn: Any) -> Any:
     return optimizer.apply_gradient(grad, value=value, grad=grad, value_fn=value_fn)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_a_line_search_sees_the_loss_of_its_own_leaves(is_nested: bool) -> None:
     """The others stay where they are: as L-BFGS alone, on the loss with these fixed."""

@@ -11,8 +11,6 @@ import opt_partition as part
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from opt_optax_bridge import OptaxWrapper
-from safetensors import safe_open
 
 PARAMS: dict[str, Any] = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(4, jnp.bfloat16)}
 AXES = {"w": P("embed", "mlp"), "b": P("mlp")}
@@ -21,21 +19,6 @@ GRADS = [jax.tree.map(lambda p, t=t: jnp.cos(p * t), PARAMS) for t in range(4)]
 
 def mesh_of(kind: AxisType) -> Any:
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
-
-
-def test_the_library_safetensors_reads_the_files(tmp_path: Path) -> None:
-    triple = ours.sm3(0.1)
-    state = triple.update_fn(0, GRADS[1], triple.init_fn(PARAMS))
-    path = tmp_path / "state.safetensors"
-    ours.save(path, state, optimizer=triple)
-    with safe_open(path, framework="numpy") as file:
-        names = set(file.keys())
-        assert {"w:0", "w:1", "w:2/0", "w:2/1", "b:0"} < names
-        np.testing.assert_array_equal(file.get_tensor("w:0"), triple.params_fn(state)["w"])
-        low = file.get_tensor("b:0")
-        assert low.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(low, triple.params_fn(state)["b"])
-        assert set(file.metadata()) == {"opt_legacy_stax"}
 
 
 @pytest.mark.sample(1)
@@ -55,25 +38,6 @@ def test_sharded_states_are_saved_and_come_back_where_they_were(tmp_path: Path, 
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["momentum", "adam", "sm3"])
-def test_the_wrapper_makes_the_updates_of_the_triple(name: str) -> None:
-    triple = getattr(ours, name)(0.1, **({"mass": 0.9} if name == "momentum" else {}))
-    optimizer = OptaxWrapper(ours.to_optax(triple)).create(PARAMS)
-    step = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads))
-    state = triple.init_fn(PARAMS)
-    for i, grads in enumerate(GRADS):
-        optimizer = step(optimizer, grads)
-        state = jax.jit(triple.update_fn)(jnp.int32(i), grads, state)
-    for a, b in zip(
-        *map(jax.tree.leaves, (optimizer.target, triple.params_fn(state))), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
-    again = OptaxWrapper(ours.to_optax(triple)).create(PARAMS)
-    again = again.restore_state(optimizer.state_dict())
-    assert int(again.state.step) == len(GRADS)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "sm3"])

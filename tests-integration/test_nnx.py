@@ -130,7 +130,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize(
@@ -155,9 +155,7 @@ def test_state_stays_where_it_is_made_and_a_step_compiles_once(
     assert step.jitted_fn._cache_size() == 1  # nor compiled again
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["adam", "muon"])
-def test_parameters_without_names_stay_too(name: str) -> None:
+def test_parameters_without_names_stay_too() -> None:
     """XLA would divide a replicated bias as the activations, and the next step is another one."""
     mesh = MESHES["auto"]()
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
@@ -165,7 +163,7 @@ def test_parameters_without_names_stay_too(name: str) -> None:
         for layer in (model.wi, model.wo):
             bias = jax.device_put(jnp.zeros(layer.out_features), NamedSharding(mesh, P()))
             layer.bias = nnx.Param(bias)
-        optimizer = opt_nnx.Optimizer(model, TRANSFORMATIONS[name]())
+        optimizer = opt_nnx.Optimizer(model, optax.adam(1e-2))
         before = specs((model, optimizer))
         step, _ = make_step()
         for _ in range(2):
@@ -205,7 +203,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -> None:
@@ -215,7 +213,7 @@ def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -
     assert {path: single(path, found) for path in EXPECTED[name]} == EXPECTED[name]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [None, "fsdp", ("tp", "fsdp")], ids=str)
 @pytest.mark.parametrize("name", ["adam", "adafactor", "groups", "muon"])
 def test_metadata_say_where_a_leaf_lies(name: str, zero: Any) -> None:
@@ -275,6 +273,7 @@ def by_the_context(**metadata: Any) -> Model:
         return Model(**metadata)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "make",
     [

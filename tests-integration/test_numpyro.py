@@ -68,7 +68,7 @@ def test_every_optimizer_is_tried(optim: Any) -> None:
     assert made_of_triples == set(ARGUMENTS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_svi_over_a_vector(optim: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     result = fit(getattr(optim, name)(**ARGUMENTS[name]), STEPS)

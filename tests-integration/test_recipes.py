@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "recipes"
-IN_THE_GATE = ("train_dict",)
+DEVICES = "--xla_force_host_platform_device_count=8"
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,13 +20,16 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=() if path.stem in IN_THE_GATE else pytest.mark.slow)
-        for path in sorted(RECIPES.glob("*.py"))
-    ],
-)
+def test_the_recipe_of_a_dict_runs_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", DEVICES)  # as this process has them
+    runpy.run_path(str(RECIPES / "train_dict.py"), run_name="__main__")
+    assert "resumed on 4 of 8 devices\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.py")))
 def test_a_recipe_runs(name: str) -> None:
     done = run(RECIPES / f"{name}.py")
     assert done.returncode == 0, done.stderr
@@ -41,7 +45,7 @@ def test_a_recipe_runs(name: str) -> None:
 
 @pytest.mark.slow
 def test_four_ways_from_the_triples_have_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("XLA_FLAGS", DEVICES)
     done = run(ROOT / "examples" / "migrate_from_triples.py", "--steps", "20", "--stop", "7")
     assert done.returncode == 0, done.stderr
     *_, differ, shards, verdict = done.stdout.splitlines()

@@ -89,7 +89,7 @@ TREES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_of_optax_and_linen(tree: str, tmp_path: Path) -> None:
     path = standard(tmp_path, TREES[tree]())
@@ -99,7 +99,7 @@ def test_trees_of_optax_and_linen(tree: str, tmp_path: Path) -> None:
     assert same(named_state(plan.apply()), named_state(of_optax()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("write", WRITERS)
 def test_writers_of_orbax(write: Any, tmp_path: Path) -> None:
     path = write(tmp_path, of_flax())
@@ -311,7 +311,7 @@ def named_steps(folder: Path, tree: Any) -> Path:
     return folder / "run/model_00000005"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_reader", [False, True])
 @pytest.mark.parametrize("write", [manager, state_item, named_steps, msgpack, standard_alone])
 def test_a_run_of_another_program(write: Any, is_reader: bool, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def swap(item: Path, other: Path) -> None:
     (item / "manifest.json").write_bytes(manifest)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [of_optax, of_core, of_flax, of_nnx])
 @pytest.mark.parametrize("is_async", [True, False])
 def test_every_kind_of_target(make: Any, is_async: bool, tmp_path: Path) -> None:

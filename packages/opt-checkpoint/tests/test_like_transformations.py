@@ -189,19 +189,6 @@ def test_a_rule_takes_it() -> None:
     assert (found.state.param_states.mu["w"] == saved.state.param_states.mu["w"]).all()
 
 
-def test_names() -> None:
-    def names(tx: Any) -> list[str]:
-        return [made.name for made in describe_state(stepped(tx)).transformations]
-
-    assert names(optax.adam(0.1)) == ["adam", "scale"]
-    both = optax.chain(scale_by_adam(), optax.scale_by_adam(), optax.scale(-1.0))
-    assert names(both) == [f"{MINE}.adam", "adam", "scale"]
-    assert f"state/{MINE}.adam/mu/w" in named_state(stepped(both))
-    assert names(by_init_of_optax()) == ["adam"]
-    (made,) = describe_state(stepped(by_init_of_optax())).transformations
-    assert made.settings["update"] == f"{MINE}.adam"
-
-
 class Trace(OptimizerDef):
     """A definition called like Optax's, with the class of its state."""
 

@@ -77,9 +77,7 @@ def test_b9_newer_format() -> None:
     ("data", "error", "words"),
     [
         (b"", DamagedError, "is not JSON"),
-        (b"[]", LoadError, "expected a mapping, found list"),
         (b"{}", LoadError, "expected `format_version`"),
-        (b'{"format_version":true}', LoadError, "expected `format_version`"),
         (b'{"format_version":2,"format_version":2}', DamagedError, "a key occurs twice"),
         (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
         (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "is not JSON"),
@@ -110,34 +108,26 @@ def test_no_more_is_read_or_saved_than_a_manifest_may_hold(
 EMPTY = ["schema", "leaves", 3, "shape"]
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
         (["digests"], [], "0 digests of 6 leaves"),
         (["digests", 0], None, "expected a digest if and only if"),
-        (["digests", 0], 7, "malformed record"),
         (["step", "impls"], {"params/w": "threefry2x32"}, "with the key type `threefry2x32`"),
-        (["step", "impls"], {}, "with the key type `None`"),
         (["step", "values"], {}, "python with a value of NoneType"),
-        (["step", "values", "extra/n"], [], "python with a value of list"),
         (["step", "values", "params/w"], 1.5, "expected an integer, found 1.5"),
         (["step", "values", "x"], 1, "no leaf is called `x`"),
         (["step", "number"], -1, "expected a non-negative step, found -1"),
-        (["step", "more"], 1, "expected the parts of a manifest"),
         (["more"], 1, "expected the parts of a manifest"),
         (["schema", "leaves"], None, "`schema/leaves`: "),
-        (["schema", "leaves", 1], 7, "`schema/leaves/1`: "),
         (["schema", "leaves", 1, "path"], "params/w", "`schema/leaves/1/path`: "),
         (["schema", "leaves", 1, "path", 1], "w", "is there twice"),
         (["schema", "leaves", 1, "shape"], [64, -32], "`schema/leaves/1/shape/1`: "),
         (["schema", "leaves", 1, "kind"], "parameter", "`schema/leaves/1/kind`: "),
         (["schema", "leaves", 1, "pickle"], "x", "`schema/leaves/1`: "),
         (["schema", "leaves", 1, "dtype"], "object", "`object` is not a dtype"),
-        (["schema", "leaves", 1, "dtype"], "uint4", "`uint4` is not a dtype"),
-        (["schema", "versions", "test"], 1, "`schema/versions/test`: "),
         # NumPy counts the bytes of an empty array as if no size were 0, and refuses too many.
-        (EMPTY, [0, 10**30], "`extra/empty`: .*is larger than any memory"),
         (EMPTY, [0, 2**62], "`extra/empty`: .*is larger than any memory"),
         (EMPTY, [2**31, 0, 2**31], "`extra/empty`: .*is larger than any memory"),
         (EMPTY, [0] * 65, "`extra/empty`: .*dimensions, found 65"),
@@ -223,11 +213,7 @@ def test_e12_mutated_manifests(seed: int) -> None:
     assert refused > 800
 
 
-PATHS = st.lists(
-    st.text(alphabet=st.one_of(st.sampled_from("~/.01%a"), st.characters(codec="utf-8"))),
-    min_size=1,
-    max_size=5,
-).map(tuple)
+PATHS = st.lists(st.text("~/.01%a\0\né\U0001f642"), min_size=1, max_size=5).map(tuple)
 
 
 @settings(deadline=None, max_examples=20)

@@ -14,7 +14,7 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import structure
 from jax.sharding import PartitionSpec
-from opt_checkpoint import Schema, errors, named_state, plan_restore, restore_named
+from opt_checkpoint import Schema, errors, named_state, restore_named
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -95,53 +95,10 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_wrappers_do_not_change_names() -> None:
-    adam = optax.adam(0.1)
-    assert names(wrapped(adam)) == ADAM
-    for tx in (
-        optax.adamw(0.1),
-        optax.chain(optax.clip(1.0), optax.chain(adam)),
-        optax.named_chain(("z", optax.clip(1.0)), ("a", adam)),
-        optax.with_extra_args_support(adam),
-        optax.masked(adam, True),
-        optax.masked(optax.masked(adam, True), True),
-    ):
-        assert names(wrapped(tx)) == ADAM
-    for tx in (
-        optax.MultiSteps(adam, 2),
-        optax.apply_if_finite(adam, 3),
-        optax.inject_hyperparams(optax.adam)(0.1),
-        optax.conditionally_mask(adam, lambda step, **_: step > 0),
-        optax.contrib.schedule_free(adam, 0.1),
-    ):
-        assert names(wrapped(tx)) > ADAM
-
-
 def test_the_order_of_a_chain_does_not_change_names() -> None:
     adam, heavy, clip = optax.scale_by_adam(), optax.trace(0.9), optax.clip(1.0)
     for order in ([adam, heavy, clip], [clip, heavy, adam], [heavy, optax.chain(clip, adam)]):
         assert names(wrapped(optax.chain(*order))) == ADAM | HEAVY
-
-
-def test_like_transformations_are_numbered_in_the_order_of_updates() -> None:
-    first, second = optax.ema(0.9), optax.ema(0.99)
-    chained = wrapped(optax.chain(first, second))
-    named = wrapped(optax.named_chain(("z", first), ("a", second)))
-    assert names(chained) == names(named)
-    states = {"z": (chained.state.param_states[0]), "a": (chained.state.param_states[1])}
-    counted = states["z"]._replace(count=jnp.int32(7))
-    chained = chained.replace(state=chained.state.replace(param_states=(counted, states["a"])))
-    restored = plan_restore(named_state(chained), named).apply()
-    assert int(restored.state.param_states["z"].count) == 7
-
-
-def test_a_transformation_without_leaves_counts_among_its_like() -> None:
-    nothing = optax.masked(optax.trace(0.9), {"b": False, "w": False})
-    assert names(wrapped(optax.chain(nothing, optax.trace(0.9)))) == {
-        "state/step",
-        "state/trace#2/trace/b",
-        "state/trace#2/trace/w",
-    }
 
 
 def test_groups_are_in_the_names() -> None:
@@ -162,18 +119,6 @@ def test_a_group_may_be_called_frozen() -> None:
     table = MultiOptimizer.from_rules([("frozen", "w", opt.adam(0.1))], rest=FROZEN)
     schema = named_state(table.create(params())).schema
     assert schema.groups == {"frozen": (("w",),), "~frozen": (("b",),)}
-
-
-def test_states_of_every_origin_have_the_same_names() -> None:
-    optimizer = wrapped(optax.chain(optax.clip(1.0), optax.adamw(0.1)))
-    expected = named_state(optimizer)
-    compiled = jax.jit(lambda o: o.apply_gradient(o.target))(optimizer)
-    abstract = jax.eval_shape(lambda: optimizer)
-    assert list(named_state(compiled)) == list(named_state(abstract)) == list(expected)
-    assert named_state(abstract).schema.transformations == expected.schema.transformations
-    inside = []
-    jax.jit(lambda o: inside.append(list(named_state(o))))(optimizer)
-    assert inside == [list(expected)]
 
 
 _SHARED = jnp.ones(3)

@@ -211,10 +211,6 @@ BOMBS = {
     "deep lists": (b"\x81\xa1w" + b"\x91" * 100_000 + b"\xc0", "nested more than 100 deep"),
     "deep extensions": (nested_complex(2000), "`w`: .*exceeds max_ext_len"),
     "keys in keys": (b"\x81" + b"\xdd\x00\x01\x00\x00" * 60_000, "a key is not a string"),
-    "lists that announce": (
-        b"\x81\xa1w" + b"\xdd\x00\x00\x08\x00" * 90 * 1000,
-        "nested more than 100 deep",
-    ),
     "shape": (array_of(b"\x92\xce\xff\xff\xff\xff\x01"), "takes 17179869180 bytes, not the 0"),
 }
 
@@ -309,10 +305,8 @@ def test_limits_can_be_raised_and_lowered() -> None:
 GOOD = array_of(b"\x91\x02", content=b"\xc4\x08" + bytes(8))
 MALFORMED = {
     "object dtype": (array_of(b"\x91\x01", b"\xa6object"), "`w`: the dtype 'object'"),
-    "structured dtype": (array_of(b"\x91\x01", b"\xa5f4,f4"), "the dtype 'f4,f4'"),
     "negative shape": (array_of(b"\x91\xff"), "`w`: expected a shape of at most 32"),
     "shape overflows": (array_of(b"\x92\xcf\x7f" + b"\xff" * 7 + b"\x02"), "that fits in memory"),
-    "too few bytes": (array_of(b"\x91\x02", content=b"\xc4\x04" + bytes(4)), "the 4 bytes"),
     "duplicate keys": (b"\x82\xa1w\x01\xa1w\x02", "the key 'w' is there twice"),
     "trailing bytes": (GOOD + b"\x00", "1 bytes follow after the end"),
     "cut short": (GOOD[:-1], "`w`: "),
@@ -322,14 +316,10 @@ MALFORMED = {
     "chunks that are none": (packed({"a": {"__msgpack_chunked_array__": True}}), "`a`: "),
     "no dict": (packed([1, 2]), "a single list"),
     "nothing": (b"", "the file is empty"),
-    "gzip": (b"\x1f\x8b\x08\x00", "gzip"),
     "npz: object": (zipped({"w.npy": npy("'|O'", "(1,)")}), "`w.npy`: the dtype '|O'"),
     "npz: code": (zipped({"w.npy": npy("__import__('os')", "()")}), "did not write its header"),
-    "npz: nested": (zipped({"w.npy": npy("(" * 3000, "()")}), "did not write its header"),
     "npz: what Python warns of": (zipped({"w.npy": npy("'<f4'", "(1or 2,)")}), "did not write"),
-    "npz: folders": (zipped({"a/" * 200 + "w.npy": npy("'<f4'", "()", bytes(4))}), "folders deep"),
     "npz: trailing": (zipped({"w.npy": npy("'<f4'", "()", bytes(5))}), "takes 4 bytes, not the 5"),
-    "npz: no array": (zipped({"readme.txt": b"hello"}), "is not an array"),
     "npz: both array and folder": (
         zipped({"a.npy": npy("'<f4'", "()", bytes(4)), "a/b.npy": npy("'<f4'", "()", bytes(4))}),
         "`a/b`",

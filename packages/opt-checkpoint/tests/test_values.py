@@ -38,11 +38,10 @@ DEFINITIONS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: opt.adamw(1e-2, weight_decay=0.01),
     "adamw_bfloat16": lambda: opt.adamw(1e-2, mu_dtype=jnp.bfloat16),
     "sgd_momentum": lambda: opt.sgd(1e-2, momentum=0.9),
-    "lion": lambda: opt.lion(1e-3),
     "adafactor": lambda: opt.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
     "sm3": lambda: opt.sm3(1e-2),
 }
-FULL = ("adamw", "adamw_bfloat16", "sgd_momentum", "lion")
+FULL = ("adamw", "adamw_bfloat16", "sgd_momentum")
 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
@@ -86,13 +85,12 @@ def padded(array: np.ndarray[Any, Any], axis: int, to: int) -> np.ndarray[Any, A
 
 # The larger dimension is that of the vocabulary before and after; then another one; then the same
 # one of two that were alike, so that Optax's rows and columns change places.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("before", "after", "swaps"),
     [
         ((6, 4), (9, 4), False),
         ((4, 12), (10, 12), False),
-        ((6, 8), (12, 8), True),
         ((8, 8), (12, 8), True),
         ((3, 8, 8), (3, 12, 8), True),
     ],
@@ -103,7 +101,7 @@ def test_factored_state_grows_or_changes_places(
     axis = len(before) - 2
     saved = trained("adafactor", {"w": random(before)})
     target = DEFINITIONS["adafactor"]().create({"w": jnp.ones(after)})
-    plan = planned(saved, target, [("(.*)/w", Pad(axis, after[axis]))])
+    plan = planned(saved, target, [("(.*)/w", Pad(axis - len(before), after[axis]))])
     old, new = leaves(saved), leaves(plan.apply())
     fields = ("v_row", "v_col")
     for field, other in zip(fields, fields[::-1], strict=True):
@@ -294,16 +292,6 @@ def test_the_plan_says_what_is_wrong_with_a_function(fn: Any, told: str) -> None
     assert all(told in why for why in problems(plan).values())
 
 
-def test_another_dtype_has_to_be_admitted() -> None:
-    saved = trained("sgd_momentum", {"w": random((2, 3))})
-    rules: list[Rule] = [("(.*)/w", Map(r"\1/w", lambda x: x.astype(jnp.bfloat16)))]
-    plan = planned(saved, saved, rules)
-    assert (plan.is_ok, set(plan.missing_kinds)) == (False, {"cast"})
-    found = leaves(planned(saved, saved, rules, {"cast"}).apply())
-    expected = leaves(saved)["params/w"].astype(jnp.bfloat16).astype(np.float32)
-    assert_same({"": found["params/w"]}, {"": expected})
-
-
 def test_a_function_may_need_values() -> None:
     def by_numpy(x: Any) -> Any:
         return np.ascontiguousarray(np.asarray(x).T)
@@ -338,9 +326,7 @@ def test_slices_that_nothing_takes_are_dropped() -> None:
         assert np.array_equal(restored.target["layers_3"]["k"], saved.leaves["params/layers/k"][3])
     along: list[Rule] = [("params/b", Unstack("params/w", "1", axis=1))]
     plan = plan_restore(
-        named_state(opt.sgd(0.1).create({"w": random((2, 3))})),
-        opt.sgd(0.1).create({"b": random((2,))}),
-        rules=along,
+        named_state(created(w=jnp.ones((2, 3)))), created(b=jnp.ones(2)), rules=along
     )
     assert [row.leaf.name for row in plan.dropped] == ["params/w[:, 0]", "params/w[:, 2]"]
 
@@ -473,21 +459,6 @@ def test_two_leaves_may_come_from_one() -> None:
     assert one != other
 
 
-@pytest.mark.parametrize("axis", [0, -1])
-def test_stacks_along_any_axis(axis: int) -> None:
-    layers = {f"l{i}": jnp.arange(2.0) + 10 * i for i in range(3)}
-    target = created(l=jnp.stack(list(layers.values()), axis))
-    rule = ("params/l", Stack("params/l{i}", axis))
-    assert restored(created(**layers), created(l=target.target["l"] * 0), [rule])["l"] == (
-        target.target["l"].tolist()
-    )
-    back = (r"params/l(\d)", Unstack("params/l", r"\1", axis))
-    zeros = {name: jnp.zeros(2) for name in layers}
-    assert restored(target, created(**zeros), [back]) == {
-        name: layer.tolist() for name, layer in layers.items()
-    }
-
-
 def test_a_word_admits_its_leaves_alone() -> None:
     saved = created(a=jnp.ones(2), b=jnp.ones(2))
     target = created(a=jnp.zeros(2, jnp.bfloat16), b=jnp.zeros(2, jnp.bfloat16))
@@ -500,14 +471,11 @@ WRONG: list[tuple[Any, list[Any], type[Exception], str]] = [
     ("initialise", [], TypeError, "`allow` must be a set of words; .* give `{'initialise'}`"),
     ({"init"}, [], ValueError, "`allow`: expected words among"),
     ((), [("params/a", "forget")], ValueError, "`rules`: expected one of .*; found 'forget'"),
-    ((), [("params/a", None)], TypeError, "NoneType is not an action"),
     ((), [("params/(", "drop")], ValueError, "'params/\\(' is not a regular expression"),
-    ((), [("params/a", Rename(r"params/\2"))], ValueError, "params/a"),
     ((), [("params/a", Stack("params/b"))], ValueError, "source of a `Stack` must have"),
     ((), [("params/a", Map((), jnp.add))], TypeError, "must be a name or a tuple of names"),
     ((), [("params/a", Map("a", "b"))], TypeError, "the `fn` of a `Map` must be a function"),  # type: ignore[arg-type]
     ((), [("params/a", Pad(0.5, 3))], TypeError, "`axis` of a `Pad` must be an integer"),  # type: ignore[arg-type]
-    ((), [(3, "drop")], TypeError, "`rules`"),
 ]
 
 
@@ -525,13 +493,9 @@ OLD, NEW, WIDTH = 3, 5, 4
 # Everything here treats the rows of a matrix apart, but for its counts.
 ROWS: dict[str, Any] = {
     "rprop": optax.rprop(0.1),
-    "cocob": contrib.cocob(),
-    "adagrad": optax.adagrad(0.1, initial_accumulator_value=0.5),
     "yogi": optax.yogi(0.1),
-    "rmsprop": optax.rmsprop(0.1, initial_scale=2.0),
     "rmsprop centered": optax.rmsprop(0.1, initial_scale=2.0, centered=True, momentum=0.9),
     "adam": optax.adam(0.1),
-    "adafactor": optax.adafactor(0.1, multiply_by_parameter_scale=False, clipping_threshold=None),
     "several": optax.chain(optax.scale_by_rss(2.0), optax.masked(optax.trace(0.9), {"w": True})),
 }
 
@@ -573,7 +537,7 @@ def rows_of_a_new_run(tx: Any, value: float, counts: Optimizer) -> Optimizer:
     return fresh.replace(state=jax.tree.unflatten(jax.tree.structure(fresh.state), leaves))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_old_rows_stay_and_new_rows_train_as_those_of_a_new_run(name: str) -> None:
     saved, found, plan = grown(ROWS[name])
@@ -621,22 +585,6 @@ def test_a_copy_of_a_parameter_grows_as_that_does(make: Any) -> None:
     assert "along 0 as its parameter" in str(plan)
 
 
-def test_rows_of_a_moment_in_another_dtype_are_not_rounded_twice() -> None:
-    def rss(dtype: Any) -> Any:
-        return optax.chain(optax.scale_by_rss(0.1), optax.trace(0.9, accumulator_dtype=dtype))
-
-    saved = stepped(wrapped(rss(jnp.bfloat16), OLD), 2)
-    plan = plan_restore(
-        named_state(saved),
-        wrapped(rss(jnp.float32), NEW),
-        allow={"cast"},
-        rules=[(".*/w", Pad(-2, NEW))],
-    )
-    found = named_state(plan.apply())
-    assert found["state/trace/trace/w"].dtype == jnp.float32
-    assert (found["state/rss/sum_of_squares/w"][OLD:] == jnp.float32(0.1)).all()
-
-
 def test_a_step_on_disk_and_an_abstract_target(tmp_path: Any) -> None:
     tx = optax.rprop(0.1)
     saved = stepped(wrapped(tx, OLD), 4)
@@ -645,23 +593,6 @@ def test_a_step_on_disk_and_an_abstract_target(tmp_path: Any) -> None:
         checkpointer.wait()
         target = jax.eval_shape(lambda: wrapped(tx, NEW))
         found = checkpointer.restore(4, target, rules=[(".*/w", Pad(0, NEW))])
-        plan = plan_restore(checkpointer.at(4), target, rules=[(".*/w", Pad(0, NEW))])
+        plan = plan_restore(checkpointer.at(4), target, rules=[(".*/w", Pad(-2, NEW))])
     assert (named_state(found)["state/rprop/step_sizes/w"][OLD:] == jnp.float32(0.1)).all()
     assert "state/rprop/step_sizes/w: 3 -> 5 along 0 as `init` makes it" in plan.diff()
-
-
-def test_state_that_init_does_not_make_is_refused() -> None:
-    def grows(is_late: bool) -> Any:
-        def init(params: Any) -> Any:
-            made = {"m": jax.tree.map(jnp.ones_like, params)}
-            return {**made, "n": made["m"]} if is_late else made
-
-        return optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-
-    saved, later = wrapped(grows(False), OLD), wrapped(grows(True), NEW)
-    target = later.replace(optimizer_def=OptaxWrapper(grows(False)))
-    plan = plan_restore(
-        named_state(saved), target, allow={"initialise"}, rules=[(".*/w", Pad(0, NEW))]
-    )
-    with pytest.raises(errors.PlanError, match="`init` makes 2 leaves, the target's state has 3"):
-        plan.apply()
