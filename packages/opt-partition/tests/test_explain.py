@@ -232,15 +232,19 @@ def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
 
 
 def test_a_stack_of_parameters() -> None:
+    """It has names if all that it may follow have the same; a parameter of other sizes is none."""
+
     def stack(params: Any) -> Any:
         return {"mu": jnp.stack([params["q"], params["k"]])}
 
-    params = {"q": shape(64, 64), "k": shape(64, 64)}
+    params = {"q": shape(64, 64), "k": shape(64, 64), "table": shape(48, 64)}
     same, other = ("embed", "heads"), ("embed", "kv")
-    axes = derive_logical_axes(stack, params, {"q": same, "k": same}, strict=True)
-    assert axes == {"mu": P(None, "embed", "heads")}
+    axes = {"q": same, "k": same, "table": ("vocab", "embed")}
+    assert derive_logical_axes(stack, params, axes, strict=True) == {
+        "mu": P(None, "embed", "heads")
+    }
     with pytest.raises(UndecidedError, match="the parameter that it follows cannot be identified"):
-        derive_logical_axes(stack, params, {"q": same, "k": other}, strict=True)
+        derive_logical_axes(stack, params, {**axes, "k": other}, strict=True)
 
 
 def test_halves_of_the_parameters() -> None:
