@@ -256,17 +256,6 @@ def test_halves_of_the_parameters() -> None:
     assert (state.v_row["w"], state.v_col["w"]) == (P("a"), P("b"))
 
 
-def test_halves_of_complex_parameters() -> None:
-    tx = optax.contrib.split_real_and_imaginary(  # type: ignore[attr-defined]
-        optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    )
-    params = {"w": jax.ShapeDtypeStruct((8, 8), "complex64")}
-    rows = explain(tx, params, {"w": ("a", "b")}, strict=True).rows
-    axes = {row.path.removeprefix("inner_state/"): row.axes for row in rows}
-    assert axes["v_row/w/real"] == axes["v_row/w/imaginary"] == ("a",)
-    assert axes["v_col/w/real"] == axes["v_col/w/imaginary"] == ("b",)
-
-
 class Own(NamedTuple):
     moments: Any
 
