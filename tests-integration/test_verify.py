@@ -5,6 +5,7 @@ What passes and what is found stands in `test_verify_tables.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from opt_partition import Expected, Report, verify
 from opt_partition.errors import AxesError, ShardingMismatchError
-from verify_moves import RING, moving, on_shards
+from verify_moves import MOVES, RING, moving, on_shards
 from verify_recipes import (
     BATCH,
     MOMENTUM,
@@ -36,6 +37,7 @@ from verify_steps import (
     FSDP,
     FSDP_TP,
     all_gather,
+    bucketed,
     by_hand,
     exchange_and_sum,
     gather_and_sum,
@@ -186,6 +188,19 @@ class TestPlantedFaults:
         [error] = report.errors
         assert (error.kind, error.path) == ("state gather", STATE_W)
         assert "receives 16,384 elements per step, where 0 of the new parameter" in error.message
+
+    def test_a_bucket_is_the_budget_of_all_in_it(self) -> None:
+        """Beside one gather of all new parameters, none of a single one's state is free."""
+        zero1 = bucketed(False)(MESHES)
+
+        def function(*arguments: Any) -> tuple[Tree, Tree]:
+            params, state = zero1.function(*arguments)
+            return params, moving("w", MOVES["gather_slices"])(state, MESHES.data)
+
+        report = checked(lambda _: dataclasses.replace(zero1, function=function))
+        [error] = report.errors
+        assert error.kind == "state gather"
+        assert f"receives {2 * W + 512:,} elements per step, where {W + 512:,}" in error.message
 
     @pytest.mark.parametrize("optimizer", ["muon", "dadapt_adamw"])
     def test_optimizers_that_need_whole_matrices(self, optimizer: str) -> None:
