@@ -54,6 +54,7 @@ def test_axes_are_those_that_the_definition_derives(name: str) -> None:
             assert own == derived
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_from_a_plan_to_a_step(name: str) -> None:
     definition = DEFINITIONS[name]()

@@ -58,7 +58,7 @@ relaxed = settings(
 )
 
 
-@settings(relaxed, max_examples=20)
+@settings(relaxed, max_examples=12)
 @given(trees(distinct_shapes), cases)
 def test_axes_are_those_of_the_dimensions_that_move_together(tree: Any, name: str) -> None:
     params = TABLE[name].wrap(tree)
@@ -67,7 +67,7 @@ def test_axes_are_those_of_the_dimensions_that_move_together(tree: Any, name: st
     assert disagreements(derived(explanation), axes_by_sizes(tx.init, params)) == []
 
 
-@settings(relaxed, max_examples=15)
+@settings(relaxed, max_examples=10)
 @given(trees(any_shapes), cases, st.data())
 def test_live_state_has_the_bytes_of_its_layout(tree: Any, name: str, data: st.DataObject) -> None:
     params = TABLE[name].wrap(tree)

@@ -5,6 +5,7 @@ What passes and what is found stands in `test_verify_tables.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -14,110 +15,80 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from opt_partition import Expected, Report, verify
 from opt_partition.errors import AxesError, ShardingMismatchError
+from verify_moves import MOVES, RING, moving, on_shards
+from verify_recipes import (
+    BATCH,
+    MOMENTUM,
+    Meshes,
+    P,
+    Recipe,
+    Step,
+    Tree,
+    both,
+    by_shape,
+    constrain,
+    dense_loss,
+)
+from verify_steps import (
+    ADAM,
+    FSDP,
+    FSDP_TP,
+    all_gather,
+    bucketed,
+    by_hand,
+    exchange_and_sum,
+    gather_and_sum,
+    micro_batched,
+)
 
-P = PartitionSpec
-Tree = Any
-
-DATA = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-PARAMS = {"w": jnp.ones((64, 32)), "b": jnp.ones(32)}
-BATCH = jnp.ones((16, 64))
-
-
-def loss(params: Tree, batch: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"] + params["b"])))
-
-
-def on(mesh: Mesh, *spec: Any) -> NamedSharding:
-    return NamedSharding(mesh, P(*spec))
-
-
-def like_params(tx: optax.GradientTransformation, sharded: Tree, rest: NamedSharding) -> Tree:
-    """State shardings: of the parameters' copies `sharded`, of everything else `rest`."""
-    state = jax.eval_shape(tx.init, PARAMS)
-    return optax.tree_map_params(
-        tx, lambda _, s: s, state, sharded, transform_non_params=lambda _: rest
-    )
-
-
-def train(
-    tx: optax.GradientTransformation,
-    *,
-    params: Tree,
-    state: Tree,
-    batch: NamedSharding,
-    out_state: Tree = None,
-    constrain: Callable[[Tree], Tree] = lambda grads: grads,
-    amid: Callable[[Tree], Tree] = lambda state: state,
-    micro_batches: int | None = None,
-) -> jax.stages.Lowered:
-    """A training step; `constrain` sees the gradients, `amid` the new state."""
-
-    def gradients(values: Tree, data: jax.Array) -> Tree:
-        if micro_batches is None:
-            return jax.grad(loss)(values, data)
-
-        def add(total: Tree, part: jax.Array) -> tuple[Tree, None]:
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(values, part)), None
-
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, values), data)[0]
-
-    def step(values: Tree, opt_state: Tree, data: jax.Array) -> tuple[Tree, Tree]:
-        grads = constrain(gradients(values, data))
-        updates, opt_state = tx.update(grads, opt_state, values)
-        return optax.apply_updates(values, updates), amid(opt_state)
-
-    shape = BATCH.shape if micro_batches is None else (micro_batches, *BATCH.shape)
-    return jax.jit(
-        step,
-        in_shardings=(params, state, batch),
-        out_shardings=(params, state if out_state is None else out_state),
-        donate_argnums=(0, 1),
-    ).lower(PARAMS, jax.eval_shape(tx.init, PARAMS), jax.ShapeDtypeStruct(shape, jnp.float32))
+STATE_W = "1/0/trace/w"
+W = 256 * 512
+BYTES = 4 * (W + 512)
+MESHES = Meshes(jax.devices())
 
 
-ADAMW = optax.adamw(1e-3)
-WHOLE = {"w": on(DATA), "b": on(DATA)}
-SPREAD = {"w": on(DATA, "data"), "b": on(DATA, "data")}
-ZERO1 = like_params(ADAMW, SPREAD, on(DATA))
-EXPECTED = Expected(inputs=(WHOLE, ZERO1), outputs=(WHOLE, ZERO1))
-
-
-def zero1(**changed: Any) -> jax.stages.Lowered:
-    arguments = {"params": WHOLE, "state": ZERO1, "batch": on(DATA, "data"), **changed}
-    return train(ADAMW, **arguments)
+def checked(build: Callable[[Meshes], Step], **options: Any) -> Report:
+    step = build(MESHES)
+    return verify(step.lower(), step.expected, raises=False, **options)
 
 
 def errors(report: Report) -> list[tuple[str, str | None]]:
     return [(finding.kind, finding.path) for finding in report.errors]
 
 
+def unjudged(report: Report) -> list[tuple[str, str]]:
+    """Reasons and shapes of the reductions that are not judged."""
+    return [(u.reason, str(list(u.collective.shape))) for u in report.unjudged]
+
+
+ZERO1 = Recipe(tx=ADAM)
+
+
 @pytest.fixture(scope="module")
 def correct() -> Report:
-    return verify(zero1(), EXPECTED)
+    return checked(ZERO1)
 
 
 class TestRightSteps:
     def test_zero1(self, correct: Report) -> None:
         assert correct.ok
         assert correct.num_devices == 8
-        gather = next(row for row in correct.collectives if row.shape == (64, 32))
+        gather = next(row for row in correct.collectives if row.shape == (256, 512))
         assert gather.axes == ("data",)
-        assert gather.bytes == 64 * 32 * 4 * 7 // 8
+        assert gather.bytes == 4 * W * 7 // 8
         assert gather.sources == ("1/0/mu/w", "1/0/nu/w", "params", "inputs")
 
     def test_bytes_are_those_of_the_arrays(self, correct: Report) -> None:
-        held = 64 * 32 * 4 + 32 * 4
-        assert correct.bytes_per_device("params") == held
-        assert correct.bytes_per_device("state") == 2 * held // 8 + 4
-        assert correct.bytes_per_device("state", "output") == 2 * held // 8 + 4
+        state = 2 * BYTES // 8 + 4
+        assert correct.bytes_per_device("params") == BYTES
+        assert correct.bytes_per_device("state") == state
+        assert correct.bytes_per_device("state", "output") == state
         assert correct.memory is not None
-        state_and_params = held + 2 * held // 8 + 4
-        assert correct.memory.arguments == state_and_params + 2 * 64 * 4
-        assert correct.memory.aliased == state_and_params
+        assert correct.memory.arguments == BYTES + state + 4 * BATCH.size // 8
+        assert correct.memory.aliased == BYTES + state
         assert all(leaf.aliased for leaf in correct.leaves if leaf.donated)
 
     def test_cpus_leave_gradients_all_reduced(self, correct: Report) -> None:
@@ -126,126 +97,151 @@ class TestRightSteps:
             ("gradient all-reduce", "warning", "1/0/mu/b"),
             ("gradient all-reduce", "warning", "1/0/mu/w"),
         ]
-        assert verify(zero1(), EXPECTED, gradients="any").findings[0].severity == "note"
+        assert checked(ZERO1, gradients="any").findings[0].severity == "note"
 
     def test_scanned_micro_batches_count_as_often_as_they_run(self) -> None:
-        step = zero1(micro_batches=5, batch=on(DATA, None, "data"))
-        report = verify(step, EXPECTED)
+        report = checked(
+            Recipe(
+                tx=ADAM,
+                batch=jax.ShapeDtypeStruct((5, *BATCH.shape), BATCH.dtype),
+                batch_spec=P(None, "data"),
+                gradients=micro_batched(True),
+            )
+        )
         sums = [row for row in report.collectives if row.kind == "all-reduce" and row.shape]
         assert {(row.count, row.per_iteration) for row in sums} == {(5, False)}
-        assert sum(row.total_bytes for row in sums) >= 5 * 2 * (64 * 32 + 32) * 4 * 7 // 8
+        assert sum(row.total_bytes for row in sums) >= 5 * 2 * BYTES * 7 // 8
         assert ", 5 times per step" in str(report.findings[-1])
 
     def test_branches_gather_one_at_a_time(self) -> None:
+        zero1 = ZERO1(MESHES)
+        whole, spread = zero1.inputs[0], zero1.inputs[1][0].mu
+
         def step(params: Tree, state: Tree, batch: jax.Array, fast: jax.Array) -> Tree:
-            grads = jax.grad(loss)(params, batch)
-            updates, state = ADAMW.update(grads, state, params)
+            grads = jax.grad(dense_loss)(params, batch)
+            updates, state = ADAM.update(grads, state, params)
 
             def gathered(scale: float) -> Callable[[], Tree]:
                 new = jax.tree.map(lambda p, u: p + jnp.tanh(scale * u), params, updates)
-                return lambda: jax.lax.with_sharding_constraint(
-                    jax.tree.map(jnp.sin, jax.lax.with_sharding_constraint(new, SPREAD)), WHOLE
-                )
+                return lambda: constrain(jax.tree.map(jnp.sin, constrain(new, spread)), whole)
 
             return jax.lax.cond(fast, gathered(10.0), gathered(1.0)), state
 
-        lowered = jax.jit(
+        jitted = jax.jit(
             step,
-            in_shardings=(WHOLE, ZERO1, on(DATA, "data"), on(DATA)),
-            out_shardings=(WHOLE, ZERO1),
-        ).lower(PARAMS, jax.eval_shape(ADAMW.init, PARAMS), BATCH, jnp.asarray(True))
-        report = verify(lowered, EXPECTED)
-        gathers = [row for row in report.collectives if row.shape == (64, 32)]
+            in_shardings=(*zero1.inputs, NamedSharding(MESHES.data, P())),
+            out_shardings=zero1.outputs,
+        )
+        report = verify(jitted.lower(*zero1.arguments, jnp.asarray(True)), zero1.expected)
+        gathers = [row for row in report.collectives if row.shape == (256, 512)]
         assert [row.conditional for row in gathers if row.kind == "all-gather"] == [True, True]
 
     def test_the_verdict_is_a_line(self, correct: Report) -> None:
-        sent = correct.collective_bytes
-        assert str(correct) == (
-            "as expected on 8 cpu devices: 14 of 15 leaves checked; 8.12 KiB of parameters and "
-            f"2.04 KiB of state per device; {len(correct.collectives)} collectives, "
-            f"{sent / 1024:.2f} KiB sent per device and step; 2 warnings (gradient all-reduce)"
+        said = str(correct)
+        assert said.startswith(
+            "as expected on 8 cpu devices: 14 of 15 leaves checked; 514.00 KiB of parameters and "
+            f"128.50 KiB of state per device; {len(correct.collectives)} collectives, "
         )
+        assert said.endswith(" sent per device and step; 2 warnings (gradient all-reduce)")
 
 
 class TestPlantedFaults:
     @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
     def test_state_comes_out_replicated(self) -> None:
-        replicated = like_params(ADAMW, WHOLE, on(DATA))
+        step = Recipe(tx=ADAM, out_state={})(MESHES)
         with pytest.raises(ShardingMismatchError) as caught:
-            verify(zero1(out_state=replicated), EXPECTED)
+            verify(step.lower(), step.expected)
         report = caught.value.report
         wrong = [path for kind, path in errors(report) if kind == "sharding"]
         assert wrong == [f"1/0/{name}/{leaf}" for name in ("mu", "nu") for leaf in ("b", "w")]
         assert (
-            "output 1/0/mu/w float32[64, 32]: expected P('data', None), 1,024 bytes per device; "
-            "found P(), 8,192 bytes per device"
+            "output 1/0/mu/w float32[256, 512]: expected P('data', None), 65,536 bytes per device; "
+            "found P(), 524,288 bytes per device"
         ) in str(caught.value)
         lost = [f.path for f in report.findings if f.kind == "donation"]
         assert lost == wrong
-        assert "donated, but its 1,024 bytes are not reused" in str(caught.value)
+        assert "donated, but its 65,536 bytes are not reused" in str(caught.value)
 
     def test_state_is_gathered_and_sliced_again(self) -> None:
-        def amid(state: Tree) -> Tree:
-            whole = jax.lax.with_sharding_constraint(state[0].mu, on(DATA))
-            whole = jax.lax.optimization_barrier(whole)
-            return (state[0]._replace(mu=whole), *state[1:])
+        def gathered(state: Tree, mesh: Mesh) -> Tree:
+            whole = constrain(state[0].mu, {name: NamedSharding(mesh, P()) for name in "wb"})
+            return (state[0]._replace(mu=jax.lax.optimization_barrier(whole)), *state[1:])
 
-        with pytest.raises(ShardingMismatchError, match="are communicated too often") as caught:
-            verify(zero1(amid=amid), EXPECTED)
-        assert errors(caught.value.report) == [
-            ("state gather", "1/0/mu/b"),
-            ("state gather", "1/0/mu/w"),
-        ]
-        assert (
+        report = checked(Recipe(tx=ADAM, after=gathered))
+        assert errors(report) == [("state gather", "1/0/mu/b"), ("state gather", "1/0/mu/w")]
+        message = report.errors[1].message
+        assert message.startswith(
             "values derived from 1/0/mu/w, 1/0/nu/w are communicated too often: a device receives "
-            "4,096 elements per step, where 2,048 of the new parameter or its update would "
+            "262,144 elements per step, where 131,072 of the new parameter or its update would "
             "suffice, by `all-gather"
-        ) in str(caught.value)
-        assert "`state_gathers='any'`" in str(caught.value)
-        assert verify(zero1(amid=amid), EXPECTED, state_gathers="any").ok
+        )
+        assert "`state_gathers='any'`" in message
+        assert checked(Recipe(tx=ADAM, after=gathered), state_gathers="any").ok
+
+    def test_state_sharded_like_its_parameter_is_not_moved_even_once(self) -> None:
+        """With ZeRO-1 a device needs the new parameters of the others; here it does not."""
+
+        def rotated(part: jax.Array) -> Any:
+            return jax.lax.ppermute(part, "data", RING)
+
+        report = checked(Recipe(**both(FSDP), after=moving("w", on_shards(rotated, "data"))))
+        [error] = report.errors
+        assert (error.kind, error.path) == ("state gather", STATE_W)
+        assert "receives 16,384 elements per step, where 0 of the new parameter" in error.message
+
+    def test_a_bucket_is_the_budget_of_all_in_it(self) -> None:
+        """Beside one gather of all new parameters, none of a single one's state is free."""
+        zero1 = bucketed(False)(MESHES)
+
+        def function(*arguments: Any) -> tuple[Tree, Tree]:
+            params, state = zero1.function(*arguments)
+            return params, moving("w", MOVES["gather_slices"])(state, MESHES.data)
+
+        report = checked(lambda _: dataclasses.replace(zero1, function=function))
+        [error] = report.errors
+        assert error.kind == "state gather"
+        assert f"receives {2 * W + 512:,} elements per step, where {W + 512:,}" in error.message
 
     @pytest.mark.parametrize("optimizer", ["muon", "dadapt_adamw"])
     def test_optimizers_that_need_whole_matrices(self, optimizer: str) -> None:
         """Muon multiplies them; D-Adaptation's inner products flatten what is sharded twice."""
+        specs = by_shape({(256, 512): P("data", "model"), (512,): P("model")})
         tx = getattr(optax.contrib, optimizer)(1e-3)
-        params = {"w": on(GRID, "data", "model"), "b": on(GRID, "model")}
-        axes = {(64, 32): params["w"], (32,): params["b"]}
-        shapes = jax.eval_shape(tx.init, PARAMS)
-        state = jax.tree.map(lambda leaf: axes.get(leaf.shape, on(GRID)), shapes)
-        expected = Expected((params, state), (params, state))
-        step = train(tx, params=params, state=state, batch=on(GRID, "data"))
-        [error, *_] = verify(step, expected, raises=False).errors
+        step = Recipe("grid", FSDP_TP, tx=tx, place_state=specs)(MESHES)
+        lowered = step.lower()
+        [error, *_] = verify(lowered, step.expected, raises=False).errors
         line = "write `opt_matrix.muon(learning_rate, plan=...)` with a plan of"
         assert (line in error.message) == (optimizer == "muon")
         assert "pass `state_gathers='any'`" in error.message
-        assert verify(step, expected, state_gathers="any").ok
+        assert verify(lowered, step.expected, state_gathers="any").ok
 
 
 class TestExpected:
     def test_arguments_that_are_not_used(self) -> None:
-        def step(params: Tree, state: Tree, unused: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
-            updates, state = ADAMW.update(jax.grad(loss)(params, batch), state, params)
-            return optax.apply_updates(params, updates), state
-
-        lowered = jax.jit(
-            step,
-            in_shardings=(WHOLE, ZERO1, on(DATA), on(DATA, "data")),
-            out_shardings=(WHOLE, ZERO1),
-        ).lower(PARAMS, jax.eval_shape(ADAMW.init, PARAMS), {"k": jnp.ones(3)}, BATCH)
-        report = verify(lowered, Expected((WHOLE, ZERO1, on(DATA, "data")), (WHOLE, ZERO1)))
+        zero1 = ZERO1(MESHES)
+        params, state, batch = zero1.inputs
+        jitted = jax.jit(
+            lambda values, opt_state, unused, data: zero1.function(values, opt_state, data),
+            in_shardings=(params, state, NamedSharding(MESHES.data, P()), batch),
+            out_shardings=zero1.outputs,
+        )
+        lowered = jitted.lower(*zero1.arguments[:2], {"k": jnp.ones(3)}, zero1.arguments[2])
+        report = verify(lowered, Expected((params, state, batch), (params, state)))
         unused = next(leaf for leaf in report.leaves if leaf.path == "2/k")
         assert (unused.found, unused.bytes_found, unused.ok) == (None, 0, True)
-        gather = next(row for row in report.collectives if row.shape == (64, 32))
+        gather = next(row for row in report.collectives if row.shape == (256, 512))
         assert gather.sources == ("1/0/mu/w", "1/0/nu/w", "params", "inputs")
 
     def test_layouts_of_an_abstract_mesh(self) -> None:
-        abstract = jax.tree.map(lambda s: NamedSharding(DATA.abstract_mesh, s.spec), (WHOLE, ZERO1))
-        assert verify(zero1(), Expected(abstract, abstract)).ok
-        other = NamedSharding(GRID.abstract_mesh, P("data"))
+        zero1 = ZERO1(MESHES)
+        lowered, mesh = zero1.lower(), MESHES.data.abstract_mesh
+        abstract = jax.tree.map(lambda s: NamedSharding(mesh, s.spec), zero1.inputs[:2])
+        assert verify(lowered, Expected(abstract, abstract)).ok
+        other = NamedSharding(MESHES.grid.abstract_mesh, P("data"))
         with pytest.raises(
             AxesError, match="create the layout with the mesh that the step runs on"
         ):
-            verify(zero1(), Expected((other, None), None))
+            verify(lowered, Expected((other, None), None))
 
     def test_the_report_can_be_kept(self, correct: Report) -> None:
         data = json.loads(correct.to_json())
@@ -255,4 +251,116 @@ class TestExpected:
         assert {row["kind"] for row in data["collectives"]} == {"all-gather", "all-reduce"}
         error = pickle.loads(pickle.dumps(ShardingMismatchError(correct)))
         assert error.report == correct
-        assert "all-gather  f32 [8,32] → [64,32]" in correct.details()
+        assert "all-gather  f32 [32,512] → [256,512]" in correct.details()
+
+
+# Reductions over devices that depend on state are judged, or named as not judged.
+
+
+def average(part: jax.Array) -> Any:
+    return jax.lax.pmean(part, "data")
+
+
+def of_momentum(change: Callable[[Tree], Tree]) -> optax.GradientTransformation:
+    """Momentum, whose updates `change` sees."""
+
+    def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        updates, new = MOMENTUM.update(grads, state, params)
+        return change(updates), new
+
+    anything: Any = update
+    return optax.GradientTransformation(MOMENTUM.init, anything)
+
+
+class TestReductions:
+    def test_a_reduction_of_updates_is_not_judged(self) -> None:
+        """State mixed with gradients that does not end in the state."""
+        reduced = on_shards(average, "data")
+
+        def change(updates: Tree) -> Tree:
+            return {**updates, "w": reduced(updates["w"], MESHES.data)}
+
+        report = checked(Recipe(tx=of_momentum(change)))
+        assert report.ok
+        assert unjudged(report) == [
+            ("a reduction over devices of state, which does not end in that state", "[32, 512]")
+        ]
+
+    def test_replicas_of_the_state_are_not_judged(self) -> None:
+        """Over the devices that hold the same shards, where the gradients may still differ."""
+        mean = moving("w", on_shards(lambda part: jax.lax.pmean(part, "model"), "data"))
+        report = checked(Recipe("grid", after=mean))
+        assert report.ok
+        assert unjudged(report) == [
+            (
+                "a reduction over devices that hold the same state, mixed with other values",
+                "[64, 512]",
+            )
+        ]
+        assert [f.path for f in checked(Recipe("grid", before=mean)).errors] == [STATE_W]
+
+    def test_half_of_a_shard_is_not_judged(self) -> None:
+        def half(part: jax.Array) -> Any:
+            return jnp.concatenate([average(part[:, :256]), part[:, 256:]], -1)
+
+        report = checked(Recipe(after=moving("w", on_shards(half, "data"))))
+        assert report.ok
+        assert unjudged(report) == [
+            ("a reduction over devices of a part of the state, or of a factor", "[32, 256]")
+        ]
+
+    def test_sums_and_products_of_state_that_end_in_it_are_not_judged(self) -> None:
+        """A partial sum of a device as large as its shard: a statistic would be smaller."""
+
+        def sums(part: jax.Array) -> Any:
+            weights = jax.lax.optimization_barrier(jnp.arange(4.0))
+            return jax.lax.psum(jnp.sum(part[None] * weights[:, None, None], 0), "data")
+
+        def products(part: jax.Array) -> Any:
+            return jax.lax.psum(part @ (part.T @ part), "data")
+
+        for function, what in (
+            (sums, "reduction over devices of sums"),
+            (products, "sum over devices of products"),
+        ):
+            report = checked(Recipe(after=moving("w", on_shards(function, "data"))))
+            assert unjudged(report) == [
+                (f"a {what} of state, which ends in the state", "[32, 512]")
+            ]
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_norms_of_the_state_are_silent(self, when: str) -> None:
+        """Each column of the momentum, divided by its norm and by that of everything."""
+
+        def scaled(state: Tree, mesh: Mesh) -> Tree:
+            trace = state[0].trace
+            norm = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(trace)))
+            w = trace["w"] / jnp.sqrt(jnp.sum(trace["w"] ** 2, axis=0)) / norm
+            w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P("data")))
+            return (optax.TraceState({**trace, "w": w}), *state[1:])
+
+        hook: Any = {when: scaled}
+        report = checked(Recipe(**hook))
+        reduced = [row for row in report.collectives if STATE_W in row.sources]
+        assert "all-reduce" in {row.kind for row in reduced if max(row.shape or [1]) > 1}
+        assert report.ok
+        assert report.unjudged == ()
+
+    def test_gradients_reduced_by_an_exchange_pass(self) -> None:
+        report = checked(by_hand(exchange_and_sum, all_gather), gradients="reduce-scatter")
+        assert report.ok
+        assert {row.kind for row in report.collectives} == {"all-gather", "all-to-all"}
+
+    def test_what_is_said(self) -> None:
+        report = checked(Recipe(before=moving("w", on_shards(average, "data"))))
+        [error] = report.errors
+        assert error.message.startswith(
+            "1/0/trace/w is reduced over devices, shard by shard: a device receives 16,384 "
+            "elements per step of a leaf of 131,072, of which it holds 16,384, by `all-reduce"
+        )
+
+        report = checked(by_hand(gather_and_sum, all_gather), gradients="reduce-scatter")
+        assert (
+            "to f32[8,256,512] over data gathers the summands of a gradient of which 1/0/trace/w "
+            "uses only 1/8 per device: a reduce-scatter would send 1/8 of these 3,670,016 bytes"
+        ) in report.errors[-1].message

@@ -72,7 +72,7 @@ def test_the_tables_are_large_enough() -> None:
     assert len(HEALTHY) >= 40
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("program", HEALTHY, ids=by_name)
 def test_healthy_steps_pass(program: Program) -> None:
     report = checked(program)
@@ -81,7 +81,7 @@ def test_healthy_steps_pass(program: Program) -> None:
     assert reductions(report.unjudged) == []
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("program", [*FAULTY, *FAULTY_ON_CPUS], ids=by_name)
 def test_faults_are_found(program: Program) -> None:
     report = checked(program)
@@ -141,7 +141,7 @@ STORED = [
 ]
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(160)
 @pytest.mark.parametrize(("path", "name"), STORED)
 def test_stored_programs(path: Path, name: str) -> None:
     found, donations = judged(path, name)

@@ -232,15 +232,19 @@ def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
 
 
 def test_a_stack_of_parameters() -> None:
+    """It has names if all that it may follow have the same; a parameter of other sizes is none."""
+
     def stack(params: Any) -> Any:
         return {"mu": jnp.stack([params["q"], params["k"]])}
 
-    params = {"q": shape(64, 64), "k": shape(64, 64)}
+    params = {"q": shape(64, 64), "k": shape(64, 64), "table": shape(48, 64)}
     same, other = ("embed", "heads"), ("embed", "kv")
-    axes = derive_logical_axes(stack, params, {"q": same, "k": same}, strict=True)
-    assert axes == {"mu": P(None, "embed", "heads")}
+    axes = {"q": same, "k": same, "table": ("vocab", "embed")}
+    assert derive_logical_axes(stack, params, axes, strict=True) == {
+        "mu": P(None, "embed", "heads")
+    }
     with pytest.raises(UndecidedError, match="the parameter that it follows cannot be identified"):
-        derive_logical_axes(stack, params, {"q": same, "k": other}, strict=True)
+        derive_logical_axes(stack, params, {**axes, "k": other}, strict=True)
 
 
 def test_halves_of_the_parameters() -> None:
@@ -250,17 +254,6 @@ def test_halves_of_the_parameters() -> None:
     axes = optax.LookaheadParams({"w": ("a", "b")}, {"w": ("c", "d")})
     state = derive_logical_axes(tx, params, axes, strict=True).fast_state
     assert (state.v_row["w"], state.v_col["w"]) == (P("a"), P("b"))
-
-
-def test_halves_of_complex_parameters() -> None:
-    tx = optax.contrib.split_real_and_imaginary(  # type: ignore[attr-defined]
-        optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    )
-    params = {"w": jax.ShapeDtypeStruct((8, 8), "complex64")}
-    rows = explain(tx, params, {"w": ("a", "b")}, strict=True).rows
-    axes = {row.path.removeprefix("inner_state/"): row.axes for row in rows}
-    assert axes["v_row/w/real"] == axes["v_row/w/imaginary"] == ("a",)
-    assert axes["v_col/w/real"] == axes["v_col/w/imaginary"] == ("b",)
 
 
 class Own(NamedTuple):

@@ -1,15 +1,12 @@
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from opt_partition import Layout
-from opt_partition._mesh.specs import itemsize, shard_shape
+from opt_partition._mesh.specs import itemsize
 from opt_partition.errors import AxesError
 
 P = PartitionSpec
@@ -96,13 +93,3 @@ def test_keys_have_the_bytes_of_their_data() -> None:
     layout = Layout.from_specs(P("data"), keys, MESH)
     assert layout.bytes == jax.random.key_data(keys).nbytes
     assert layout.bytes_per_device * 4 == layout.bytes
-
-
-@given(st.lists(st.integers(0, 16), max_size=3), st.permutations([("data",), ("model",), ()]))
-@settings(deadline=None)
-def test_shards_are_those_of_jax(shape: list[int], entries: list[tuple[str, ...]]) -> None:
-    spec = P(*entries[: len(shape)])
-    sizes = [math.prod(MESH.shape[a] for a in names) for names in entries[: len(shape)]]
-    if all(size % n == 0 for size, n in zip(shape, sizes, strict=True)):
-        expected = NamedSharding(MESH, spec).shard_shape(tuple(shape))
-        assert shard_shape(shape, spec, MESH) == expected

@@ -318,13 +318,6 @@ def test_strict_and_the_choices_of_rules_reach_where_they_matter() -> None:
     assert "params enc/wi: dimension 0: no rule for 'embed'" in plan.notes
 
 
-def test_a_mesh_far_larger_than_the_machine() -> None:
-    mesh = AbstractMesh((4096, 8, 8), ("data", "fsdp", "model"))
-    params = {"w": leaf(2**20, 2**20)}
-    plan = plan_of(params=params, axes={"w": ("embed", "mlp")}, mesh=mesh, zero="data")
-    assert plan.state_fields["ScaleByAdamState.mu"] * mesh.size == plan.param_bytes
-
-
 def mesh_of(kind: AxisType) -> AbstractMesh:
     """A mesh whose `data` axis is of the given type."""
     return AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, AxisType.Auto))

@@ -118,27 +118,6 @@ def test_rules_do_not_change() -> None:
         rules.by_type[Gram] = lambda leaf: None  # type: ignore[index]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("sizes", [(8, 8), (8, 6), (6, 8), (4, 8, 8), (8, 4, 8), (8, 8, 8)])
-def test_rows_and_columns_of_adafactor(sizes: tuple[int, ...]) -> None:
-    """Held against what the update does: a row is the mean over the dimension that is dropped."""
-    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    names = tuple("abcd"[: len(sizes)])
-    axes = derive_logical_axes(tx, {"w": shape(*sizes)}, {"w": names})
-    params = {"w": jnp.ones(sizes)}
-    state: Any = tx.init(params)
-    for dim, name in enumerate(names):
-        ramp = jnp.arange(1.0, 1 + sizes[dim]).reshape(
-            [-1 if d == dim else 1 for d in range(len(sizes))]
-        )
-        _, after = tx.update({"w": jnp.broadcast_to(ramp, sizes)}, state, params)
-        for field in ("v_row", "v_col"):
-            leaf = getattr(after, field)["w"]
-            spec = getattr(axes, field)["w"]
-            varies = [bool(jnp.ptp(leaf, axis=axis).max() > 1e-6) for axis in range(leaf.ndim)]
-            assert varies == [axis == name for axis in spec]
-
-
 needs_galore = pytest.mark.skipif(
     "GaLoreState" not in vars(contrib), reason="this Optax has no GaLore"
 )
