@@ -21,7 +21,6 @@ from accelerator import (
     memory_kinds,
     mesh_of,
     needs_host_memory,
-    needs_several,
     normal,
     over,
 )
@@ -30,7 +29,6 @@ from opt_accumulate import MultiSteps, guard, with_average
 from opt_checkpoint import Checkpointer
 from opt_core import Optimizer
 from opt_matrix import Matrices, muon
-from opt_partition import init_sharded, memory_plan
 
 pytestmark = pytest.mark.accelerator
 
@@ -121,38 +119,3 @@ def test_any_mesh_reads_what_all_devices_wrote(count: int, is_hosted: bool, tmp_
     grads = make_grads(1, values)
     found = step(restored, jax.device_put(grads, lies))
     assert_equal(found, step(saved, jax.device_put(grads, across)))
-
-
-@needs_several
-def test_a_resumed_run_on_a_mesh_is_the_run(tmp_path: Path) -> None:
-    """ZeRO, saved in the middle of a window; gradients are sums of whole numbers, in any order."""
-    mesh, windows = mesh_of(), opt.OptaxWrapper(MultiSteps(optax.adamw(1e-2), 2))
-    values = {"w": normal(0, 64 * COUNT, 32)}
-    rules = [("in", None), ("out", None)]
-    plan = memory_plan(windows, values, {"w": ("in", "out")}, rules, mesh, zero="data")
-    params = jax.device_put(values, plan.params.shardings)
-
-    def create() -> Optimizer:
-        made: Optimizer = windows.create(params)
-        return made.replace(state=init_sharded(windows, params, plan.state))
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, create())
-    nu = shardings.state.param_states.inner_opt_state[0].nu["w"]
-    assert nu.is_equivalent_to(over(mesh, "data"), 2)
-
-    def train_step(optimizer: Optimizer, x: jax.Array) -> Optimizer:
-        grads = jax.grad(lambda p: (x @ p["w"]).sum() / 1024)(optimizer.target)
-        return optimizer.apply_gradient(grads)
-
-    jitted = jax.jit(train_step, out_shardings=shardings)
-    batches = [np.round(normal(number, 8 * COUNT, 64 * COUNT)) for number in range(6)]
-    batches = [jax.device_put(batch, over(mesh, "data")) for batch in batches]
-    run = create()
-    for batch in batches[:3]:
-        run = jitted(run, batch)
-    resumed = through(tmp_path, run, create())
-    assert jax.tree.map(lambda leaf: leaf.sharding, resumed) == shardings
-    for batch in batches[3:]:
-        run, resumed = jitted(run, batch), jitted(resumed, batch)
-    assert_equal(resumed, run)
-    assert np.abs(np.asarray(run.target["w"]) - values["w"]).mean() > 1e-3

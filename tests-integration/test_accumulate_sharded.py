@@ -9,8 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_optax_bridge as opt
-import opt_partition
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import accumulate_gradients
@@ -206,21 +204,6 @@ def test_zero2_accumulators_of_the_loop_are_parts() -> None:
     assert carried(on(mesh, ZERO2)) > {(4, 4), (8, 3)}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_no_row_leaves_its_device(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
-    vg = accumulate_gradients(
-        loss_fn,
-        num_microbatches=NUM,
-        reduce=reduce,
-        mesh=mesh if reduce == "deferred" else None,
-    )
-    with use(mesh):
-        args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
-        kinds = {c.kind for c in moved(compiled(vg, *args), mesh)}
-    assert kinds == {"all-reduce"}
-
-
 def test_tensor_parallel_layers_with_their_reductions_inside() -> None:
     """Partial sums over `model` in the forward pass; `data` still waits for the end."""
     mesh = make_mesh(AxisType.Auto)
@@ -349,36 +332,6 @@ def test_what_is_not_finite_is_dropped_with_its_part(
 
 
 # Used as people use it.
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_wrapped_optimizer_with_a_layout(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
-    # On Explicit meshes the types of parameters, state and gradients must be the same.
-    specs = SPECS if AxisType.Explicit in mesh.axis_types else ZERO2
-    layout = opt_partition.Layout.from_specs(specs, make_params(), mesh)
-    definition = opt.adamw(1e-2)
-    vg = accumulate_gradients(
-        loss_fn,
-        num_microbatches=NUM,
-        reduce=reduce,
-        mesh=mesh if reduce == "deferred" else None,
-        out_shardings=layout.shardings,
-    )
-
-    def step(optimizer: Any, batch: Tree, value_and_grad: Callable[..., Any] = vg) -> Any:
-        _, grads = value_and_grad(optimizer.target, batch)
-        return optimizer.apply_gradient(grads)
-
-    batch = make_batch()
-    single = definition.create(make_params())
-    for _ in range(3):
-        single = step(single, batch, whole_batch)
-    with use(mesh):
-        optimizer = definition.create(put(make_params(), mesh, SPECS))
-        for _ in range(3):
-            optimizer = jax.jit(step)(optimizer, put(batch, mesh, P("data")))
-    _assert_close(optimizer.target, single.target)
 
 
 def _assert_close(a: Tree, b: Tree) -> None:

@@ -3,7 +3,6 @@
 Every group must be what its definition makes of its subtree alone.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -166,27 +165,6 @@ def test_every_group_is_its_definition_alone(mixture: str) -> None:
     assert set(states) == set(GROUPS)  # nothing for what is frozen
     kernels = states["stack"]["kernels"]
     assert kernels["stack"]["wi"]["kernel"].v_row.shape == (16, 4)
-
-
-@pytest.mark.sample(1)
-@every_mixture
-def test_compiled_once_with_the_rates_traced(mixture: str) -> None:
-    optimizer = plain = definition_of(mixture).create(make_params())
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(optimizer: Optimizer, grads: Any, rate: Any) -> Optimizer:
-        traces.append(1)
-        return optimizer.apply_gradient(grads, learning_rate=rate)
-
-    optimizer = jax.tree.map(jnp.copy, optimizer)
-    for t, rate in enumerate((0.1, 0.05, 0.0)):
-        given, optimizer = optimizer, step(optimizer, make_params(t + 1), jnp.float32(rate))
-        plain = apply(plain, t, learning_rate=jnp.float32(rate))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-    assert len(traces) == 1
-    for a, b in zip(jax.tree.leaves(optimizer), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
 
 
 @pytest.mark.sample(1)

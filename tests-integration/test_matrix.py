@@ -116,22 +116,6 @@ def test_two_collectives_and_optax_numbers(
     close(found, expected())
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P(("y", "x")), P("y", "x"), P()])
-def test_other_layouts(spec: Any) -> None:
-    mesh = mesh_of((4, 2))
-    sharding = NamedSharding(mesh, spec)
-    params = many(5, 32, 64)  # padded: results stay the same
-    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32)
-    tx = scale_by_muon(plan=plan)
-    program = compiled(tx, params, sharding)
-    plan.check(program, exclusive=True)
-    placed = jax.device_put(params, sharding)
-    found, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
-    alone = scale_by_muon(orthogonalize=F32)
-    close(found, alone.update(params, alone.init(params))[0])
-
-
 def orthogonal(plan: MatrixPlan, params: Any, sharding: Any) -> Any:
     tx = scale_by_muon(plan=plan)
     placed = jax.device_put(params, sharding)

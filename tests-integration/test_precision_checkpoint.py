@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
 from opt_checkpoint.errors import PlanError
-from opt_core import MultiOptimizer, Optimizer, describe_state, regroup
+from opt_core import Optimizer
 
 P = PartitionSpec
 SHAPES = {"bias": (3,), "kernel": (64, 256)}
@@ -176,29 +176,6 @@ def test_files_have_every_code(name: str, tmp_path: Path) -> None:
         checkpointer.save(2, saved)
     found = Checkpointer(tmp_path, read_only=True).restore_latest(trained(name, 0))
     assert_same(found, saved)
-
-
-@pytest.mark.slow
-def test_surgery_moves_codes_with_their_parameter() -> None:
-    groups = MultiOptimizer.from_rules(
-        [("one", "bias", definition("remainder")), ("two", "kernel", definition("remainder"))]
-    )
-    optimizer: Optimizer = groups.create(params(jnp.bfloat16))
-    optimizer = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, optimizer.target))
-    moved, report = regroup(
-        optimizer,
-        MultiOptimizer.from_rules([("all", ".*", definition("remainder"))]),
-        allow={"regroup", "optimizer"},
-    )
-    assert {change.action for change in report.changes} <= {"kept", "renamed"}
-    known = {(leaf.field, leaf.parameter): x for o in (optimizer,) for leaf, x in rows_of(o)}
-    for leaf, x in rows_of(moved):
-        assert_same(x, known[leaf.field, leaf.parameter])
-
-
-def rows_of(optimizer: Optimizer) -> Any:
-    leaves = jax.tree.leaves(optimizer.state.param_states)
-    return zip(describe_state(optimizer).leaves, leaves, strict=True)
 
 
 def mesh_of(number: int) -> Any:

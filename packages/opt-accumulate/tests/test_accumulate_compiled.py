@@ -158,22 +158,6 @@ def test_one_program_for_every_mini_step() -> None:
     assert int(carried[1].gradient_step) == 2
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["update", "apply"])
-def test_the_inner_update_is_traced_once(name: str) -> None:
-    adam, traces = optax.adam(1e-3), []
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        traces.append(name)
-        return adam.update(updates, state, params)
-
-    steps = MultiSteps(optax.GradientTransformation(adam.init, update), 2)
-    state = steps.init(PARAMS)
-    args = (PARAMS, state, PARAMS) if name == "apply" else (PARAMS, state)
-    jax.jit(getattr(steps, name)).lower(*args)
-    assert len(traces) == 1
-
-
 MANY = {f"layer_{i}": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)} for i in range(10)}
 STEPS = {
     "apply": MultiSteps(optax.sgd(0.1), 4),

@@ -93,14 +93,6 @@ def test_ragged_masks_give_the_gradient_of_the_whole_batch_bit_for_bit(
         assert_equal(in_microbatches(size)(params, batch), whole_batch(params, batch))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("num", [1, 12, np.int64(3), jnp.int32(4)])
-def test_any_number_of_microbatches_is_the_same(num: int) -> None:
-    params, batch = make_params(), make_batch()
-    vg = jax.jit(accumulate_gradients(loss_sum, num_microbatches=num))
-    assert_equal(vg(params, batch), whole_batch(params, batch))
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("unroll", [2, True])
 def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool) -> None:
@@ -515,39 +507,7 @@ def test_memory_is_one_microbatch_of_activations_and_one_accumulator() -> None:
     assert ours < full / 6
 
 
-def test_loss_function_is_traced_a_fixed_number_of_times() -> None:
-    traced = []
-
-    def loss_fn(params: Tree, batch: Tree) -> Any:
-        traced.append(1)
-        return loss_sum(params, batch)
-
-    vg = jax.jit(accumulate_gradients(loss_fn, num_microbatches=12))
-    for _ in range(2):
-        vg(make_params(), make_batch())
-    assert len(traced) == 2  # once for the shapes of its outputs, once for the loop
-
-
-@pytest.mark.slow
-def test_checkpointed_loss_functions_and_vmapped_parameters() -> None:
-    params, batch = make_params(), make_batch()
-    rematerialised = accumulate_gradients(jax.checkpoint(loss_sum), num_microbatches=3)
-    assert_equal(jax.jit(rematerialised)(params, batch), whole_batch(params, batch))
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), params)
-    vg = accumulate_gradients(loss_sum, num_microbatches=3)
-    each = jax.vmap(vg, (0, None))(many, batch)
-    second = whole_batch(jax.tree.map(lambda leaf: leaf + 1, params), batch)
-    assert_equal(jax.tree.map(lambda leaf: leaf[1], each), second)
-
-
 # Errors.
-
-
-def test_deferred_over_one_device_is_the_same() -> None:
-    params, batch = make_params(), make_batch()
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    vg = accumulate_gradients(loss_sum, num_microbatches=3, reduce="deferred", mesh=mesh)
-    assert_equal(jax.jit(vg)(params, batch), whole_batch(params, batch))
 
 
 @pytest.mark.sample(1)

@@ -1,6 +1,6 @@
 """`with_average`: its numbers, and the steps that leave it alone."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -212,39 +212,6 @@ def test_a_guard_leaves_it_alone(outside: bool) -> None:
 
 
 # What a state promises
-
-
-class Master:
-    """A transformation that keeps float32 parameters beside bfloat16 ones."""
-
-    def init(self, params: Any) -> Any:
-        return MasterState(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-
-    def update(self, grads: Any, state: Any, params: Any = None) -> Any:
-        master = jax.tree.map(lambda m, g: m - 1e-3 * g, state.master, grads)
-        updates = jax.tree.map(
-            lambda m, p: m.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32),
-            master,
-            params,
-        )
-        return updates, MasterState(master)
-
-
-class MasterState(NamedTuple):
-    master: Any
-
-    def master_params(self, params: Any) -> Any:
-        return self.master
-
-
-def test_of_a_master_it_averages_the_master() -> None:
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    tx = with_average(Master(), 0.5)
-    state = tx.init(params)
-    for _ in range(2):
-        params, state = tx.apply(params, state, {"w": jnp.ones(3)})
-    expected = (1 * 0.5 + 0.999 * 0.5) * 0.5 + 0.998 * 0.5
-    np.testing.assert_allclose(state.average["w"], expected, rtol=1e-7)
 
 
 def test_it_shares_no_buffer_and_can_be_donated() -> None:

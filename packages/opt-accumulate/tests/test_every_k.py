@@ -38,12 +38,6 @@ def test_values_of_a_schedule_are_cut_to_integers_and_at_least_one(value: Any) -
     assert emissions(MultiSteps(optax.sgd(1.0), lambda step: value), 3) == [0, 1, 2]
 
 
-def test_a_schedule_is_asked_at_the_steps_made() -> None:
-    ks = jnp.array([1, 1, 3, 3, 2, 2])
-    found = emissions(MultiSteps(optax.sgd(1.0), lambda step: ks[step]), 12)
-    assert found == [0, 1, 4, 7, 9, 11]
-
-
 def test_a_full_window_emits_at_once_under_a_smaller_k() -> None:
     steps = MultiSteps(optax.sgd(1.0), 8)
     state = steps.init(PARAMS)

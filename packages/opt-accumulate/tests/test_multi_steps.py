@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from opt_accumulate import MultiSteps, skip_not_finite
-from optax.contrib._prodigy import prodigy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSteps, optax.MultiSteps])
 Form = Literal["loop", "cond", "select"]
@@ -333,27 +332,7 @@ def test_float64_is_not_truncated() -> None:
         assert float(updates["a"][0]) == -exact
 
 
-def test_an_accumulator_of_bfloat16_hands_on_float32() -> None:
-    seen: list[Any] = []
-    steps = MultiSteps(seen_by_inner(seen), 1, accumulator_dtype=jnp.bfloat16)
-    steps.update(grads_of(1.0), steps.init(PARAMS))
-    jax.effects_barrier()
-    assert seen[0].dtype == np.float32
-
-
 # JAX's transformations
-
-
-@pytest.mark.slow
-def test_vmap_over_windows_that_end_at_different_mini_steps() -> None:
-    steps: Any = MultiSteps(SGD, 2)
-    state = steps.init(PARAMS)
-    _, later = steps.update(grads_of(3.0), state)
-    states = jax.tree.map(lambda *x: jnp.stack(x), state, later)
-    grads = jax.tree.map(lambda x: jnp.stack([x, x]), grads_of(1.0))
-    updates, new = jax.vmap(steps.update)(grads, states)
-    assert updates["b"].tolist() == [0.0, -2.0]
-    assert new.mini_step.tolist() == [1, 0]
 
 
 @pytest.mark.sample(1)
@@ -370,18 +349,6 @@ def test_reverse_derivatives(form: Form) -> None:
     assert float(grad(jnp.float32(0.5), form)) == -2.0
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         grad(jnp.float32(0.5), "loop")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
-def test_donation_of_states_that_keep_the_parameters(form: Form) -> None:
-    params = jax.tree.map(jnp.copy, PARAMS)
-    steps: Any = MultiSteps(prodigy(), 2, form=form)
-    step = jax.jit(steps.apply, donate_argnums=(0, 1))
-    carried = params, steps.init(params)
-    for value in (1.0, 2.0, 3.0):
-        carried = step(*carried, grads_of(value))
-    assert int(carried[1].mini_step) == 1
 
 
 @pytest.mark.sample(2)

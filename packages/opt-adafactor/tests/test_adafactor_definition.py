@@ -60,19 +60,6 @@ def test_one_step_from_a_given_state() -> None:
     assert found.v.tolist() == found.m.tolist() == [0.0]
 
 
-def test_one_parameter_at_a_time() -> None:
-    definition = Adafactor(0.1, min_dim_size_to_factor=0, beta1=0.9)
-    optimizer = definition.create({"a": PARAMS})
-    state = definition.init_param_state(PARAMS["w"], "a/w")
-    chex.assert_trees_all_equal(state, optimizer.state.param_states["a"]["w"])
-    new, state = definition.apply_param_gradient(
-        0, definition.hyper_params, PARAMS["w"], state, GRADS["w"], "a/w"
-    )
-    optimizer = optimizer.apply_gradient({"a": GRADS})
-    chex.assert_trees_all_equal(new, optimizer.target["a"]["w"])
-    chex.assert_trees_all_equal(state, optimizer.state.param_states["a"]["w"])
-
-
 # Values.
 
 
@@ -174,16 +161,6 @@ def test_overrides_traced_or_not_are_as_good_as_arguments(name: str) -> None:
     for found in (run(overridden, 2, **{name: other}), traced):
         assert largest_difference(found.target, expected.target) < 1e-6
         assert largest_difference(found.state, expected.state) < 1e-6
-
-
-def test_a_map_of_flags_can_be_overridden_too() -> None:
-    flags = HParamMap([("w", False), ("", True)])
-    expected = run(Adafactor(0.1, multiply_by_parameter_scale=flags))
-    found = run(Adafactor(0.1), multiply_by_parameter_scale=flags)
-    chex.assert_trees_all_equal(found.target, expected.target)
-    plain = run(Adafactor(0.1, multiply_by_parameter_scale=False))
-    chex.assert_trees_all_equal(found.target["w"], plain.target["w"])
-    chex.assert_trees_all_equal(found.target["b"], run(Adafactor(0.1)).target["b"])
 
 
 def test_learning_rate_as_a_function_of_the_step() -> None:

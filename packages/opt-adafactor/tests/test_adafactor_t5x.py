@@ -74,20 +74,6 @@ def test_rules_of_rank_2_and_less_are_in_the_map_as_given() -> None:
     assert given == found  # stored and ignored
 
 
-@pytest.mark.parametrize("beta1", [None, 0.0, 0.9])
-def test_factored_statistics_are_replicated_and_the_rest_is_not(beta1: float | None) -> None:
-    definition = make(beta1=beta1)
-    derived = definition.derive_logical_axes(definition.create(PARAMS), AXES)
-    states = derived.state.param_states
-    kernel, bias = states["mlp"]["wi"]["kernel"], states["mlp"]["wi"]["bias"]
-    m = (lambda spec: spec) if beta1 else (lambda spec: None)  # T5X asks for truth
-    assert kernel == t5x._AdafactorParamState(None, None, None, m(P("embed", "mlp")))
-    assert bias == t5x._AdafactorParamState(None, None, P("mlp"), m(P("mlp")))
-    assert states["gate"] == t5x._AdafactorParamState(None, None, None, m(P("mlp")))
-    assert states["scale"] == t5x._AdafactorParamState(None, None, P(), m(P()))
-    assert (derived.target, derived.state.step) == (AXES, None)
-
-
 @pytest.mark.parametrize("wrap", [dict, FrozenDict])
 @pytest.mark.parametrize("is_abstract", [False, True])
 def test_a_partitioner_of_experts_changes_axes_and_restores_them(
