@@ -142,6 +142,20 @@ def test_reports_name_what_is_made_whole_or_say_that_they_do_not_know() -> None:
         op.explain_precision(tx, shapes, value=1.0, other=2.0)
 
 
+def test_derivatives_in_reverse_mode_where_nothing_is_encoded() -> None:
+    inner = optax.adam(1e-3)
+    start = {"w": jnp.ones(4)}
+
+    def moved(tx: Any) -> Any:
+        state = tx.init(start)
+        return jax.grad(lambda g: tx.update({"w": g}, state, start)[0]["w"].sum())
+
+    g = jnp.linspace(0.0, 1e-6, 4)
+    expected = moved(inner)(g)
+    np.testing.assert_array_equal(moved(quantize_state(inner, op.identity()))(g), expected)
+    assert np.all(np.asarray(expected) != 0)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("wrap", [stochastic_weights, master_weights])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
