@@ -273,9 +273,9 @@ def test_gradients_and_states_must_look_like_the_parameters() -> None:
     broken = optimizer.replace(state=optimizer.state.replace(param_states={"w": 1.0}))
     with pytest.raises(TreeMismatchError, match="`param_states` do not have the tree structure"):
         broken.apply_gradient(GRADS)
-    broken = optimizer.replace(state=optimizer.state.replace(param_states=PARAMS))
-    with pytest.raises(TreeMismatchError, match=r"`param_states` of `b`: expected an Adafactor"):
-        broken.apply_gradient(GRADS)
+    small = Adafactor(0.1, min_dim_size_to_factor=2).create(PARAMS)
+    with pytest.raises(TreeMismatchError, match=r"w: expected `v_row` of shape \(4,\), found \(1,"):
+        small.replace(state=optimizer.state).apply_gradient(GRADS)
 
 
 def test_restoring_into_another_factoring_is_an_error() -> None:
@@ -290,20 +290,8 @@ def test_restoring_into_another_factoring_is_an_error() -> None:
     [
         ({"learning_rate": "fast"}, TypeError, "`learning_rate` must be a number or None, found"),
         ({"beta1": True}, TypeError, "`beta1` must be a number or None, found True"),
-        ({"epsilon1": np.ones(2)}, ValueError, r"`epsilon1` must be a scalar.*shape \(2,\)"),
         ({"clipping_threshold": 0.0}, ValueError, "`clipping_threshold` must be positive"),
-        (
-            {"multiply_by_parameter_scale": 1},
-            TypeError,
-            "must be a bool or an `HParamMap`, found int",
-        ),
         ({"skip_nan_updates": "all"}, ValueError, "`skip_nan_updates` must be False, True"),
-        ({"factored": 1}, TypeError, "`factored` must be a bool, found int"),
-        (
-            {"min_dim_size_to_factor": 8.0},
-            TypeError,
-            "`min_dim_size_to_factor` must be a static int",
-        ),
         (
             {"dtype_momentum": jnp.int8},
             TypeError,

@@ -168,25 +168,6 @@ def test_rules_by_axis() -> None:
 # Inside other transformations.
 
 
-def test_in_a_partition() -> None:
-    labels = {"w": "matrix", "b": "rest", "cube": "matrix", "s": "rest"}
-    tx = optax.partition(
-        {"matrix": ada.adafactor(0.1, factor_map=RULES, **SMALL), "rest": optax.sgd(0.1)}, labels
-    )
-    found, _ = run(tx)
-    expected, _ = run(ada.adafactor(0.1, factor_map=RULES, **SMALL))
-    for name in ("w", "cube"):
-        chex.assert_trees_all_close(found[name], expected[name], rtol=1e-6)
-
-
-def test_with_injected_hyper_parameters() -> None:
-    inject = optax.inject_hyperparams(ada.adafactor, static_args=("min_dim_size_to_factor",))
-    with jax.numpy_dtype_promotion("standard"):
-        found, state = run(inject(learning_rate=0.1, **SMALL), FLAT)
-    assert float(state.hyperparams["learning_rate"]) == pytest.approx(0.1)
-    assert largest_difference(found, run(ada.adafactor(0.1, **SMALL), FLAT)[0]) < 1e-6
-
-
 def test_in_multi_steps_and_apply_if_finite() -> None:
     inner = ada.adafactor(0.1, **SMALL)
     with jax.numpy_dtype_promotion("standard"):
