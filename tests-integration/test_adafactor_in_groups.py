@@ -18,7 +18,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from opt_adafactor import Adafactor, standard_logical_factor_rules
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
-from opt_core.errors import HyperParamError
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 from opt_optax_bridge import t5x
 
@@ -187,20 +186,6 @@ def test_overrides_for_all_for_one_group_and_for_one_inside(mixture: str) -> Non
     plain = apply(apply(alone(mixture, "stack"), 0, GROUPS["stack"]), 1, GROUPS["stack"])
     scale = plain.target["stack"]["norm"]["scale"]
     assert not np.array_equal(optimizer.target["stack"]["norm"]["scale"], scale)
-
-
-def test_overrides_that_cannot_be_honoured_say_which_group() -> None:
-    optimizer = definition_of("with adamw").create(make_params())
-    with pytest.raises(HyperParamError, match="group `stack`: group `kernels`: `factored`"):
-        apply(
-            optimizer,
-            0,
-            group_overrides={"stack": {"group_overrides": {"kernels": {"factored": False}}}},
-        )
-    with pytest.raises(HyperParamError, match=r"group `head`: .*`clipping_threshold`"):
-        apply(optimizer, 0, clipping_threshold=0.5)
-    with pytest.raises(HyperParamError, match="`hyper_params` must have 3 entries"):
-        apply(optimizer, 0, hyper_params=optimizer.optimizer_def.hyper_params[:2])
 
 
 def test_the_trainer_of_t5x_reaches_adafactor_and_not_the_wrapped() -> None:

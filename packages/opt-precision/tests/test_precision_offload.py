@@ -50,8 +50,9 @@ def test_a_precision_keeps_moments_on_the_host() -> None:
 
 
 @needs_new
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("codec", [op.identity(), op.dynamic8()], ids=str)
+@pytest.mark.parametrize(
+    "codec", [op.identity(), pytest.param(op.dynamic8(), marks=pytest.mark.slow)], ids=str
+)
 def test_nothing_changes_but_the_memory(codec: op.Codec) -> None:
     start = params(jnp.bfloat16)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

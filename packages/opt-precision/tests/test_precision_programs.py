@@ -90,12 +90,11 @@ def test_leaves_without_elements_and_with_one(codec: op.Codec) -> None:
         "square": jnp.ones((1, 1), jnp.bfloat16),
         "wide": jnp.ones((32, 256), jnp.bfloat16),
     }
-    for inner in (optax.adamw(1e-3), optax.adafactor(1e-2)):
-        tx = stochastic_weights(quantize_state(inner, codec))
-        made, state = steps(tx, start)
-        assert jax.tree.map(jax.typeof, made) == jax.tree.map(jax.typeof, start)
-        assert structure(state) == structure(tx.init(start))
-        assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), codec))
+    made, state = steps(tx, start)
+    assert jax.tree.map(jax.typeof, made) == jax.tree.map(jax.typeof, start)
+    assert structure(state) == structure(tx.init(start))
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def matrices(number: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
 
 
 @is_old
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grad", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("name", ["adamw", *SUMMED])
@@ -137,7 +137,6 @@ SHAPES = {
     "long": (32, 512),
     "odd": (96, 250),
     "tall": (96, 256),
-    "wide": (8, 768),
 }
 
 
@@ -149,7 +148,7 @@ def start(dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     }
 
 
-def run(tx: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
+def run(tx: Any, params: Any, steps: int = 2) -> tuple[Any, Any]:
     state, apply = tx.init(params), jax.jit(lambda *args: op.apply(tx, *args))
     for step in range(steps):
         params, state = apply(params, state, grads(step, params))
