@@ -500,9 +500,6 @@ def test_memory_is_one_microbatch_of_activations_and_one_accumulator() -> None:
     assert ours < full / 6
 
 
-# Errors.
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_further_arguments_that_are_no_arrays(reduce: Any) -> None:

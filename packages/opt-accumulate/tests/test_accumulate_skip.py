@@ -61,6 +61,7 @@ def train(steps: Any, values: list[Any]) -> tuple[list[float], Any]:
 # Optax's two
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan, complex(0, np.inf), complex(np.nan)])
 def test_not_finite(value: Any) -> None:
     bad = jnp.array([1.0, value, value])
@@ -68,6 +69,7 @@ def test_not_finite(value: Any) -> None:
     assert (bool(skip), int(state["num_not_finite"])) == (True, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("value", "dtype"), [(300.0, jnp.float16), (3 + 4j, jnp.complex64)])
 def test_squares_that_optax_cannot_take(value: Any, dtype: Any) -> None:
     updates = jnp.full(1, value, dtype)

@@ -49,7 +49,7 @@ NESTED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("nesting", NESTED)
 def test_an_average_is_found_in_any_nesting(nesting: str) -> None:
     expected_params, state = trained(AVERAGED)

@@ -121,6 +121,7 @@ def test_there_is_no_decision_before_32_values() -> None:
     assert skips(tx, [1.0] * 32 + [100.0])[-1]
 
 
+@pytest.mark.slow
 def test_low_values_and_small_changes_are_no_spikes() -> None:
     tx = guarded(loss=QUICK, grad_norm=QUICK)
     losses = [2.0] * 5 + [0.1, 2.05, 2.0]
@@ -211,6 +212,7 @@ def test_spikes_of_the_update_norm(form: str) -> None:
     np.testing.assert_allclose(state.update_norm.values[:6], 1e-2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_update_that_was_not_computed_is_not_judged() -> None:
     tx = guarded(loss=QUICK, update_norm=QUICK)
     carried = steps_of(tx, [1.0] * 5 + [9.0, 1.0])
@@ -255,6 +257,7 @@ def test_in_a_window_it_judges_what_is_emitted() -> None:
     assert (int(found.skipped), int(found.last_skipped)) == (1, 4)
 
 
+@pytest.mark.slow
 def test_around_a_window_it_judges_mini_steps() -> None:
     tx = guard(MultiSteps(INNER, 2), loss=QUICK)
     carried = steps_of(tx, [1.0] * 5 + [30.0, 1.0])
@@ -262,6 +265,7 @@ def test_around_a_window_it_judges_mini_steps() -> None:
     assert int(carried[-1][1].skipped) == 1
 
 
+@pytest.mark.slow
 def test_two_guards_have_two_reports() -> None:
     tx = guard(guard(INNER))
     _, state = steps_of(tx, [1.0])[-1]
@@ -272,6 +276,7 @@ def test_two_guards_have_two_reports() -> None:
         report(INNER.init(PARAMS))
 
 
+@pytest.mark.slow
 def test_one_program_and_one_type_for_every_step() -> None:
     average = with_average(INNER, lambda t: 1 / (t + 1), start=2, every=2)
     tx = guard(average, loss=QUICK, update_norm=QUICK, max_consecutive=2)
@@ -295,7 +300,7 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
 LARGE = float(np.finfo(np.float32).max)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spike", [None, QUICK])
 @pytest.mark.parametrize(
     ("values", "is_finite"),
@@ -333,6 +338,7 @@ def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
     assert norm == pytest.approx(5e30 if isinstance(grads[0], complex) else 3e30)
 
 
+@pytest.mark.slow
 def test_squares_of_double_precision_are_told_from_infinity() -> None:
     enable_x64: Any = jax.enable_x64
     tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)

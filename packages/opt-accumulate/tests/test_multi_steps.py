@@ -87,7 +87,7 @@ def test_parameters_stay_the_same_to_the_bit_between_steps() -> None:
 # Non-finite values
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("bad", "position"), [(jnp.inf, 0), (jnp.nan, 0), (-jnp.inf, 1)])
 @pytest.mark.parametrize("mean", [True, False])
@@ -226,7 +226,7 @@ def test_means_over_the_window(form: Form) -> None:
 # flush
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mean", [True, False])
 def test_flush_emits_what_the_window_holds(mean: bool, form: Form) -> None:
@@ -351,7 +351,7 @@ def test_reverse_derivatives(form: Form) -> None:
         grad(jnp.float32(0.5), "loop")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "copy", [lambda x: x, lambda x: jax.jit(lambda y: y)(x), lambda x: x.addressable_shards[0].data]
 )
@@ -380,9 +380,6 @@ def test_counters_stay_at_their_largest_value() -> None:
     assert state.mini_step == top - 1
 
 
-# Errors
-
-
 def test_an_empty_tree() -> None:
     steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
     state = steps.init({})
@@ -392,6 +389,7 @@ def test_an_empty_tree() -> None:
     assert steps.has_updated(state)
 
 
+@pytest.mark.slow
 def test_optimizers_that_are_written_for_one_dtype() -> None:
     """Those run under `optax.MultiSteps`, which rounds gradients before it hands them on."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)

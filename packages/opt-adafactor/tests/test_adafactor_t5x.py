@@ -133,7 +133,7 @@ def test_updates_and_checkpoints_are_those_of_the_package(name: str) -> None:
     case = g.load(name)
     ours, facade = (case.definition(kind) for kind in (opt_adafactor.Adafactor, t5x.Adafactor))
     runs: list[Optimizer] = [ours.create(case.params), facade.create(case.params)]
-    for t in range(3):
+    for t in range(2):
         runs = [run.apply_gradient(case.grads[t], **case.overrides(t)) for run in runs]
     of_ours, of_facade = runs
     chex.assert_trees_all_equal(of_facade.state_dict(), of_ours.state_dict())

@@ -1,4 +1,4 @@
-"""Input at the edges: names in rules, empty tensors, states of others, colliding paths."""
+"""Input at the edges: names in rules, empty tensors, boxes of Flax, huge gradients."""
 
 from typing import Any
 
