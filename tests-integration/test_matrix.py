@@ -225,7 +225,6 @@ ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], di
         {"a": ((16, 16), P()), "b": ((16, 16), P("x", "y")), "c": ((2, 16, 16), P(None, "y"))},
         {},
     ),
-    "five dimensions": ((4, 2), {"w": ((2, 3, 2, 8, 16), P(None, None, "y", None, "x"))}, {}),
     "stacks that axes cut": (
         (4, 2),
         {"a": ((4, 3, 8, 16), P("x", None, None, "y")), "b": ((2, 4, 8, 16), P("y", "x"))},

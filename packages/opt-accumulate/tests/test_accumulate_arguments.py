@@ -68,7 +68,7 @@ def whole_batch(batch: Tree, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.
     options=st.sampled_from([{}, {"reduce": "deferred", "mesh": make_mesh()}, {"weights": None}]),
     jit=st.booleans(),
 )
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 def test_keywords_and_scalars_against_the_whole_batch(
     factor: Any, args: Any, kwargs: Any, size: int, options: Any, jit: bool
 ) -> None:

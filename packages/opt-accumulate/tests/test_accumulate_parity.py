@@ -210,14 +210,3 @@ def test_skip_functions_decide_and_report_as_optax(skip: str) -> None:
         assert_same(found, expected)
         skipped += int(found[0])
     assert 0 < skipped < 12
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("skip", SKIPS)
-def test_skipped_mini_steps_are_the_same(skip: str) -> None:
-    inner = INNER["adamw"]
-    ours: Any = MultiSteps(inner, 2, should_skip_update_fn=SKIPS[skip][0])
-    theirs: Any = optax.MultiSteps(inner, 2, should_skip_update_fn=SKIPS[skip][1])
-    found = run(ours, ours.init(PARAMS), PARAMS, range(9))
-    expected = run(theirs, theirs.init(PARAMS), PARAMS, range(9))
-    assert_same(found, expected)

@@ -349,15 +349,6 @@ def test_squares_of_double_precision_are_told_from_infinity() -> None:
             assert bool(state.was_skipped) is not is_finite
 
 
-def test_init_shares_no_buffer() -> None:
-    params = jax.tree.map(jnp.copy, PARAMS)
-    state = guard(optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))).init(
-        params
-    )
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
-    assert len(set(pointers)) == len(pointers)
-
-
 # What it costs: see also `tools/bench/accumulate.py`
 
 
