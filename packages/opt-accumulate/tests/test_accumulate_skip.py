@@ -12,7 +12,6 @@ import optax
 import pytest
 from opt_accumulate import (
     MultiSteps,
-    StatefulSkipFunction,
     all_of,
     any_of,
     check_skips,
@@ -192,15 +191,6 @@ def test_decisions_and_counts(combine: Callable[..., Any], expected: list[bool])
     assert int(state["num_skipped"]) == sum(expected)
     assert [int(count) for count in state["num_by_function"]] == [2, 2]
     assert float(state["skip_states"][1]["norm_squared"]) == 162.0
-
-
-def test_combinations_of_combinations() -> None:
-    combined = any_of(skip_not_finite, all_of(negative, LARGE))
-    assert isinstance(combined, StatefulSkipFunction)
-    said, state = decide(combined, [-1.0, 9.0, jnp.nan, -9.0])
-    assert said == [False, False, True, True]
-    assert int(state["skip_states"][1]["num_skipped"]) == 1
-    assert int(state["num_skipped"]) == 2
 
 
 def test_a_guard_forgets_what_the_others_decided() -> None:
