@@ -212,7 +212,6 @@ def test_spikes_of_the_update_norm(form: str) -> None:
     np.testing.assert_allclose(state.update_norm.values[:6], 1e-2, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_an_update_that_was_not_computed_is_not_judged() -> None:
     tx = guarded(loss=QUICK, update_norm=QUICK)
     carried = steps_of(tx, [1.0] * 5 + [9.0, 1.0])
