@@ -108,7 +108,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 # Values and collectives.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh) -> None:
@@ -137,7 +137,7 @@ def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.shard
     assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [16, 24])
 def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.sharding.Mesh) -> None:
     set_mesh: Any = jax.set_mesh
@@ -150,7 +150,7 @@ def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.shardi
             assert_equal(jax.jit(vg)(*args), whole_batch(params, batch))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num", [2, 8])
 def test_deferred_gradients_are_summed_once_for_any_number_of_microbatches(
     num: int, mesh: jax.sharding.Mesh
@@ -304,7 +304,7 @@ def test_keys_of_rows_give_the_same_result_deferred_or_not(mesh: jax.sharding.Me
         assert_equal(jax.jit(deferred)(*args, rng=key), whole)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_what_is_not_finite_is_dropped_with_its_part(
     reduce: Reduce, mesh: jax.sharding.Mesh
@@ -483,7 +483,7 @@ def quotient(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
     return whole
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("loss", "options", "check_vma"),
     [

@@ -247,7 +247,7 @@ ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], di
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_trees_have_the_numbers_of_optax(name: str) -> None:
     shape, leaves, options = ODD[name]
@@ -397,7 +397,7 @@ def soap_reference(grads: list[Any], every: int) -> Any:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["normuon", "soap"])
 @pytest.mark.parametrize(
     ("shape", "spec", "kind"),

@@ -71,7 +71,7 @@ def assert_same(one: Any, other: Any) -> None:
 EXACT, BITS16, BITS8 = 1e-6, 0.004, 0.08
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("old", "new", "params_error", "moments_error"),
     [
@@ -184,7 +184,7 @@ def mesh_of(number: int) -> Any:
     return jax.make_mesh(shape, ("a", "b"), axis_types=kinds, devices=jax.devices()[:number])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["remainder", "stochastic"])
 def test_eight_devices_then_four_then_one(name: str, tmp_path: Path) -> None:
     specs = {"bias": P(), "kernel": P("a", "b"), "wide": P(None, "b")}

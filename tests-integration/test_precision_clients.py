@@ -100,6 +100,7 @@ def test_each_group_has_a_precision() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_groups_store_the_same_bits_on_eight_devices() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     across = NamedSharding(mesh, PartitionSpec("x", None))
