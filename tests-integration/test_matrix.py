@@ -84,7 +84,7 @@ def expected() -> Any:
     return EXPECTED[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("shape", "spec"),
@@ -145,18 +145,16 @@ def test_stacks_experts_heads_and_fused_matrices() -> None:
         "fused": normal(2, 16, 24),
         "heads": normal(16, 4, 8),
         "per_head": normal(16, 4, 8),
-        "scanned": normal(6, 16, 32),
     }
     specs = {
         "experts": P(None, "x", None, "y"),
         "fused": P(None, "x", "y"),
         "heads": P("x", "y"),
         "per_head": P("x", "y"),
-        "scanned": P(None, "y", "x"),
     }
     matrices = Matrices.by_path(
         {
-            "experts|scanned": (-2, -1),
+            "experts": (-2, -1),
             "fused": Dims((1,), (2,), split=(16, 4, 4)),
             "heads": (0, (1, 2)),
             "per_head": (0, 2),
@@ -166,7 +164,7 @@ def test_stacks_experts_heads_and_fused_matrices() -> None:
     plan = plan_matrices(params, shardings, mesh, matrices, fn=F32)
     found = orthogonal(plan, params, shardings)
     alone = scale_by_muon(orthogonalize=F32, matrices=matrices)
-    close(found, alone.update(params, alone.init(params))[0])
+    close(found, jax.jit(alone.update)(params, alone.init(params))[0])
 
 
 @pytest.mark.sample(1)
@@ -336,6 +334,7 @@ def test_state_stays_with_its_matrices() -> None:
     close(results[0]["b"], np.linalg.pinv(2 * params["b"]).swapaxes(1, 2), 1e-3)
 
 
+@pytest.mark.slow
 def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
     mesh = mesh_of((8,))
     sharding = NamedSharding(mesh, P("x"))
