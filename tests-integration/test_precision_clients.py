@@ -117,6 +117,7 @@ def test_groups_store_the_same_bits_on_eight_devices() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_groups_that_are_alike_do_not_share_noise() -> None:
     both = dict.fromkeys(("body", "head"), PRECISIONS["body"])
     optimizer: Optimizer = in_groups(both).create({name: params() for name in both})

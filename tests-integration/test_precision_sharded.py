@@ -136,9 +136,12 @@ def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
     assert_same(found, on_one_device(op.dynamic8()))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", ["lamb", "clipped after"])
+@pytest.mark.parametrize(
+    "kind",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)],
+    ids=["auto", "explicit"],
+)
+@pytest.mark.parametrize("name", ["clipped after", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
     inner: Any = {
         "lamb": optax.lamb(1e-2),
@@ -168,7 +171,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_explicit_meshes_need_no_context(inner: Any) -> None:
     """Also for leaves of one element, which are on every device."""
