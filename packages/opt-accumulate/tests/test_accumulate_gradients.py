@@ -104,7 +104,6 @@ def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool)
     assert (" while(" in program) == (unroll is not True)
 
 
-@pytest.mark.slow
 def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
     mask = np.ones((ROWS, 2))
     mask[1::2, 0] = 0  # microbatch 0 has two tokens in a row, microbatch 1 one
