@@ -127,8 +127,13 @@ def test_a_state_of_numpys_float64_restores() -> None:
         assert int(restored.state.step) == 3
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Adafactor_std_rules_scan_momentum", "Adafactor_momentum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Adafactor_momentum",
+        pytest.param("Adafactor_std_rules_scan_momentum", marks=pytest.mark.slow),
+    ],
+)
 def test_updates_and_checkpoints_are_those_of_the_package(name: str) -> None:
     case = g.load(name)
     ours, facade = (case.definition(kind) for kind in (opt_adafactor.Adafactor, t5x.Adafactor))
