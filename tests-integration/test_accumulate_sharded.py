@@ -110,7 +110,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+@pytest.mark.parametrize("reduce", ["deferred", "auto"])
 def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh) -> None:
     vg = accumulate_gradients(
         lambda p, b: (loss_fn(p, b), {"rows": row_losses(p, b), "tokens": b["mask"].sum()}),
