@@ -271,6 +271,7 @@ def noisy(params: Tree, batch: Tree, scale: jax.Array, rng: jax.Array) -> Any:
     return (losses.sum(), batch["mask"].sum()), jax.random.key_data(rng)
 
 
+@pytest.mark.slow
 def test_keys_are_the_same_for_any_sharding() -> None:
     mesh = make_mesh(AxisType.Auto)
     params, batch, key = make_params(), make_batch(), jax.random.key(5)

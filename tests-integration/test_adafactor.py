@@ -123,6 +123,7 @@ def test_sharded_statistics_make_the_same_updates(mesh: Mesh) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * scale)
 
 
+@pytest.mark.slow
 def test_wrapped_for_run_time_hyper_parameters() -> None:
     adafactor = opt_optax_bridge.wrap_optax_optimizer(ada.adafactor)
     params, grads = params_of(), params_of(1)

@@ -113,7 +113,7 @@ def test_a_guard_adds_the_sum_of_the_norm(mesh: Mesh) -> None:
     assert all(c.kind == "all-reduce" and np.prod(c.shape) <= 2 for c in found.collectives)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_an_average_may_lie_on_the_host(mesh: Mesh) -> None:
     """Also inside of a guard that judges updates, and so chooses between two states."""
     tx = guard(with_average(ADAMW, 0.5), loss=None, update_norm=Spike())

@@ -138,6 +138,7 @@ def test_split_matrices(shape: tuple[int, int], spec: Any, gram: bool) -> None:
     close(found, alone.update(params, alone.init(params))[0], 1e-3 if gram else 1e-4)
 
 
+@pytest.mark.slow
 def test_stacks_experts_heads_and_fused_matrices() -> None:
     mesh = mesh_of((4, 2))
     params = {
@@ -245,7 +246,7 @@ ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], di
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_trees_have_the_numbers_of_optax(name: str) -> None:
     shape, leaves, options = ODD[name]
@@ -452,7 +453,7 @@ def test_first_bases_of_soap_on_covariances_of_low_rank_do_not_depend_on_the_mes
                 np.testing.assert_allclose(same, np.eye(len(same)), atol=2e-3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("normuon", AxisType.Auto), ("normuon", AxisType.Explicit), ("soap", AxisType.Auto)],

@@ -71,7 +71,7 @@ def assert_same(one: Any, other: Any) -> None:
 EXACT, BITS16, BITS8 = 1e-6, 0.004, 0.08
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "params_error", "moments_error"),
     [

@@ -117,7 +117,7 @@ def test_every_mesh_makes_the_same_codes(number: int, codec: Any, kind: Any) -> 
     assert not _COLLECTIVE.findall(text)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
     mesh = mesh_of(8, kind)
@@ -136,6 +136,7 @@ def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
     assert_same(found, on_one_device(op.dynamic8()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)],

@@ -282,8 +282,9 @@ def raw_optax_run(name: str, count: int) -> Any:
     return params
 
 
-@pytest.mark.sample(1)
-@each_optimizer
+@pytest.mark.parametrize(
+    "name", [n if n == "groups" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     trainer = trainer_of(name)
     progress = trainer.start(jax.random.key(1))
