@@ -38,11 +38,6 @@ class Even:
     def leaf_storage(self) -> dict[str, Any]:
         return EVEN
 
-    def with_values(self, values: jax.Array) -> Even:
-        scale = jnp.abs(values).reshape(-1, 2).max(1)
-        codes = jnp.round(values / jnp.repeat(scale, 2) * 255).astype(jnp.uint8)
-        return Even(codes, scale)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

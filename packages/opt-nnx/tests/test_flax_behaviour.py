@@ -62,20 +62,6 @@ def test_attributes() -> None:
         _ = getattr(optimizer, "model")  # noqa: B009
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_split_and_merge(kind: Any) -> None:
-    model = make_model()
-    optimizer = kind(model, optax.adam(0.1), wrt=nnx.Param)
-    optimizer.update(model, gradients(model))
-    merged = nnx.clone(optimizer)  # splits and merges
-    assert type(merged) is kind
-    assert_same(nnx.state(merged), nnx.state(optimizer))
-    copy = nnx.clone(model)
-    merged.update(copy, gradients(copy))
-    optimizer.update(model, gradients(model))
-    assert_same(nnx.state(copy, nnx.Param), nnx.state(model, nnx.Param))
-
-
 MODES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "eager": (lambda step: step, {}),
     "jit": (nnx.jit, {}),
@@ -146,7 +132,7 @@ def test_a_line_search(kind: Any) -> None:
 OUTER = nnx.All(nnx.Param, nnx.PathContains("outer"))
 FILTERS = [
     pytest.param(nnx.Param, id="Param", marks=pytest.mark.slow),
-    pytest.param(nnx.LoRAParam, id="LoRAParam"),
+    pytest.param(nnx.LoRAParam, id="LoRAParam", marks=pytest.mark.slow),
     pytest.param((nnx.Param, nnx.LoRAParam), id="both", marks=pytest.mark.slow),
     pytest.param(OUTER, id="path"),
 ]

@@ -307,15 +307,6 @@ def test_a_variable_may_hold_a_tree() -> None:
     assert float(values["pair"]["a"][0, 0]) < 1.0
 
 
-def test_abstract_models_make_abstract_optimizers() -> None:
-    model = nnx.eval_shape(make_model)
-    optimizer = opt_nnx.Optimizer(model, opt.adam(0.1))
-    leaves = jax.tree.leaves(nnx.state(optimizer))
-    assert leaves
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    assert optimizer.to_core(model).state.step == jax.ShapeDtypeStruct((), jnp.int32)
-
-
 # There and back.
 
 

@@ -13,8 +13,6 @@ import pytest
 from bridge_testing import (
     Jitted,
     assert_close,
-    block,
-    block_names,
     constructor_of,
     definition,
     extra_args_of,
@@ -200,14 +198,6 @@ def test_other_arguments_make_another_definition(name: str) -> None:
         assert other != one, argument
         opaque = OptaxWrapper(other.optax_optimizer)
         assert opaque != OptaxWrapper(one.optax_optimizer), argument
-
-
-@pytest.mark.sample(20)
-@pytest.mark.parametrize("name", block_names())
-def test_opaque_transformations_built_the_same_way_are_equal(name: str) -> None:
-    one, two = OptaxWrapper(block(name)), OptaxWrapper(block(name))
-    assert one == two
-    assert hash(one) == hash(two)
 
 
 @dataclasses.dataclass(frozen=True)
