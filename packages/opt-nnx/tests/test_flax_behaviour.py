@@ -197,26 +197,6 @@ def test_branches_and_loops(kind: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_ensemble(kind: Any) -> None:
-    @nnx.vmap
-    def create(seed: jax.Array) -> Any:
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(jax.random.key(seed)))
-        return model, kind(model, optax.adam(0.1), wrt=nnx.Param)
-
-    @nnx.vmap
-    def step(model: Any, optimizer: Any) -> Any:
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
-    model, optimizer = create(jnp.arange(3))
-    assert optimizer.step[...].shape == (3,)
-    first = step(model, optimizer)
-    assert (step(model, optimizer) < first).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_subclass_with_metrics(kind: Any) -> None:
     class TrainState(kind):  # type: ignore[misc]
         def __init__(self, model: Any, tx: Any) -> None:
