@@ -122,6 +122,15 @@ def test_the_step_is_read_from_any_integer(found: Any) -> None:
     assert_same(optimizer.restore_state(state_dict).state.step, jnp.int32(5))
 
 
+def test_a_step_below_0_is_no_step() -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    state_dict = optimizer.state_dict()
+    state_dict["state"]["step"] = np.int64(-1)
+    [mismatch] = optimizer.check_state_dict(state_dict).mismatches
+    found = (mismatch.path, mismatch.kind, mismatch.found)
+    assert found == ("state/step", MismatchKind.VALUE, "-1")
+
+
 # State dicts.
 
 

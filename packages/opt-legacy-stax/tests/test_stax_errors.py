@@ -213,7 +213,7 @@ def test_errors_are_builtin_ones_too(error: type[Exception], builtin: type[Excep
 
 
 @pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
-def test_a_state_of_an_optimizer_that_keeps_less(module: Any) -> None:
+def test_a_state_of_an_optimizer_that_keeps_less_or_more(module: Any) -> None:
     state, triple = module.momentum(0.1, 0.9).init_fn(PARAMS), ours.adam(0.1)
     words = r"`opt_state` is not a state of `adam`, which keeps .*: for parameter `mlp/bias`"
     functions: list[Callable[[], Any]] = [
@@ -225,7 +225,9 @@ def test_a_state_of_an_optimizer_that_keeps_less(module: Any) -> None:
     for function in functions:
         with pytest.raises(errors.LayoutError, match=words):
             function()
-    ours.adagrad(0.1).update_fn(0, ZEROS, triple.init_fn(PARAMS))  # which keeps as much
+    with pytest.raises(errors.LayoutError, match="is not a state of `momentum`"):
+        ours.momentum(0.1, 0.9).update_fn(0, ZEROS, module.adam(0.1).init_fn(PARAMS))
+    ours.adagrad(0.1).update_fn(0, ZEROS, module.adam(0.1).init_fn(PARAMS))  # it keeps as much
 
 
 @pytest.mark.parametrize("state", [None, PARAMS, (1, 2, 3)], ids=["None", "params", "tuple"])
