@@ -1,7 +1,7 @@
 """What `opt_nnx.Optimizer` does besides what Flax's does."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,28 +178,6 @@ def test_groups() -> None:
     assert len(jax.tree.leaves(optimizer.opt_state)) == 5  # a count, two moments of two
     with pytest.raises(HyperParamError, match="no_such"):
         optimizer.update(model, gradients(model), group_overrides={"no_such": {}})
-
-
-class Halving(NamedTuple):
-    """Takes the parameters themselves, as `opt_accumulate.MultiSteps` does."""
-
-    def init(self, params: Any) -> Any:
-        return ()
-
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
-        raise AssertionError("`apply` is asked")
-
-    def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> Any:
-        return jax.tree.map(lambda p: p / 2, params), state
-
-
-def test_a_transformation_that_updates_the_parameters() -> None:
-    model = make_model()
-    optimizer = opt_nnx.Optimizer(model, Halving())
-    before = model.inner.kernel[...]
-    updates = optimizer.update(model, gradients(model))
-    assert (model.inner.kernel[...] == before / 2).all()
-    assert (updates["inner"]["kernel"] == -before / 2).all()
 
 
 # The parameters to evaluate.

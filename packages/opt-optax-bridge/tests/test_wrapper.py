@@ -177,17 +177,6 @@ def test_per_example_gradients_go_to_what_averages_them() -> None:
 # Identity.
 
 
-@pytest.mark.sample(20)
-@pytest.mark.parametrize("name", NAMES)
-def test_built_the_same_way_they_are_equal(name: str) -> None:
-    one, two = definition(name), definition(name)
-    assert one is not two
-    assert one == two
-    assert hash(one) == hash(two)
-    assert OptaxWrapper(transformation(name)) == OptaxWrapper(transformation(name))
-    assert one != OptaxWrapper(transformation(name))  # of this one nothing can be overridden
-
-
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_other_arguments_make_another_definition(name: str) -> None:
