@@ -70,7 +70,9 @@ MODES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param("eager", marks=pytest.mark.slow), "jit", "without a graph"]
+)
 def test_a_step(kind: Any, mode: str) -> None:
     jit, options = MODES[mode]
     if options and not HAS_MODES:
