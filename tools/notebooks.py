@@ -25,7 +25,7 @@ def convert(guide: str, text: str) -> str:
     notebook = jupytext.reads(text, "md")
     install = f"%pip install --quiet {' '.join(packages)}"
     metadata = {"tags": ["skip-execution"]}
-    cell = nbformat.v4.new_code_cell(install, metadata=metadata)
+    cell = nbformat.v4.new_code_cell(install, metadata=metadata)  # type: ignore[no-untyped-call]
     notebook.cells.insert(0, cell)
     for i, cell in enumerate(notebook.cells):
         cell.id = f"{guide}-{i}"
