@@ -147,8 +147,9 @@ def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:
     """An existing or lower step, or a closed or reading checkpointer: an error, nothing changed."""
     with Checkpointer(tmp_path, save_interval_steps=10) as checkpointer:
         # Not due, and saved: policy is asked, not guessed.
-        checkpointer.save(np.int64(3), small_state(3))  # type: ignore[arg-type]
-        checkpointer.save(jnp.int32(20), small_state(20))  # type: ignore[arg-type]
+        integers: list[Any] = [np.int64(3), jnp.int32(20)]  # not `int`, but they say which
+        for integer in integers:
+            checkpointer.save(integer, small_state(int(integer)))
         for step in (20, 3, 4):
             with pytest.raises(SaveError, match=f"step {step} is not saved: .* has step 20"):
                 checkpointer.save(step, small_state())
