@@ -79,15 +79,6 @@ def assert_same(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_lookalikes_are_not_mixed() -> None:
-    optimizer, target = trained(opt.adam(0.1)), opt.adabelief(0.1)
-    with pytest.raises(SurgeryError, match=r"trained state would be dropped:\n.*`0/mu/b`"):
-        regroup(optimizer, target)
-    found, report = regroup(optimizer, target, allow=EVERYTHING)
-    assert report.kept == report.renamed == report.converted == ()
-    assert_same(found.state.param_states, target.create(make_params()).state.param_states)
-
-
 # What goes on.
 
 
@@ -113,14 +104,6 @@ def test_every_leaf_of_adamw_continues_and_returns(definition: OptimizerDef, kep
     assert len(report.kept) == 5
     assert_same(back.state, optimizer.state)
     advanced(there, 1)
-
-
-def test_training_continues_bit_for_bit() -> None:
-    optimizer = trained(opt.adamw(0.01), 4)
-    found, _ = regroup(optimizer, wrapped(optax.chain(optax.clip(1e9), optax.adamw(0.01))))
-    for step in range(5):  # not compiled: fusions of two programs round differently
-        optimizer, found = (o.apply_gradient(gradients(step)) for o in (optimizer, found))
-        assert_same(found.target, optimizer.target)
 
 
 # What acts on gradients before moments, and what the moments are.
@@ -334,15 +317,6 @@ def test_what_does_not_change_the_meaning_of_moments_passes(name: str) -> None:
     assert not regroup(optimizer, target)[1].dropped
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("before", [optax.clip(1.0), optax.identity(), optax.zero_nans()])
-def test_what_passes_updates_on_comes_and_goes(before: Any) -> None:
-    there, _ = regroup(momentum().create(make_params()), momentum(before))
-    back, report = regroup(there, momentum())
-    assert len(report.kept) == 2
-    assert back.optimizer_def == momentum()
-
-
 @pytest.mark.parametrize("how", [None, "mask"])
 def test_another_factor_before_moments_is_refused(how: str | None) -> None:
     """A loss scale that changes: moments would be in other units, for a hundred steps."""
@@ -379,19 +353,16 @@ class Listed(NamedTuple):
     velocity: Any
 
 
-def listing(of: Callable[[jax.Array], Any]) -> Any:
-    """A user's transformation that keeps a list with an entry per parameter."""
+def listing() -> Any:
+    """A user's transformation that keeps a list with an entry, a pair, per parameter."""
 
     def init(params: Any) -> Listed:
-        return Listed([of(jnp.zeros_like(leaf)) for leaf in jax.tree.leaves(params)])
+        zeros = jax.tree.map(jnp.zeros_like, jax.tree.leaves(params))
+        return Listed([(leaf, leaf) for leaf in zeros])
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        grads, structure = jax.tree.flatten(updates)
-        moved = [
-            jax.tree.map(lambda v, g=g: v + of(g) if v.ndim < 1 else v + g, old)
-            for old, g in zip(state.velocity, grads, strict=True)
-        ]
-        return jax.tree.unflatten(structure, grads), Listed(moved)
+        pairs = zip(state.velocity, jax.tree.leaves(updates), strict=True)
+        return updates, Listed([(one + g, other + g) for (one, other), g in pairs])
 
     return optax.GradientTransformation(init, update)
 
@@ -399,20 +370,17 @@ def listing(of: Callable[[jax.Array], Any]) -> Any:
 def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
     """A new parameter in front shifts the entries: each would go on with its neighbour's."""
     few = {"b": jnp.ones(3), "c": jnp.ones(3)}
-    more = {"a": jnp.ones(3), **few}
-    for of in (lambda leaf: leaf, lambda leaf: (leaf, leaf)):
-        definition = wrapped(optax.chain(optax.clip(9.0), listing(of)))
-        described = describe_state(definition.create(few)).leaves
-        assert {leaf.parameter: (leaf.role, leaf.dimensions) for leaf in described} == {
-            ("b",): ("moment", (0,)),
-            ("c",): ("moment", (0,)),
-        }
-        optimizer = definition.create(few).apply_gradient({"b": jnp.ones(3), "c": -jnp.ones(3)})
-        plan = plan_restore(named_state(optimizer), definition.create(more), allow={"initialise"})
-        found = plan.apply().state.param_states[1].velocity
-        first = [jax.tree.leaves(entry)[0].tolist() for entry in found]
-        assert first == [[0.0] * 3, [1.0] * 3, [-1.0] * 3]
-        assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
+    definition = wrapped(optax.chain(optax.clip(9.0), listing()))
+    optimizer = definition.create(few).apply_gradient({"b": jnp.ones(3), "c": -jnp.ones(3)})
+    assert {(x.parameter, x.role, x.dimensions) for x in describe_state(optimizer).leaves} == {
+        (("b",), "moment", (0,)),
+        (("c",), "moment", (0,)),
+    }
+    target = definition.create({"a": jnp.ones(3), **few})
+    plan = plan_restore(named_state(optimizer), target, allow={"initialise"})
+    velocity = plan.apply().state.param_states[1].velocity
+    assert [one.tolist() for one, _ in velocity] == [[0.0] * 3, [1.0] * 3, [-1.0] * 3]
+    assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
 
 
 def test_an_open_window() -> None:
