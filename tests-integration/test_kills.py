@@ -127,7 +127,7 @@ def test_d1_killed_at_every_file_event_of_a_save(
 @pytest.mark.parametrize(
     ("mode", "kills"),
     [
-        ("async", 2),
+        ("async", 1),
         pytest.param("async", 50, marks=pytest.mark.slow),
         pytest.param("sync", 50, marks=pytest.mark.slow),
     ],

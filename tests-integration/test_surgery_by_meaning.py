@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -124,11 +123,6 @@ def doubled(factor: float) -> Any:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-DOUBLING: dict[str, Callable[[], Any]] = {
-    "scale": lambda: optax.scale(2.0),
-    "schedule": lambda: optax.scale_by_schedule(optax.constant_schedule(2.0)),
-    "stateless": lambda: optax.stateless(lambda g, p: jax.tree.map(lambda leaf: 2 * leaf, g)),
-}
 HOW = ["mask", "callable mask", "labels", "callable labels"]
 
 
@@ -191,7 +185,10 @@ CHANGES: dict[str, tuple[Callable[[], Pair], str]] = {
         f"`factor` of `{MINE}.doubled`, which acts before `trace`, was 2.0",
     ),
     "another function": (
-        lambda: (momentum(DOUBLING["stateless"]()), momentum(optax.stateless(lambda g, p: g))),
+        lambda: (
+            momentum(optax.stateless(lambda g, p: jax.tree.map(jnp.negative, g))),
+            momentum(optax.stateless(lambda g, p: g)),
+        ),
         "`f` of `stateless`, which acts before `trace`, was <lambda>",
     ),
     "word": (
@@ -217,8 +214,8 @@ def new(tx: Any) -> Pair:
     return before_adam(), before_adam(tx)
 
 
-def moved(name: str, how: str) -> Pair:
-    one, other = (partly(DOUBLING[name](), leaf, how=how) for leaf in "bw")
+def moved(how: str) -> Pair:
+    one, other = (partly(optax.scale(2.0), name, how=how) for name in "bw")
     return momentum(one), momentum(other)
 
 
@@ -238,10 +235,9 @@ for _name, _tx in {
     _words = f"`{_name}`, which acts before"
     CHANGES[f"{_name} is gone"] = functools.partial(gone, _tx), f"{_words} `trace`, is gone"
     CHANGES[f"{_name} is new"] = functools.partial(new, _tx), f"{_words} `adam`, is new"
-for _name, _how in itertools.product(DOUBLING, HOW):
-    _words = f"`{_name}`, which acts before `trace`, acts on other parameters: "
-    _make = functools.partial(moved, _name, _how)
-    CHANGES[f"{_name}: {_how}"] = _make, _words + "1 gone (`b`), 1 new (`w`)"
+for _how in HOW:
+    _words = "`scale`, which acts before `trace`, acts on other parameters: "
+    CHANGES[_how] = functools.partial(moved, _how), _words + "1 gone (`b`), 1 new (`w`)"
 for _wrapper in (optax.conditionally_transform, optax.conditionally_mask):
     _words = f"`should_transform_fn` of `{_wrapper.__name__}`, which acts before `trace`, was "
     _make = functools.partial(conditional, _wrapper)

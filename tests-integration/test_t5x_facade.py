@@ -220,7 +220,7 @@ def flat(progress: Progress | t5x.OptimizerType) -> dict[str, Any]:
 
 
 def assert_equal(a: Progress, b: Progress) -> None:
-    assert jax.tree.structure(a.optimizer, is_leaf=is_none) == structure(b.optimizer)
+    assert structure(a.optimizer) == structure(b.optimizer)
     ours, theirs = flat(a), flat(b)
     assert ours.keys() == theirs.keys()
     for path, leaf in ours.items():
@@ -228,12 +228,8 @@ def assert_equal(a: Progress, b: Progress) -> None:
         np.testing.assert_array_equal(leaf, theirs[path], err_msg=path)
 
 
-def is_none(leaf: Any) -> bool:
-    return leaf is None
-
-
 def structure(tree: Any) -> Any:
-    return jax.tree.structure(tree, is_leaf=is_none)
+    return jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def assert_sharded(trainer: Trainer, progress: Progress) -> None:
