@@ -13,7 +13,6 @@ import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_accumulate
 import opt_adafactor
 import opt_checkpoint
 import opt_optax_bridge as opt
@@ -40,40 +39,21 @@ def gradients(params: Any) -> Any:
     return jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)) * 2 + p / 3, params)
 
 
-WINDOWS = (optax.MultiSteps, opt_accumulate.MultiSteps)  # with control flow: slow uncompiled
-
-
-def step(optimizer: Optimizer) -> Optimizer:
-    return optimizer.apply_gradient(gradients(optimizer.target))
-
-
-def optax_step(tx: Any, params: Any, state: Any) -> tuple[Any, Any]:
-    updates, state = tx.update(gradients(params), state, params)
-    return optax.apply_updates(params, updates), state
-
-
-compiled_step, compiled_optax_step = jax.jit(step), jax.jit(optax_step, static_argnums=0)
-
-
 def train(optimizer: Optimizer, steps: int = 3) -> Optimizer:
-    definition = optimizer.optimizer_def
-    has_windows = isinstance(definition, OptaxWrapper) and isinstance(
-        definition.optax_optimizer, WINDOWS
-    )
     for _ in range(steps):
-        optimizer = compiled_step(optimizer) if has_windows else step(optimizer)
+        optimizer = optimizer.apply_gradient(gradients(optimizer.target))
     return optimizer
 
 
-def trained(definition: OptimizerDef, params: Params | None = None, steps: int = 3) -> Optimizer:
-    return train(definition.create(make_params() if params is None else params), steps)
+def trained(definition: OptimizerDef, params: Params | None = None) -> Optimizer:
+    return train(definition.create(make_params() if params is None else params))
 
 
 def by_optax(tx: Any, params: Any, state: Any, steps: int = 2) -> tuple[Any, Any]:
     """Steps of Optax itself."""
-    one = compiled_optax_step if isinstance(tx, WINDOWS) else optax_step
     for _ in range(steps):
-        params, state = one(tx, params, state)
+        updates, state = tx.update(gradients(params), state, params)
+        params = optax.apply_updates(params, updates)
     return params, state
 
 
@@ -197,31 +177,6 @@ def test_a_schedule_is_added(rules: list[Any], kinds: set[str], count: int) -> N
     )
     state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(count)))
     assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("module", [optax, opt_accumulate])
-def test_multi_steps_is_added_and_removed(module: Any) -> None:
-    old = trained(opt.adam(0.1))
-    every_2 = wrapped(module.MultiSteps(optax.adam(0.1), 2))
-    restored = migrated(
-        named_state(old),
-        every_2.create(make_params()),
-        {"initialise", "optimizer"},
-        ["+ state/multi_steps/mini_step", "+ state/multi_steps/acc_grads/w"],
-    )
-    fresh = module.MultiSteps(optax.adam(0.1), 2).init(old.target)
-    by_hand = fresh._replace(inner_opt_state=old.state.param_states)
-    assert_same(restored.state.param_states, by_hand)
-    at_the_end = train(restored, 2)
-    plain = migrated(
-        named_state(at_the_end),
-        opt.adam(0.1).create(make_params()),
-        {"drop", "optimizer"},
-        ["- state/multi_steps/gradient_step"],
-    )
-    inner = at_the_end.state.param_states.inner_opt_state
-    assert_goes_on(plain, optax.adam(0.1), at_the_end.target, inner)
 
 
 # Adam and its like.

@@ -98,15 +98,6 @@ def overrides(case: g.Case, optimizer: Optimizer, t: int) -> dict[str, Any]:
     return given
 
 
-def recorded(case: g.Case, t: int) -> g.Flat:
-    return without_mutables(g.entry(case, t))
-
-
-def without_mutables(flat: g.Flat) -> g.Flat:
-    """Without what T5X's train state adds to the optimizer's state dict."""
-    return {k: v for k, v in flat.items() if not k.startswith("flax_mutables/")}
-
-
 def op_by_op(case: g.Case) -> g.Tolerance:
     if case.id in IN_GROUPS:
         return g.Tolerance(0.0, 1e-6)  # what JAX repeats of Adafactor
@@ -117,7 +108,7 @@ def assert_follows(case: g.Case, run: list[Optimizer], tolerance: g.Tolerance) -
     """Paths, shapes, dtypes and numbers of every step are T5X's."""
     for t, optimizer in enumerate(run):
         found = g.flatten(optimizer.state_dict())
-        assert g.deviations(found, recorded(case, t), tolerance) == [], f"after {t} steps"
+        assert g.deviations(found, g.entry(case, t), tolerance) == [], f"after {t} steps"
 
 
 @pytest.mark.sample(2)
@@ -215,8 +206,8 @@ def test_checkpoints_restore_bit_for_bit(name: str) -> None:
     fresh = create(case)
     restored = fresh.restore_state(case.checkpoint)
     found = g.flatten(restored.state_dict())
-    assert g.deviations(found, recorded(case, len(case.grads)), g.EXACT) == []
-    assert g.deviations(found, without_mutables(g.flatten(case.checkpoint)), g.EXACT) == []
+    assert g.deviations(found, g.entry(case, len(case.grads)), g.EXACT) == []
+    assert g.deviations(found, g.without_mutables(g.flatten(case.checkpoint)), g.EXACT) == []
     assert structure(restored) == structure(fresh)
 
 

@@ -1,11 +1,8 @@
-"""Groups of wrapped Optax optimizers: against Optax alone, with T5X's facade, under surgery."""
+"""Groups of wrapped Optax optimizers: against Optax alone, and under surgery."""
 
 import functools
-import warnings
 from typing import Any
 
-import flax.serialization
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +11,6 @@ import optax
 import optax.contrib
 import pytest
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, freeze, regroup
-from opt_optax_bridge import t5x
 
 contrib: Any = optax.contrib  # exports without saying so
 
@@ -147,57 +143,6 @@ def test_a_compiled_step_accesses_no_more_than_optax_partition(mixture: str) -> 
     reference = cost(theirs, make_params(), tx.init(make_params()), GRADS)
     # Ours counts steps besides: one int32 in, one out, and what XLA makes of the addition.
     assert ours["bytes accessed"] <= reference["bytes accessed"] + 32
-
-
-def moved(before: Optimizer, after: Optimizer) -> set[str]:
-    names = set()
-    for name, part in before.optimizer_def.split(before).items():  # type: ignore[attr-defined]
-        new = after.optimizer_def.split(after)[name].target  # type: ignore[attr-defined]
-        pairs = zip(jax.tree.leaves(part.target), jax.tree.leaves(new), strict=True)
-        if not all(np.array_equal(a, b) for a, b in pairs):
-            names.add(name)
-    return names
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("api", [t5x, opt], ids=["t5x", "opt_optax_bridge"])
-def test_the_example_of_t5x(api: Any) -> None:
-    """Two Adams, as in T5X's docstring; the second does nothing for 1,000 steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Flax's, of the traversals
-        kernels = flax.traverse_util.ModelParamTraversal(lambda path, _: "kernel" in path)
-        biases = flax.traverse_util.ModelParamTraversal(lambda path, _: "bias" in path)
-    made = getattr(api, "MultiOptimizer", MultiOptimizer)
-    opt_def = made([(kernels, api.adam(learning_rate=0.01)), (biases, api.adam(learning_rate=0.1))])
-    optimizer = opt_def.create(make_params())
-
-    traces = []
-
-    @jax.jit
-    def train_step(optimizer: Any, grads: Any, lr: Any) -> Any:
-        traces.append(1)
-        hparams = optimizer.optimizer_def.hyper_params
-        step = optimizer.state.step
-        return optimizer.apply_gradient(
-            grads,
-            hyper_params=[
-                hparams[0].replace(learning_rate=0.2),
-                hparams[1].replace(learning_rate=jnp.where(step < 1000, 0.0, lr)),
-            ],
-        )
-
-    first = train_step(optimizer, GRADS, 0.1)
-    assert moved(optimizer, first) == {"0"}
-    # Adam's first step is the learning rate, in the gradient's direction.
-    step = optimizer.target["layer"]["kernel"] - first.target["layer"]["kernel"]
-    np.testing.assert_allclose(np.abs(step), 0.2, rtol=1e-3)
-    last = first.replace(state=first.state.replace(step=jnp.int32(999)))
-    still = train_step(last, GRADS, 0.1)
-    assert moved(last, still) == {"0"}
-    assert moved(still, train_step(still, GRADS, 0.1)) == {"0", "1"}
-    assert len(traces) == 1
-    assert first.target["layer"]["scale"] is not None
-    assert np.array_equal(first.target["layer"]["scale"], optimizer.target["layer"]["scale"])
 
 
 @pytest.mark.parametrize("wrapper", ["masked", "multi_transform"])
