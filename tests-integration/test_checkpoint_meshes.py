@@ -149,7 +149,7 @@ RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_values_change_on_their_way_to_a_mesh(tmp_path: Path, kind: AxisType) -> None:
     """As they do on the way to one device."""
