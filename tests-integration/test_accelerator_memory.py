@@ -104,20 +104,6 @@ def test_moments_stay_on_the_host(codec: Any) -> None:
     assert_equal((params, state), train(theirs, make_params(jnp.bfloat16)))
 
 
-@needs_host_memory
-def test_steps_that_are_skipped_keep_moments_on_the_host() -> None:
-    tx = guard(op.offload_state(EXACT_ADAMW, chunk_bytes=PIECE), loss=None)
-    params = make_params()
-    state, step = tx.init(params), jax.jit(tx.apply)
-    bad = {**params, "b": params["b"].at[0].set(jnp.nan)}
-    after, skipped = step(params, state, bad)
-    assert int(skipped.skipped) == 1
-    assert_equal((after, skipped.inner), (params, state.inner))
-    assert memory_kinds(skipped) == memory_kinds(state)
-    _, state = step(after, skipped, params)
-    assert set(memory_kinds(state.inner.inner[0].nu)) == {"pinned_host"}
-
-
 @needs_several
 @needs_host_memory
 def test_moments_stay_on_the_host_of_a_mesh() -> None:

@@ -9,8 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_optax_bridge as opt
-import opt_partition
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import accumulate_gradients
@@ -110,9 +108,9 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 # Values and collectives.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+@pytest.mark.parametrize("reduce", ["deferred", "auto"])
 def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh) -> None:
     vg = accumulate_gradients(
         lambda p, b: (loss_fn(p, b), {"rows": row_losses(p, b), "tokens": b["mask"].sum()}),
@@ -139,7 +137,7 @@ def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.shard
     assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [16, 24])
 def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.sharding.Mesh) -> None:
     set_mesh: Any = jax.set_mesh
@@ -152,7 +150,7 @@ def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.shardi
             assert_equal(jax.jit(vg)(*args), whole_batch(params, batch))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num", [2, 8])
 def test_deferred_gradients_are_summed_once_for_any_number_of_microbatches(
     num: int, mesh: jax.sharding.Mesh
@@ -162,7 +160,8 @@ def test_deferred_gradients_are_summed_once_for_any_number_of_microbatches(
         args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
         deferred = moved(compiled(vg(reduce="deferred", mesh=mesh), *args), mesh)
         auto = moved(compiled(vg(), *args), mesh)
-    assert {c.kind for c in deferred} == {"all-reduce"}
+    # No row leaves its device.
+    assert {c.kind for c in deferred} == {c.kind for c in auto} == {"all-reduce"}
     assert {c.count for c in deferred} == {1}
     # Two gradients; the loss and the weight.
     assert sorted(len(c.shape) for c in deferred) == [0, 0, 2, 2]
@@ -204,21 +203,6 @@ def test_zero2_accumulators_of_the_loop_are_parts() -> None:
     # The parameters are carried too; (16, 4) and (16, 6) on a device.
     assert carried(None).isdisjoint({(4, 4), (8, 3)})
     assert carried(on(mesh, ZERO2)) > {(4, 4), (8, 3)}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_no_row_leaves_its_device(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
-    vg = accumulate_gradients(
-        loss_fn,
-        num_microbatches=NUM,
-        reduce=reduce,
-        mesh=mesh if reduce == "deferred" else None,
-    )
-    with use(mesh):
-        args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
-        kinds = {c.kind for c in moved(compiled(vg, *args), mesh)}
-    assert kinds == {"all-reduce"}
 
 
 def test_tensor_parallel_layers_with_their_reductions_inside() -> None:
@@ -287,6 +271,7 @@ def noisy(params: Tree, batch: Tree, scale: jax.Array, rng: jax.Array) -> Any:
     return (losses.sum(), batch["mask"].sum()), jax.random.key_data(rng)
 
 
+@pytest.mark.slow
 def test_keys_are_the_same_for_any_sharding() -> None:
     mesh = make_mesh(AxisType.Auto)
     params, batch, key = make_params(), make_batch(), jax.random.key(5)
@@ -320,7 +305,7 @@ def test_keys_of_rows_give_the_same_result_deferred_or_not(mesh: jax.sharding.Me
         assert_equal(jax.jit(deferred)(*args, rng=key), whole)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_what_is_not_finite_is_dropped_with_its_part(
     reduce: Reduce, mesh: jax.sharding.Mesh
@@ -346,39 +331,6 @@ def test_what_is_not_finite_is_dropped_with_its_part(
     assert_equal((loss, grads), whole_batch(params, kept))
     assert np.flatnonzero(metrics.skipped).tolist() == [1 if reduce == "auto" else 2 * NUM + 1]
     assert int(metrics.weight) == (~dropped).sum()
-
-
-# Used as people use it.
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_wrapped_optimizer_with_a_layout(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
-    # On Explicit meshes the types of parameters, state and gradients must be the same.
-    specs = SPECS if AxisType.Explicit in mesh.axis_types else ZERO2
-    layout = opt_partition.Layout.from_specs(specs, make_params(), mesh)
-    definition = opt.adamw(1e-2)
-    vg = accumulate_gradients(
-        loss_fn,
-        num_microbatches=NUM,
-        reduce=reduce,
-        mesh=mesh if reduce == "deferred" else None,
-        out_shardings=layout.shardings,
-    )
-
-    def step(optimizer: Any, batch: Tree, value_and_grad: Callable[..., Any] = vg) -> Any:
-        _, grads = value_and_grad(optimizer.target, batch)
-        return optimizer.apply_gradient(grads)
-
-    batch = make_batch()
-    single = definition.create(make_params())
-    for _ in range(3):
-        single = step(single, batch, whole_batch)
-    with use(mesh):
-        optimizer = definition.create(put(make_params(), mesh, SPECS))
-        for _ in range(3):
-            optimizer = jax.jit(step)(optimizer, put(batch, mesh, P("data")))
-    _assert_close(optimizer.target, single.target)
 
 
 def _assert_close(a: Tree, b: Tree) -> None:
@@ -532,7 +484,7 @@ def quotient(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
     return whole
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("loss", "options", "check_vma"),
     [
@@ -606,6 +558,3 @@ def test_deferred_inside_a_shard_map_over_the_data() -> None:
     words = "`reduce='deferred'` inside a `jax.shard_map` over 'data': each device has its own rows"
     with pytest.raises(OptionError, match=words):
         jax.jit(run)(make_params(), make_batch())
-
-
-# Keywords, and scalars of the batch.

@@ -123,6 +123,7 @@ def test_sharded_statistics_make_the_same_updates(mesh: Mesh) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * scale)
 
 
+@pytest.mark.slow
 def test_wrapped_for_run_time_hyper_parameters() -> None:
     adafactor = opt_optax_bridge.wrap_optax_optimizer(ada.adafactor)
     params, grads = params_of(), params_of(1)
@@ -130,10 +131,10 @@ def test_wrapped_for_run_time_hyper_parameters() -> None:
     wrapped = adafactor(learning_rate=0.1, **options).create(params)
     step = jax.jit(lambda o, lr: o.apply_gradient(grads, learning_rate=lr))
     definition, _ = make()
-    optimizer = definition.create(params)
+    optimizer = jax.jit(definition.create)(params)
     for t, rate in enumerate((0.1, 0.05)):
         wrapped = step(wrapped, jnp.float32(rate))
-        optimizer = optimizer.apply_gradient(grads, learning_rate=jnp.float32(rate))
+        optimizer = step(optimizer, jnp.float32(rate))
         assert int(wrapped.state.step) == int(wrapped.state.param_states.count) == t + 1
     for path, found in wrapped.target.items():
         np.testing.assert_allclose(found, optimizer.target[path], rtol=1e-5, atol=1e-5)

@@ -84,7 +84,7 @@ def expected() -> Any:
     return EXPECTED[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("shape", "spec"),
@@ -116,22 +116,6 @@ def test_two_collectives_and_optax_numbers(
     close(found, expected())
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P(("y", "x")), P("y", "x"), P()])
-def test_other_layouts(spec: Any) -> None:
-    mesh = mesh_of((4, 2))
-    sharding = NamedSharding(mesh, spec)
-    params = many(5, 32, 64)  # padded: results stay the same
-    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32)
-    tx = scale_by_muon(plan=plan)
-    program = compiled(tx, params, sharding)
-    plan.check(program, exclusive=True)
-    placed = jax.device_put(params, sharding)
-    found, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
-    alone = scale_by_muon(orthogonalize=F32)
-    close(found, alone.update(params, alone.init(params))[0])
-
-
 def orthogonal(plan: MatrixPlan, params: Any, sharding: Any) -> Any:
     tx = scale_by_muon(plan=plan)
     placed = jax.device_put(params, sharding)
@@ -154,6 +138,7 @@ def test_split_matrices(shape: tuple[int, int], spec: Any, gram: bool) -> None:
     close(found, alone.update(params, alone.init(params))[0], 1e-3 if gram else 1e-4)
 
 
+@pytest.mark.slow
 def test_stacks_experts_heads_and_fused_matrices() -> None:
     mesh = mesh_of((4, 2))
     params = {
@@ -161,18 +146,16 @@ def test_stacks_experts_heads_and_fused_matrices() -> None:
         "fused": normal(2, 16, 24),
         "heads": normal(16, 4, 8),
         "per_head": normal(16, 4, 8),
-        "scanned": normal(6, 16, 32),
     }
     specs = {
         "experts": P(None, "x", None, "y"),
         "fused": P(None, "x", "y"),
         "heads": P("x", "y"),
         "per_head": P("x", "y"),
-        "scanned": P(None, "y", "x"),
     }
     matrices = Matrices.by_path(
         {
-            "experts|scanned": (-2, -1),
+            "experts": (-2, -1),
             "fused": Dims((1,), (2,), split=(16, 4, 4)),
             "heads": (0, (1, 2)),
             "per_head": (0, 2),
@@ -182,7 +165,7 @@ def test_stacks_experts_heads_and_fused_matrices() -> None:
     plan = plan_matrices(params, shardings, mesh, matrices, fn=F32)
     found = orthogonal(plan, params, shardings)
     alone = scale_by_muon(orthogonalize=F32, matrices=matrices)
-    close(found, alone.update(params, alone.init(params))[0])
+    close(found, jax.jit(alone.update)(params, alone.init(params))[0])
 
 
 @pytest.mark.sample(1)
@@ -241,7 +224,6 @@ ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], di
         {"a": ((16, 16), P()), "b": ((16, 16), P("x", "y")), "c": ((2, 16, 16), P(None, "y"))},
         {},
     ),
-    "five dimensions": ((4, 2), {"w": ((2, 3, 2, 8, 16), P(None, None, "y", None, "x"))}, {}),
     "stacks that axes cut": (
         (4, 2),
         {"a": ((4, 3, 8, 16), P("x", None, None, "y")), "b": ((2, 4, 8, 16), P("y", "x"))},
@@ -264,7 +246,7 @@ ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], di
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_trees_have_the_numbers_of_optax(name: str) -> None:
     shape, leaves, options = ODD[name]
@@ -353,6 +335,7 @@ def test_state_stays_with_its_matrices() -> None:
     close(results[0]["b"], np.linalg.pinv(2 * params["b"]).swapaxes(1, 2), 1e-3)
 
 
+@pytest.mark.slow
 def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
     mesh = mesh_of((8,))
     sharding = NamedSharding(mesh, P("x"))
@@ -414,7 +397,7 @@ def soap_reference(grads: list[Any], every: int) -> Any:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["normuon", "soap"])
 @pytest.mark.parametrize(
     ("shape", "spec", "kind"),
@@ -470,7 +453,7 @@ def test_first_bases_of_soap_on_covariances_of_low_rank_do_not_depend_on_the_mes
                 np.testing.assert_allclose(same, np.eye(len(same)), atol=2e-3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("normuon", AxisType.Auto), ("normuon", AxisType.Explicit), ("soap", AxisType.Auto)],

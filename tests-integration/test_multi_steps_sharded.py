@@ -75,7 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_numbers_are_those_of_optax_on_one_device(mesh: Mesh, options: str) -> None:
     single = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])

@@ -21,6 +21,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_checkpoint import (
     Checkpointer,
+    Rename,
     TrainingState,
     named_state,
     open_foreign,
@@ -520,3 +521,53 @@ def test_a_pair_under_set_mesh(tmp_path: Path) -> None:
             kernel = jax.tree.leaves(nnx.state(restored[1], nnx.OptState))
             assert any(not leaf.sharding.is_fully_replicated for leaf in kernel)
         assert_equal(restored, pair)
+
+
+def test_a_model_that_is_on_no_mesh_is_placed_at_construction() -> None:
+    model, optimizer = nnx_pair(ADAM, mesh_of(8))
+    whole = NamedSharding(mesh_of(8), P())
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert all(leaf.sharding == whole for leaf in params)
+    model.calls[...] = jax.device_put(model.calls[...], whole)
+    before = nnx_shardings((model, optimizer))
+    nnx_trained((model, optimizer))
+    assert nnx_shardings((model, optimizer)) == before
+
+
+def test_a_step_on_one_device_does_not_take_the_rest_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["TrainingState"]()
+    before = on_mesh(case, mesh_of(8))
+    checkpointer = saved(tmp_path, before)
+    target = case.abstract().replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
+    restored = checkpointer.restore_latest(target)
+    assert shardings(restored.params) == shardings(before.params)
+    assert shardings(restored.opt_state) == shardings(before.opt_state)
+    devices = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    with pytest.raises(LeafError, match="`params/b` and"):
+        checkpointer.restore_latest(target)
+
+
+def test_converted_leaves_stay_sharded(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, on_mesh(CASES["TrainingState"](), mesh_of(8)))
+    wide = {"up": jnp.zeros((16, 32)), "wo": jnp.zeros((32, 16)), "b": jnp.zeros(16)}
+    target = jax.eval_shape(
+        lambda: TrainingState(ADAM, wide, ADAM.init(wide), jnp.zeros((), jnp.int32))
+    )
+    rules = [("(.*)/up", Rename(r"\1/wi"))]
+    restored = checkpointer.restore_latest(target, rules=rules)
+    assert restored.params["up"].sharding.spec == P(None, "model")
+
+
+def test_a_pair_restores_into_the_same_compiled_step(tmp_path: Path) -> None:
+    tx, mesh = opt.adamw(1e-2), mesh_of(8)
+    pair = nnx_pair(tx, mesh)
+    pair[0].calls[...] = jax.device_put(pair[0].calls[...], NamedSharding(mesh, P()))
+    step = nnx_step()
+    step(*pair)
+    restored = saved(tmp_path, pair).restore_latest(nnx.eval_shape(lambda: nnx_pair(tx, mesh)))
+    for _ in range(2):
+        step(*restored)
+    assert step.jitted_fn._cache_size() == 1

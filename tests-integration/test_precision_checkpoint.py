@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
 from opt_checkpoint.errors import PlanError
-from opt_core import MultiOptimizer, Optimizer, describe_state, regroup
+from opt_core import Optimizer
 
 P = PartitionSpec
 SHAPES = {"bias": (3,), "kernel": (64, 256)}
@@ -71,7 +71,7 @@ def assert_same(one: Any, other: Any) -> None:
 EXACT, BITS16, BITS8 = 1e-6, 0.004, 0.08
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "params_error", "moments_error"),
     [
@@ -178,36 +178,13 @@ def test_files_have_every_code(name: str, tmp_path: Path) -> None:
     assert_same(found, saved)
 
 
-@pytest.mark.slow
-def test_surgery_moves_codes_with_their_parameter() -> None:
-    groups = MultiOptimizer.from_rules(
-        [("one", "bias", definition("remainder")), ("two", "kernel", definition("remainder"))]
-    )
-    optimizer: Optimizer = groups.create(params(jnp.bfloat16))
-    optimizer = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, optimizer.target))
-    moved, report = regroup(
-        optimizer,
-        MultiOptimizer.from_rules([("all", ".*", definition("remainder"))]),
-        allow={"regroup", "optimizer"},
-    )
-    assert {change.action for change in report.changes} <= {"kept", "renamed"}
-    known = {(leaf.field, leaf.parameter): x for o in (optimizer,) for leaf, x in rows_of(o)}
-    for leaf, x in rows_of(moved):
-        assert_same(x, known[leaf.field, leaf.parameter])
-
-
-def rows_of(optimizer: Optimizer) -> Any:
-    leaves = jax.tree.leaves(optimizer.state.param_states)
-    return zip(describe_state(optimizer).leaves, leaves, strict=True)
-
-
 def mesh_of(number: int) -> Any:
     shape = {1: (1, 1), 4: (2, 2), 8: (4, 2)}[number]
     kinds = (AxisType.Auto,) * 2
     return jax.make_mesh(shape, ("a", "b"), axis_types=kinds, devices=jax.devices()[:number])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["remainder", "stochastic"])
 def test_eight_devices_then_four_then_one(name: str, tmp_path: Path) -> None:
     specs = {"bias": P(), "kernel": P("a", "b"), "wide": P(None, "b")}

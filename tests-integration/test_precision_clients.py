@@ -15,8 +15,6 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import MultiSteps
-from opt_checkpoint import named_state, plan_restore
-from opt_checkpoint.errors import PlanError
 from opt_core import MultiOptimizer, Optimizer, describe
 from opt_precision.errors import OrderError
 
@@ -102,6 +100,7 @@ def test_each_group_has_a_precision() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_groups_store_the_same_bits_on_eight_devices() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     across = NamedSharding(mesh, PartitionSpec("x", None))
@@ -118,6 +117,7 @@ def test_groups_store_the_same_bits_on_eight_devices() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_groups_that_are_alike_do_not_share_noise() -> None:
     both = dict.fromkeys(("body", "head"), PRECISIONS["body"])
     optimizer: Optimizer = in_groups(both).create({name: params() for name in both})
@@ -125,24 +125,6 @@ def test_groups_that_are_alike_do_not_share_noise() -> None:
     one, other = (np.asarray(optimizer.target[name]["kernel"], np.float32) for name in both)
     assert 0 < np.count_nonzero(one != other) < one.size
     np.testing.assert_allclose(one, other, rtol=2**-7)
-
-
-def test_a_group_continues_in_another_precision() -> None:
-    saved: Optimizer = in_groups(PRECISIONS).create(groups_of_params())
-    saved = saved.apply_gradient(groups_of_grads(0))
-    others = PRECISIONS | {"body": op.Precision(weights="stochastic", state=op.bfloat16())}
-    target: Optimizer = in_groups(others).create(groups_of_params())
-    with pytest.raises(PlanError, match="dynamic8 -> bfloat16"):
-        plan_restore(named_state(saved), target, allow={"optimizer"}).check()
-    plan = plan_restore(named_state(saved), target, allow={"cast", "optimizer"})
-    assert [row.leaf.name for row in plan.rows if row.action == "converted"] == [
-        f"state/groups/body/adam/{field}/body/kernel" for field in ("mu", "nu")
-    ]
-    found = plan.apply()
-    assert bits(found.target) == bits(saved.target)
-    one, other = (op.decode(each.state.param_states) for each in (saved, found))
-    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2**-8)
 
 
 def test_windows_belong_outside() -> None:

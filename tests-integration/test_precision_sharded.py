@@ -98,44 +98,51 @@ def assert_same(one: Any, other: Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@functools.cache
+def on_one_device(codec: Any) -> Any:
+    return run(wrapped(codec), params())[0]
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("codec", [op.dynamic8(), op.log8()], ids=["dynamic8", "log8"])
-def test_every_mesh_makes_the_same_codes(codec: Any, kind: Any) -> None:
-    expected, _ = run(wrapped(codec), params())
-    for number in (2, 8):
-        mesh = mesh_of(number, kind)
-        lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
-        with jax.set_mesh(mesh):
-            layout = lies if kind == AxisType.Auto else None
-            found, text = run(wrapped(codec, layout), params(), lies)
-        assert_same(found, expected)
-        assert not _COLLECTIVE.findall(text)
+@pytest.mark.parametrize("number", [2, 8])
+def test_every_mesh_makes_the_same_codes(number: int, codec: Any, kind: Any) -> None:
+    mesh = mesh_of(number, kind)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
+    with jax.set_mesh(mesh):
+        layout = lies if kind == AxisType.Auto else None
+        found, text = run(wrapped(codec, layout), params(), lies)
+    assert_same(found, on_one_device(codec))
+    assert not _COLLECTIVE.findall(text)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
-    expected, _ = run(wrapped(op.dynamic8()), params())
     mesh = mesh_of(8, kind)
     lies = {name: NamedSharding(mesh, spec) for name, spec in CROSSED.items()}
     with jax.set_mesh(mesh):
         layout = lies if kind == AxisType.Auto else None
         found, _ = run(wrapped(op.dynamic8(), layout), params(), lies)
-    assert_same(found, expected)
+    assert_same(found, on_one_device(op.dynamic8()))
 
 
+@pytest.mark.slow
 def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
-    expected, _ = run(wrapped(op.dynamic8()), params())
     mesh = mesh_of(8, AxisType.Auto)
     lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
     found, _ = run(wrapped(op.dynamic8()), params(), lies)
-    assert_same(found, expected)
+    assert_same(found, on_one_device(op.dynamic8()))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", ["lamb", "clipped after"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)],
+    ids=["auto", "explicit"],
+)
+@pytest.mark.parametrize("name", ["clipped after", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
     inner: Any = {
         "lamb": optax.lamb(1e-2),
@@ -165,7 +172,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_explicit_meshes_need_no_context(inner: Any) -> None:
     """Also for leaves of one element, which are on every device."""

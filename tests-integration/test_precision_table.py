@@ -38,7 +38,7 @@ def is_refused(name: str, tx: Any, params: Any) -> bool:
     return False
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TABLE)
 def test_the_identity_changes_no_bit_and_eight_bits_no_type(name: str) -> None:
     case = TABLE[name]

@@ -240,8 +240,9 @@ def assert_sharded(trainer: Trainer, progress: Progress) -> None:
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), path
 
 
-@pytest.mark.sample(1)
-@each_optimizer
+@pytest.mark.parametrize(
+    "name", [n if n == "groups" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     trainer = trainer_of(name)
     progress = trainer.start(jax.random.key(1))

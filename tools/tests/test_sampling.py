@@ -1,4 +1,4 @@
-"""The cases of a test marked `sample`: some in the gate, always the same, and all at night."""
+"""The cases of a test marked `sample`: some by default, always the same."""
 
 import os
 import shutil
@@ -48,20 +48,19 @@ def collected(folder: Path, markers: str, *arguments: str) -> set[str]:
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
-def test_the_gate_has_some_cases_and_the_night_all(folder: Path) -> None:
-    gate, rest, everything = (collected(folder, m) for m in ("not slow", "slow", ""))
-    assert len(everything) == 23
-    assert gate | rest == everything
-    assert not gate & rest
+def test_some_cases_run_by_default(folder: Path) -> None:
+    gate = collected(folder, "not slow")
     assert sorted(case.split("[")[0].split("::")[1] for case in gate) == [
         *("test_few", "test_few", "test_many", "test_many", "test_many", "test_one")
     ]
 
 
-def test_the_cases_are_the_same_from_another_folder(folder: Path) -> None:
+@pytest.mark.slow
+def test_the_others_are_slow_and_the_same_from_another_folder(folder: Path) -> None:
     below = folder / "below"
     below.mkdir()
     shutil.move(folder / "test_cases.py", below)
     moved = {case.split("::")[1] for case in collected(folder, "not slow")}
     shutil.move(below / "test_cases.py", folder)
     assert moved == {case.split("::")[1] for case in collected(folder, "not slow")}
+    assert len(collected(folder, "slow")) == 23 - len(moved)

@@ -58,11 +58,9 @@ def check(call: Callable[[], Any], error: type[Exception], words: str) -> None:
         ({"x": jax.ShapeDtypeStruct((4, 3), jnp.float32)}, "  x: a ShapeDtypeStruct"),
         ({"x": deleted()}, "  x: a deleted array (was it donated?)"),
         ({"x": X, "m": {"n": (1.0, jnp.float32(1), np.float32(0), True)}}, "none: m/n."),
-        ({"x": np.float32(3), "s": {"count": 3}}, "found only scalars: s/count, x."),
         ({"x": X, "y": [np.ones(3)]}, "\n  x: 4 rows of (3,)\n  y/0: 3 rows of ()\n"),
         (jnp.zeros((0, 3)), "`batch` has 0 rows"),
         (jnp.ones((3, 3)), "has 3 rows, which do not divide into microbatches: `num_microbatches"),
-        ({}, "`batch` has no rows"),
     ],
 )
 def test_batches(batch: Any, words: str) -> None:
@@ -80,12 +78,9 @@ def test_lists_that_are_not_as_long_as_the_batch_are_scalars() -> None:
     ("options", "words"),
     [
         ({}, "Give `num_microbatches` or `microbatch_size`, one of them: they are None and None."),
-        ({"num_microbatches": True}, "must be an integer of 1 or more; it is True."),
-        ({"num_microbatches": jnp.array([2])}, "must be an integer of 1 or more; it is Array([2]"),
         ({"microbatch_size": 0}, "`microbatch_size` must be an integer of 1 or more; it is 0."),
         ({"num_microbatches": 2, "smaller_last": True}, "`smaller_last=True` needs `microbatch_si"),
         ({"num_microbatches": 2, "weights": "mean"}, "`weights` has no rule 'mean'. If the loss"),
-        ({"num_microbatches": 2, "aux": "sum"}, "`aux`='sum' needs `has_aux=True`"),
         (
             {"num_microbatches": 2, "has_aux": True, "aux": {"a": {"b": "max"}, "c": "sum"}},
             "'concat', or a tree of them; it has\n  a/b: 'max'\n",
@@ -95,12 +90,8 @@ def test_lists_that_are_not_as_long_as_the_batch_are_scalars() -> None:
             {"num_microbatches": 2, "mesh": MESH},
             "`data_axes` names 'data', but the mesh has the axes",
         ),
-        ({"num_microbatches": 2, "data_axes": ()}, "`data_axes` must name the mesh axes of the ba"),
         ({"num_microbatches": 2, "reduce": "late"}, "`reduce` must be one of 'auto', 'deferred';"),
-        ({"num_microbatches": 2, "grad_dtype": None}, "one of 'accumulator', 'params'; it is Non"),
         ({"num_microbatches": 2, "skip_fn": np.ones(2)}, "`skip_fn` must be None, 'non_finite', o"),
-        ({"num_microbatches": 2, "unroll": 1.5}, "1 or more (or a bool); it is 1.5."),
-        ({"num_microbatches": 2, "accumulator_dtype": jnp.int8}, "'float32'; it is 'int8'."),
         ({"num_microbatches": 2, "accumulator_dtype": jnp.float8_e4m3fn}, "it is 'float8_e4m3fn'."),
     ],
 )
@@ -112,24 +103,16 @@ def test_options(options: dict[str, Any], words: str) -> None:
     ("output", "options", "words"),
     [
         (lambda w: w, {}, "must return (sum of losses, weight), not float32 of shape (). That is"),
-        (lambda w: (w, 1j), {}, "must be one real number, such as `mask.sum()`, not complex"),
         (
             lambda w: (w, 1),
             {"weights": "examples"},
             "not a tuple of shapes ((), ()). Does the loss function return (sum, weight)? Then",
         ),
-        (lambda w: jnp.int32(1), {"weights": "examples"}, "not int32 of shape (). Sum or average"),
-        (lambda w: w, {"has_aux": True}, "With `has_aux=True` the loss function must return (los"),
         (lambda w: w, {"weights": lambda b: b}, "The weight that `weights` returns must be one r"),
         (
             lambda w: (w, {"x": jnp.ones(3), "y": w}),
             {"weights": "examples", "has_aux": True, "aux": "concat"},
             "each of the microbatch's 2 rows, but found\n  x: shape (3,)\n  y: shape ()\nTake",
-        ),
-        (
-            lambda w: (w, {"a": KEY}),
-            {"weights": "examples", "has_aux": True, "aux": "mean"},
-            "but found\n  a: key<fry>\nTake 'stack'",
         ),
         (
             lambda w: w,
@@ -168,14 +151,10 @@ SEEN = {"w": W, "seen": jnp.int32(0), "rng": {"key": KEY}}
 CALLS: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], str]] = [
     ({"rng": True}, (W, X), {}, "rng=True)` needs a key: call the returned function"),
     ({}, (W, X), {"rng": KEY}, "A key `rng` was given, but `loss_fn` takes none"),
-    ({"rng": True}, (W, X), {"rng": 0}, "`rng` must be one random key"),
     ({"rng": True}, (W, X), {"rng": jax.random.split(KEY, 4)}, "it is key<fry> of shape (4,)"),
-    ({"rng": True}, (W, X), {"rng": KEY, "key": 1}, "by position it gets the key of this micro"),
-    ({}, (W, X), {"w": W}, "`w` was given, but by position it gets the parameters already"),
     ({}, (W, X, 2.0), {"temperature": 1.0}, "by position it gets argument 1 after `batch` already"),
     ({}, (W, X), {"has_aux": True}, "Give it to `accumulate_gradients(has_aux=...)`."),
     ({}, (SEEN, X), {}, "found\n  rng/key: key<fry>\n  seen: int32\nPass "),
-    ({}, ({"a": W, "b": "text"}, X), {}, "tree of arrays; it has\n  b: a str"),
     ({"reduce": "deferred"}, (W, X), {}, "`reduce='deferred'` needs a mesh: give `mesh`, or"),
     ({"out_shardings": {"w": None}}, (W, X), {}, "`out_shardings` must be one value for all, or a"),
 ]
@@ -186,12 +165,6 @@ def test_calls(options: Any, args: Any, kwargs: Any, words: str) -> None:
     function = keyed if options.get("rng") else loss_fn
     vg = accumulate_gradients(function, num_microbatches=2, **options)
     check(lambda: vg(*args, **kwargs), OptionError, words)
-
-
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
-def test_keys_that_are_one(make: Callable[[int], Any]) -> None:
-    vg = accumulate_gradients(keyed, num_microbatches=2, rng=True)
-    jax.vmap(lambda key: vg(W, X, rng=key))(jax.random.split(make(0), 3))
 
 
 PARAMS = {"w": W, "b": jnp.zeros(())}
@@ -222,10 +195,8 @@ def growing() -> Any:
 EVERY_K: list[tuple[Any, type[Exception], str]] = [
     (0, ValueError, "`every_k_schedule` must be at least 1, found 0"),
     (jnp.int32(-4), ValueError, "`every_k_schedule` must be at least 1, found -4"),
-    (2**31, ValueError, "`every_k_schedule` must be an int32, at most 2147483647"),
     (True, TypeError, "`every_k_schedule` must be an integer or a function"),
     (np.float32(4), TypeError, "`every_k_schedule` must be an integer or a function"),
-    (jnp.array([4]), ValueError, "must be a scalar, found an array of shape (1,)"),
 ]
 
 
@@ -236,52 +207,32 @@ def test_every_k(k: Any, error: type[Exception], words: str) -> None:
 
 WINDOWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scheduled("4"), TypeError, "`every_k_schedule` must return a number, found str"),
-    (lambda: scheduled(jnp.ones(1)), ValueError, "must return a scalar, found an array of shape"),
     (
         lambda: MultiSteps(SGD, 2, form="while"),  # type: ignore[arg-type]
         ValueError,
         "`form` must be one of loop, cond, select, found 'while'",
     ),
-    (lambda: MultiSteps(0.1, 2), TypeError, "`opt` must be a gradient transformation"),
     (
         lambda: MultiSteps(SGD, 2, accumulator_dtype=jnp.float8_e4m3fn),
         ValueError,
         "`accumulator_dtype` must be None, or a dtype",
     ),
-    (
-        lambda: MultiSteps(SGD, 2, should_skip_update_fn="nan"),  # type: ignore[arg-type]
-        TypeError,
-        "`should_skip_update_fn` must be a func",
-    ),
     (lambda: skipping(1, ()), ValueError, "`should_skip_update_fn` must return a boolean scalar"),
     (lambda: skipping(True, (), ()), TypeError, "must return (skip, state), found "),
     (lambda: STEPS.init({"a": W, "b": deleted()}), TypeError, "it has\n  b: a deleted array (was"),
-    (lambda: STEPS.update({"w": W, "b": "text"}, STATE), TypeError, "`updates` "),
-    (lambda: STEPS.update({"w": W, "b": "text"}, STATE), TypeError, "b: a str"),
     (lambda: STEPS.apply(PARAMS, STATE, {"w": W}), ValueError, "b: expected a leaf, found none"),
     (
         lambda: STEPS.apply({**PARAMS, "w": jnp.ones(4)}, STATE, PARAMS),
         ValueError,
         "w: expected shape (3,), found (4,)",
     ),
-    (lambda: STEPS.flush(STATE, {"w": W}), ValueError, "`params` do not look like the accumulator"),
     (
         lambda: STEPS.apply(PARAMS, PARAMS, STATE),
         TypeError,
         "`state` must be an `optax.MultiStepsState`, found dict. Mind the order: `update(grads, ",
     ),
     (growing, TypeError, "seen: expected shape (2,), found (7,)"),
-    (
-        lambda: MultiSteps(SGD, 2, window_means="value"),
-        TypeError,
-        "`window_means` must be a sequen",
-    ),
     (lambda: MEANS.update(PARAMS, MEANS.init(PARAMS)), TypeError, "needs the argument `value`"),
-    (
-        lambda: MEANS.update(PARAMS, MEANS.init(PARAMS), value=W),
-        ValueError,
-        "`value` must be a real scalar",
-    ),
     (
         lambda: MEANS.update(PARAMS, optax.MultiSteps(SGD, 2).init(PARAMS), value=1.0),
         ValueError,
@@ -299,10 +250,8 @@ GUARDED: Any = guard(SGD)
 AROUND: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: with_average(SGD), OptionError, "`decay` is missing"),
     (lambda: with_average(SGD, 1.0), OptionError, "must be at least 0 and less than 1, found 1.0"),
-    (lambda: with_average(SGD, form="mean"), OptionError, "must be one of ema, polyak, found 'm"),  # type: ignore[arg-type]
     (lambda: with_average(SGD, 0.9, form="polyak"), OptionError, "neither `decay` nor `warmup`"),
     (lambda: with_average(SGD, 0.9, start=-1), OptionError, "`start` must be an integer of at le"),
-    (lambda: with_average(SGD, 0.9, every=True), OptionError, "`every` must be an integer"),
     (
         lambda: with_average(SGD, 0.9, dtype=jnp.bfloat16),
         OptionError,
@@ -314,31 +263,17 @@ AROUND: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "`select` must be one value for all, or a tree like b, w",
     ),
     (lambda: guard(SGD, loss=6.0), OptionError, "`loss` must be a `Spike` or None, found 6.0"),  # type: ignore[arg-type]
-    (lambda: guard(SGD, nonfinite="raise"), OptionError, "must be 'skip' or 'apply', found 'rai"),  # type: ignore[arg-type]
-    (lambda: guard(SGD, max_consecutive=0), OptionError, "`max_consecutive` must be an integer"),
-    (lambda: Spike(window=1), OptionError, "`window` must be an integer of at least 2, found 1"),
     (lambda: Spike(window=16), OptionError, "`warmup` must be at most `window`, 16, found 32"),
-    (lambda: Spike(sigma=float("nan")), OptionError, "`sigma` must be positive, found nan"),
     (
         lambda: GUARDED.update(PARAMS, GUARDED.init(PARAMS), PARAMS),
         TypeError,
         "`update` needs the argument `loss`",
     ),
-    (
-        lambda: GUARDED.apply(PARAMS, GUARDED.init(PARAMS), PARAMS, loss=jnp.ones(2)),
-        ValueError,
-        "must be a real scalar; found an array of shape (2,)",
-    ),
-    (lambda: rollback(keep=0), OptionError, "`keep` must be an integer of at least 1, found 0"),
     (lambda: rollback().restore(), RollbackError, "no good state is held"),
     (lambda: skip_outliers(float("nan")), ValueError, "`factor` must be more than 1, found nan"),
-    (lambda: skip_outliers(2.0, decay=1.5), ValueError, "`decay` must be more than 0 and at most"),
-    (lambda: skip_outliers("x"), TypeError, "`factor` must be a number, found 'x'"),  # type: ignore[arg-type]
-    (any_of, TypeError, "`any_of` needs at least one skip function"),
     (lambda: all_of(skip_not_finite, 3), TypeError, "`all_of` takes skip functions, found 3"),  # type: ignore[arg-type]
     (lambda: STEPS.has_updated(3), TypeError, "must be an `optax.MultiStepsState`, found int"),
     (lambda: check_skips(STATE, 3), OptionError, "nothing in `state` "),
-    (lambda: check_skips(STATE, -1), OptionError, "`max_consecutive` must not be negative, found"),
 ]
 
 

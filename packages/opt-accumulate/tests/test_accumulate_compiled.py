@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_accumulate import MultiSteps, any_of, skip_not_finite, skip_outliers, with_average
+from opt_accumulate import MultiSteps, skip_not_finite, with_average
 
 SIDE = 256
 PARAMS = {f"w{i}": jnp.full((SIDE, SIDE), 0.5, jnp.float32) for i in range(3)}
@@ -91,35 +91,26 @@ def test_a_mini_step_that_does_not_emit_does_the_bare_accumulation(inner: str) -
     assert len(entry(optax_step(INNER[inner]))) > 3 * len(expected)
 
 
-def a_sum(grads: Any) -> Any:
-    return optax.tree.norm(grads, squared=True)
-
-
-def two_sums(grads: Any) -> Any:
-    return a_sum(grads) + optax.tree.sum(jax.tree.map(lambda g: g - g, grads))
-
-
-SKIPS = [
-    (skip_not_finite, a_sum),
-    (skip_outliers(10.0), a_sum),
-    (any_of(skip_not_finite, skip_outliers(10.0)), two_sums),
-]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("skip", "read"), SKIPS, ids=["not finite", "outliers", "both"])
-def test_skipping_adds_no_pass_that_writes(skip: Any, read: Any) -> None:
+def test_skipping_adds_no_pass_that_writes() -> None:
     def guarded(acc: Any, count: jax.Array, grads: Any) -> Any:
-        keep = jnp.isfinite(read(grads))
+        keep = jnp.isfinite(optax.tree.norm(grads, squared=True))
         new = jax.tree.map(lambda a, g: a + (g - a) / (count + 1), acc, grads)
         return jax.tree.map(lambda a, b: jnp.where(keep, b, a), acc, new), count + 1
 
     least = entry(compiled(guarded, PARAMS, jnp.int32(0), PARAMS))  # jax 0.8 fuses no reduction
-    assert entry(ours(ADAMW, should_skip_update_fn=skip)) == least
-    theirs = optax.MultiSteps(ADAMW, 4, should_skip_update_fn=optax.skip_not_finite)
-    lowered = jax.jit(theirs.update).lower(PARAMS, theirs.init(PARAMS), PARAMS)
-    written = [kind for opcode, kind in entry(lowered.compile()) if opcode == "fusion"]
-    assert sum("s32" in kind for kind in written) == len(PARAMS)
+    assert entry(ours(ADAMW, should_skip_update_fn=skip_not_finite)) == least
+
+
+def test_the_inner_update_is_traced_once() -> None:
+    adam, traces = optax.adam(1e-3), []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        traces.append(1)
+        return adam.update(updates, state, params)
+
+    steps = MultiSteps(optax.GradientTransformation(adam.init, update), 2)
+    jax.jit(steps.update).lower(PARAMS, steps.init(PARAMS))
+    assert len(traces) == 1
 
 
 def test_windows_of_one_take_the_memory_of_the_bare_step() -> None:
@@ -158,22 +149,6 @@ def test_one_program_for_every_mini_step() -> None:
     assert int(carried[1].gradient_step) == 2
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["update", "apply"])
-def test_the_inner_update_is_traced_once(name: str) -> None:
-    adam, traces = optax.adam(1e-3), []
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        traces.append(name)
-        return adam.update(updates, state, params)
-
-    steps = MultiSteps(optax.GradientTransformation(adam.init, update), 2)
-    state = steps.init(PARAMS)
-    args = (PARAMS, state, PARAMS) if name == "apply" else (PARAMS, state)
-    jax.jit(getattr(steps, name)).lower(*args)
-    assert len(traces) == 1
-
-
 MANY = {f"layer_{i}": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)} for i in range(10)}
 STEPS = {
     "apply": MultiSteps(optax.sgd(0.1), 4),
@@ -184,7 +159,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_leaves_that_are_alike_are_traced_once(name: str) -> None:
     """Ten layers are calls of what one layer is traced to."""

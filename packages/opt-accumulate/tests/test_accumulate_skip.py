@@ -12,7 +12,6 @@ import optax
 import pytest
 from opt_accumulate import (
     MultiSteps,
-    StatefulSkipFunction,
     all_of,
     any_of,
     check_skips,
@@ -61,14 +60,7 @@ def train(steps: Any, values: list[Any]) -> tuple[list[float], Any]:
 # Optax's two
 
 
-def test_nothing_is_finite_and_small() -> None:
-    skip, state = skip_not_finite({}, 0, None)
-    assert (bool(skip), int(state["num_not_finite"])) == (False, 0)
-    assert state["num_not_finite"].dtype == jnp.int32
-    skip, state = skip_large_updates({}, 0, None, max_squared_norm=1.0)
-    assert (bool(skip), float(state["norm_squared"])) == (False, 0.0)
-
-
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan, complex(0, np.inf), complex(np.nan)])
 def test_not_finite(value: Any) -> None:
     bad = jnp.array([1.0, value, value])
@@ -76,6 +68,7 @@ def test_not_finite(value: Any) -> None:
     assert (bool(skip), int(state["num_not_finite"])) == (True, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("value", "dtype"), [(300.0, jnp.float16), (3 + 4j, jnp.complex64)])
 def test_squares_that_optax_cannot_take(value: Any, dtype: Any) -> None:
     updates = jnp.full(1, value, dtype)
@@ -87,11 +80,6 @@ def test_squares_that_optax_cannot_take(value: Any, dtype: Any) -> None:
         assert float(state["norm_squared"]) == pytest.approx(squared, rel=1e-6)
         theirs.append(bool(optax.skip_large_updates(updates, 0, None, limit)[0]))
     assert theirs == ([True, True] if dtype == jnp.float16 else [False, False])
-
-
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_a_norm_that_is_not_finite_is_large(value: float) -> None:
-    assert skip_large_updates(jnp.array([value]), 0, None, max_squared_norm=1e30)[0]
 
 
 # What a skip function may return
@@ -136,6 +124,7 @@ def test_booleans_of_every_kind(answer: Any) -> None:
 # A guard that a running job gets, changes or loses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
@@ -178,35 +167,12 @@ def test_what_is_not_finite_is_an_outlier_even_in_the_warmup(value: float) -> No
     assert float(state["mean_norm"]) == pytest.approx(norm_of(1.0), rel=1e-6)
 
 
-def test_no_gradient_tells_nothing() -> None:
-    said, state = decide(skip_outliers(3.0, warmup=2), [0, 0, 0, 0, 1, 0, 1, 0, 2, 70])
-    assert said == [False] * 9 + [True]
-    assert int(state["num_accepted"]) == 3
-
-
-def test_statistics_restored_as_numpy_arrays_stay_float32() -> None:
-    with jax.enable_x64(True):
-        guard = skip_outliers(3.0)
-        state = jax.tree.map(np.asarray, guard.init(None))
-        for _ in range(2):
-            state = guard(jnp.ones(2, jnp.float32), 0, None, jax.tree.map(np.asarray, state))[1]
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, guard.init(None))
-
-
 def test_larger_gradients_for_good() -> None:
     values = [1.0, 1.0, 50.0, 50.0, 50.0, 50.0]
     assert decide(skip_outliers(3.0, warmup=1), values)[0] == [False, False, *[True] * 4]
     said, state = decide(skip_outliers(3.0, warmup=1, max_consecutive=2), values)
     assert said == [False, False, True, True, False, False]
     assert int(state["num_consecutive"]) == 0
-
-
-def test_an_outlier_leaves_the_window_alone() -> None:
-    steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_outliers(3.0, warmup=1))
-    added, state = train(steps, [1.0, 99.0, 2.0, 88.0])
-    assert added == [0.0, 0.0, -1.5, 0.0]
-    assert int(state.skip_state["num_skipped"]) == 2
-    assert not steps.has_updated(state)
 
 
 # Combinations
@@ -225,15 +191,6 @@ def test_decisions_and_counts(combine: Callable[..., Any], expected: list[bool])
     assert int(state["num_skipped"]) == sum(expected)
     assert [int(count) for count in state["num_by_function"]] == [2, 2]
     assert float(state["skip_states"][1]["norm_squared"]) == 162.0
-
-
-def test_combinations_of_combinations() -> None:
-    combined = any_of(skip_not_finite, all_of(negative, LARGE))
-    assert isinstance(combined, StatefulSkipFunction)
-    said, state = decide(combined, [-1.0, 9.0, jnp.nan, -9.0])
-    assert said == [False, False, True, True]
-    assert int(state["skip_states"][1]["num_skipped"]) == 1
-    assert int(state["num_skipped"]) == 2
 
 
 def test_a_guard_forgets_what_the_others_decided() -> None:
@@ -256,10 +213,9 @@ def test_combinations_in_multi_steps() -> None:
     assert [int(count) for count in state.skip_state["num_by_function"]] == [2, 3]
 
 
-@pytest.mark.parametrize("window_means", [(), ("value",)])
-def test_a_run_that_only_skips_is_stopped(window_means: tuple[str, ...]) -> None:
+def test_a_run_that_only_skips_is_stopped() -> None:
     guard = any_of(skip_not_finite, skip_outliers(3.0))
-    steps = MultiSteps(SGD, 2, should_skip_update_fn=guard, window_means=window_means)
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=guard, window_means=("value",))
     state, update = steps.init(PARAMS), jax.jit(steps.update)
     for value, in_a_row in [(1.0, 0), (jnp.nan, 1), (jnp.inf, 2), (jnp.nan, 3), (1.0, 0)]:
         _, state = update(grads_of(value), state, PARAMS, value=value)

@@ -49,7 +49,7 @@ NESTED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("nesting", NESTED)
 def test_an_average_is_found_in_any_nesting(nesting: str) -> None:
     expected_params, state = trained(AVERAGED)
@@ -61,7 +61,9 @@ def test_an_average_is_found_in_any_nesting(nesting: str) -> None:
 
 
 def test_it_has_the_dtypes_of_the_parameters() -> None:
-    params, state = trained(AVERAGED, jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS))
+    params, state = trained(
+        AVERAGED, jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS), steps=1
+    )
     found = eval_params(state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(found, params)
     chex.assert_trees_all_close(found, state.average, rtol=2**-8)
@@ -122,7 +124,7 @@ def test_what_is_not_selected_is_the_parameter() -> None:
 
 
 def test_two_are_an_error_that_names_both() -> None:
-    params, state = trained(with_average(guard(AVERAGED, loss=None), 0.9))
+    params, state = trained(with_average(guard(AVERAGED, loss=None), 0.9), steps=0)
     with pytest.raises(
         EvaluationError,
         match=r"the `AverageState` at `\.` and the `AverageState` at `inner/inner` both provide "
@@ -130,7 +132,7 @@ def test_two_are_an_error_that_names_both() -> None:
     ):
         eval_params(state, params)
     free = contrib.schedule_free(optax.sgd(0.1), 0.1)
-    params, state = trained(with_average(free, 0.9))
+    params, state = trained(with_average(free, 0.9), steps=0)
     with pytest.raises(EvaluationError, match="the `ScheduleFreeState` at `inner`"):
         eval_params(state, params)
 

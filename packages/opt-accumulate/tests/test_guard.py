@@ -121,6 +121,7 @@ def test_there_is_no_decision_before_32_values() -> None:
     assert skips(tx, [1.0] * 32 + [100.0])[-1]
 
 
+@pytest.mark.slow
 def test_low_values_and_small_changes_are_no_spikes() -> None:
     tx = guarded(loss=QUICK, grad_norm=QUICK)
     losses = [2.0] * 5 + [0.1, 2.05, 2.0]
@@ -255,6 +256,7 @@ def test_in_a_window_it_judges_what_is_emitted() -> None:
     assert (int(found.skipped), int(found.last_skipped)) == (1, 4)
 
 
+@pytest.mark.slow
 def test_around_a_window_it_judges_mini_steps() -> None:
     tx = guard(MultiSteps(INNER, 2), loss=QUICK)
     carried = steps_of(tx, [1.0] * 5 + [30.0, 1.0])
@@ -262,6 +264,7 @@ def test_around_a_window_it_judges_mini_steps() -> None:
     assert int(carried[-1][1].skipped) == 1
 
 
+@pytest.mark.slow
 def test_two_guards_have_two_reports() -> None:
     tx = guard(guard(INNER))
     _, state = steps_of(tx, [1.0])[-1]
@@ -272,6 +275,7 @@ def test_two_guards_have_two_reports() -> None:
         report(INNER.init(PARAMS))
 
 
+@pytest.mark.slow
 def test_one_program_and_one_type_for_every_step() -> None:
     average = with_average(INNER, lambda t: 1 / (t + 1), start=2, every=2)
     tx = guard(average, loss=QUICK, update_norm=QUICK, max_consecutive=2)
@@ -295,7 +299,7 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
 LARGE = float(np.finfo(np.float32).max)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spike", [None, QUICK])
 @pytest.mark.parametrize(
     ("values", "is_finite"),
@@ -321,15 +325,6 @@ def test_finite_gradients_are_finite_whatever_their_squares(
         assert float(state.grad_norm.values[0]) == pytest.approx(min(exact, LARGE), rel=1e-5)
 
 
-def test_large_finite_updates_are_judged_by_their_norm() -> None:
-    tx = guard(optax.scale(1e20), loss=None, grad_norm=None, update_norm=QUICK)
-    params = jnp.ones(4)
-    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
-    assert not state.was_skipped
-    assert float(state.update_norm.values[0]) == pytest.approx(2e20)
-    np.testing.assert_allclose(updates, params * 1e20)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("grads", [[3e30], [3e30 + 4e30j]])
 def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
@@ -342,6 +337,7 @@ def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
     assert norm == pytest.approx(5e30 if isinstance(grads[0], complex) else 3e30)
 
 
+@pytest.mark.slow
 def test_squares_of_double_precision_are_told_from_infinity() -> None:
     enable_x64: Any = jax.enable_x64
     tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)
@@ -350,15 +346,6 @@ def test_squares_of_double_precision_are_told_from_infinity() -> None:
         for size, is_finite in (1e30, True), (1e200, True), (1e308, True), (INF, False):
             _, state = jax.jit(tx.apply)(params, tx.init(params), params * size)
             assert bool(state.was_skipped) is not is_finite
-
-
-def test_init_shares_no_buffer() -> None:
-    params = jax.tree.map(jnp.copy, PARAMS)
-    state = guard(optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))).init(
-        params
-    )
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
-    assert len(set(pointers)) == len(pointers)
 
 
 # What it costs: see also `tools/bench/accumulate.py`

@@ -69,7 +69,7 @@ def distances(ends: Any) -> Any:
     return np.linalg.norm(ends[:-1] - ends[-1], axis=1) / np.linalg.norm(ends[-1])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", SPOILED)
 def test_the_run_ends_where_the_undisturbed_one_does(kind: str) -> None:
     tx = guard(with_average(INNER, 0.8), loss=SPIKE, grad_norm=SPIKE)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import opt_adafactor
 optimizer = opt_adafactor.Adafactor(0.1).create({"w": jnp.ones(3)})
-optimizer = jax.jit(lambda o: o.apply_gradient({"w": jnp.ones(3)}))(optimizer)
+optimizer = jax.eval_shape(lambda o: o.apply_gradient({"w": jnp.ones(3)}), optimizer)
 for call in (
     opt_adafactor.adafactor,
     opt_adafactor.scale_by_generalized_factored_rms,

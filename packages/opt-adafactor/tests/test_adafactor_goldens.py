@@ -76,12 +76,6 @@ SPEC_OPTIONS = {"max_parameter_scale": 0.05, "clipping_threshold": None}
             [0.05140093, 0.002939008, 0.4395153, 0.5495402, 0.5711286, 0.3754921],
         ),
         (
-            (4, 3, 2, 5),
-            "rbcc",
-            {},
-            [0.05181341, -0.1235198, -0.00577373, 0.5085427, 0.3660061, 0.5468392],
-        ),
-        (
             (6, 9),
             None,
             {"weight_decay_rate_lr_exponent": 2, **SPEC_OPTIONS},

@@ -180,20 +180,3 @@ def test_factors_have_the_axes_of_what_they_keep() -> None:
         "gate": (None, None, P("mlp"), None),
         "temperature": (None, None, P(), None),
     }
-
-
-@pytest.mark.parametrize("beta1", [0.0, 0.9])
-def test_momentum_has_the_axes_of_the_parameter(beta1: float) -> None:
-    derived = derive(make(beta1=beta1).with_param_axes(AXES))
-    assert {path: s.m for path, s in derived.state.param_states.items()} == AXES
-
-
-def test_axes_where_other_leaves_are_left_out() -> None:
-    """In a group of a `MultiOptimizer`, lists and tuples have `()` for the leaves of others."""
-    params = [(jnp.ones((3, 4)), ()), ((), jnp.ones(4))]
-    axes = [(P("embed", "mlp"), ()), ((), None)]
-    found = Adafactor(0.1).derive_logical_axes(Adafactor(0.1).create(params), axes)
-    states = found.state.param_states
-    assert states[0][0].v == P("embed", "mlp")
-    assert states[0][1] == states[1][0] == ()
-    assert states[1][1].v is None

@@ -74,20 +74,6 @@ def test_rules_of_rank_2_and_less_are_in_the_map_as_given() -> None:
     assert given == found  # stored and ignored
 
 
-@pytest.mark.parametrize("beta1", [None, 0.0, 0.9])
-def test_factored_statistics_are_replicated_and_the_rest_is_not(beta1: float | None) -> None:
-    definition = make(beta1=beta1)
-    derived = definition.derive_logical_axes(definition.create(PARAMS), AXES)
-    states = derived.state.param_states
-    kernel, bias = states["mlp"]["wi"]["kernel"], states["mlp"]["wi"]["bias"]
-    m = (lambda spec: spec) if beta1 else (lambda spec: None)  # T5X asks for truth
-    assert kernel == t5x._AdafactorParamState(None, None, None, m(P("embed", "mlp")))
-    assert bias == t5x._AdafactorParamState(None, None, P("mlp"), m(P("mlp")))
-    assert states["gate"] == t5x._AdafactorParamState(None, None, None, m(P("mlp")))
-    assert states["scale"] == t5x._AdafactorParamState(None, None, P(), m(P()))
-    assert (derived.target, derived.state.step) == (AXES, None)
-
-
 @pytest.mark.parametrize("wrap", [dict, FrozenDict])
 @pytest.mark.parametrize("is_abstract", [False, True])
 def test_a_partitioner_of_experts_changes_axes_and_restores_them(
@@ -141,13 +127,18 @@ def test_a_state_of_numpys_float64_restores() -> None:
         assert int(restored.state.step) == 3
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Adafactor_std_rules_scan_momentum", "Adafactor_momentum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Adafactor_momentum",
+        pytest.param("Adafactor_std_rules_scan_momentum", marks=pytest.mark.slow),
+    ],
+)
 def test_updates_and_checkpoints_are_those_of_the_package(name: str) -> None:
     case = g.load(name)
     ours, facade = (case.definition(kind) for kind in (opt_adafactor.Adafactor, t5x.Adafactor))
     runs: list[Optimizer] = [ours.create(case.params), facade.create(case.params)]
-    for t in range(3):
+    for t in range(2):
         runs = [run.apply_gradient(case.grads[t], **case.overrides(t)) for run in runs]
     of_ours, of_facade = runs
     chex.assert_trees_all_equal(of_facade.state_dict(), of_ours.state_dict())

@@ -5,7 +5,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_adafactor as ada
 import optax
 import pytest
@@ -169,25 +168,6 @@ def test_rules_by_axis() -> None:
 # Inside other transformations.
 
 
-def test_in_a_partition() -> None:
-    labels = {"w": "matrix", "b": "rest", "cube": "matrix", "s": "rest"}
-    tx = optax.partition(
-        {"matrix": ada.adafactor(0.1, factor_map=RULES, **SMALL), "rest": optax.sgd(0.1)}, labels
-    )
-    found, _ = run(tx)
-    expected, _ = run(ada.adafactor(0.1, factor_map=RULES, **SMALL))
-    for name in ("w", "cube"):
-        chex.assert_trees_all_close(found[name], expected[name], rtol=1e-6)
-
-
-def test_with_injected_hyper_parameters() -> None:
-    inject = optax.inject_hyperparams(ada.adafactor, static_args=("min_dim_size_to_factor",))
-    with jax.numpy_dtype_promotion("standard"):
-        found, state = run(inject(learning_rate=0.1, **SMALL), FLAT)
-    assert float(state.hyperparams["learning_rate"]) == pytest.approx(0.1)
-    assert largest_difference(found, run(ada.adafactor(0.1, **SMALL), FLAT)[0]) < 1e-6
-
-
 def test_in_multi_steps_and_apply_if_finite() -> None:
     inner = ada.adafactor(0.1, **SMALL)
     with jax.numpy_dtype_promotion("standard"):
@@ -203,14 +183,6 @@ def test_parameters_are_needed_and_gradients_must_look_like_them() -> None:
             tx.update(FLAT, state)
         with pytest.raises(TreeMismatchError, match="`grads`"):
             tx.update({"w": FLAT["w"]}, state, FLAT)
-
-
-def test_stays_finite_where_optax_does_not() -> None:
-    # optax#1791: with a decay offset, the second step is NaN.
-    tx = ada.adafactor(0.1, step_offset=10)
-    params, _ = run(tx, FLAT, steps=2)
-    chex.assert_tree_all_finite(params)
-    assert np.isfinite(run(ada.adafactor(0.1, step_offset=2), FLAT, steps=4)[0]["w"]).all()
 
 
 @pytest.mark.sample(1)

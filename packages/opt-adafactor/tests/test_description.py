@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from adafactor_testing import rule
 from opt_adafactor import Adafactor, HParamMap
@@ -49,28 +47,6 @@ def test_factors_say_which_dimensions_they_keep_of_equal_ones(
         "v": UNUSED,
         "m": (everything, "moment"),
     }
-
-
-def test_leaves_are_in_the_order_of_the_state_and_of_its_shapes() -> None:
-    definition = Adafactor(0.1, min_dim_size_to_factor=4, beta1=0.9)
-    params = {"b": jnp.ones(3), "deep": [{"w": jnp.ones((5, 4))}, jnp.float32(1.0)]}
-    optimizer = definition.create(params)
-    found = describe_state(optimizer)
-    shapes = {
-        leaf.parameter: np.shape(param)
-        for leaf, param in zip(found.leaves[::4], jax.tree.leaves(params), strict=True)
-    }
-    arrays = jax.tree.leaves(optimizer.state.param_states)
-    for leaf, array in zip(found.leaves, arrays, strict=True):
-        assert leaf.parameter is not None
-        assert leaf.dimensions is not None
-        assert leaf.path == (*leaf.parameter, *leaf.field)
-        assert leaf.source == "stated"
-        if leaf.role != "other":
-            kept = [shapes[leaf.parameter][dim] for dim in leaf.dimensions if dim is not None]
-            assert array.shape == tuple(kept)
-    parameters = [leaf.parameter for leaf in found.leaves[::4]]
-    assert parameters == [("b",), ("deep", "0", "w"), ("deep", "1")]
 
 
 def test_settings_are_json() -> None:

@@ -170,15 +170,6 @@ def test_a_definition_that_describes_its_state_is_asked_once() -> None:
     assert Stating.asked == 3
 
 
-def test_the_memory_is_bounded() -> None:
-    definition = Stating()
-    sizes = [*range(1, 200), 199, 1]
-    for size in sizes:
-        shapes = {"b": jax.ShapeDtypeStruct((size,), jnp.float32)}
-        describe_state(jax.eval_shape(definition.create, shapes))
-    assert Stating.asked == 200  # 199 is remembered, 1 no longer
-
-
 def test_a_definition_that_forgets_leaves_is_an_error() -> None:
     class Short(Momentum):
         def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:

@@ -3,13 +3,12 @@
 import pickle
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_testing import Momentum, Pair
+from core_testing import Momentum
 from flax.core import FrozenDict
-from opt_core import Mismatch, MismatchKind, errors, restore_state_dict
+from opt_core import Mismatch, MismatchKind, errors
 from opt_core.errors import RestoreError
 
 
@@ -39,31 +38,6 @@ def test_a_restore_error_in_full() -> None:
         "Restore into an optimizer built as the saved one was, correct the dict, or pass "
         "`strict=False` to take the 3 leaves that fit and keep the rest as they are."
     )
-
-
-LINES: list[tuple[Any, Any, str]] = [
-    (jnp.ones(2), [1.0], "value: expected float32[2], found a list"),
-    (jnp.ones(2), 1.5, "value: expected float32[2], found 1.5 (float)"),
-    (jnp.ones(2), {"a": 1}, "container: expected float32[2], found a mapping with keys a"),
-    (1, 2.0, "value: expected 1 (int), found 2.0 (float)"),
-    (
-        Pair(1, 2),
-        np.ones(2),
-        "container: expected a mapping (Pair) with keys left, right, found float64[2]",
-    ),
-    (
-        {"a": 1},
-        {1: 1, "1": 2},
-        "container: expected keys with different names, found keys 1, '1'",
-    ),
-    (jax.random.key(0), np.ones(2, np.uint32)[:1], "shape: expected key<fry>[], found uint32[1]"),
-]
-
-
-@pytest.mark.parametrize(("reference", "found", "line"), LINES)
-def test_the_line_of_a_deviation(reference: Any, found: Any, line: str) -> None:
-    _, report = restore_state_dict({"x": reference}, {"x": found})
-    assert [str(mismatch) for mismatch in report.mismatches] == [f"x: {line}"]
 
 
 MOMENTA = {"a": np.ones(2), "b": np.ones(2)}

@@ -122,24 +122,13 @@ def test_the_step_is_read_from_any_integer(found: Any) -> None:
     assert_same(optimizer.restore_state(state_dict).state.step, jnp.int32(5))
 
 
-@pytest.mark.parametrize(
-    ("found", "kind", "words"),
-    [
-        (np.int64(2**31), MismatchKind.VALUE, "2147483648, which does not fit int32"),
-        (np.int64(-1), MismatchKind.VALUE, "-1"),
-        (5.0, MismatchKind.VALUE, "5.0 (float)"),
-        (True, MismatchKind.VALUE, "True (bool)"),
-        (np.array([5]), MismatchKind.SHAPE, "int64[1]"),
-        (jax.random.key(0), MismatchKind.DTYPE, "key<fry>[]"),
-    ],
-    ids=str,
-)
-def test_what_is_not_a_step(found: Any, kind: MismatchKind, words: str) -> None:
+def test_a_step_below_0_is_no_step() -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
     state_dict = optimizer.state_dict()
-    state_dict["state"]["step"] = found
+    state_dict["state"]["step"] = np.int64(-1)
     [mismatch] = optimizer.check_state_dict(state_dict).mismatches
-    assert (mismatch.path, mismatch.kind, mismatch.found) == ("state/step", kind, words)
+    found = (mismatch.path, mismatch.kind, mismatch.found)
+    assert found == ("state/step", MismatchKind.VALUE, "-1")
 
 
 # State dicts.
@@ -264,23 +253,6 @@ def test_a_donated_optimizer_is_still_a_reference() -> None:
 
 
 # Transformations.
-
-
-@pytest.mark.sample(3)
-@any_target
-def test_everything_works_under_jit(make: Make) -> None:
-    definition = Momentum()
-    optimizer = definition.create(make())
-    grads = ones_like(optimizer.target)
-    wanted = advanced(optimizer)
-    assert_same(jax.jit(definition.create)(make()), optimizer)
-
-    home = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = jax.tree.map(lambda _: home, optimizer)
-    donating = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-    stepped = donating(donating(jax.jit(definition.create)(make()), grads), grads)
-    assert_same(stepped, wanted)
-    assert all(leaf.committed for leaf in jax.tree.leaves(stepped))
 
 
 @pytest.mark.sample(3)

@@ -1,6 +1,5 @@
 """Paths, gradients that match, and leaves with a buffer of their own."""
 
-from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -21,29 +20,6 @@ from opt_core import (
     unalias,
 )
 from opt_core.errors import TreeMismatchError
-
-
-@pytest.mark.parametrize(
-    ("node", "names"),
-    [
-        ({"b": 1, "a": 2}, ["a", "b"]),
-        (OrderedDict(b=1, a=2), ["b", "a"]),
-        ({10: 1, 9: 2}, ["9", "10"]),
-        ({"a/b": 1, "": 2}, ["", "a/b"]),
-        ([1, 2], ["0", "1"]),
-        (Pair(1, 2), ["left", "right"]),
-        (Layer(1), ["kernel", "bias"]),
-        ({}, []),
-    ],
-    ids=repr,
-)
-def test_children_are_named_as_in_state_dicts(node: Any, names: list[str]) -> None:
-    opened = children(node)
-    assert opened is not None
-    assert [name for name, _ in opened.children] == names
-    rebuilt = opened.rebuild([child for _, child in opened.children])
-    assert rebuilt == node
-    assert type(rebuilt) is type(node)
 
 
 @jax.tree_util.register_pytree_node_class

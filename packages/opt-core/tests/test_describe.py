@@ -1,6 +1,5 @@
 """The table of groups, and their norms."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -83,56 +82,11 @@ def test_rows_are_data() -> None:
     assert (rest.paths, rest.definition, rest.state_bytes) == (("a/b",), "frozen", 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    each: Any = (np.ones(2),)
-    names: Any = dataclasses.field(default_factory=list)
-    scale: float = 1.0
-
-
-@pytest.mark.parametrize(
-    ("rates", "shown"),
-    [
-        (Rates((np.ones(2),), [], 1.0), ""),
-        (Rates((np.zeros(1),), ["a"], 2.0), "each=(array([0.]),), names=['a'], scale=2.0"),
-    ],
-)
-def test_defaults_that_are_arrays_or_made_are_left_out(rates: Rates, shown: str) -> None:
-    definition = MultiOptimizer.from_rules([("all", ".*", Schedules(rates))])
-    assert describe(definition.create(make_params())).rows[0].hyper_params == shown
-
-
 def test_other_optimizers_have_no_table() -> None:
     with pytest.raises(
         TypeError, match="its definition is of type Momentum, not a `MultiOptimizer`"
     ):
         describe(Momentum().create(make_params()))
-
-
-def test_a_schedule_is_shown_by_its_value_and_its_factory() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Rate:
-        learning_rate: Any
-
-    class Scheduled(Schedules):
-        def resolve_hyper_params(
-            self, hyper_params: Any, params: Any, state: Any, **extra_args: Any
-        ) -> Any:
-            return Rate(hyper_params.learning_rate(state.step))
-
-    def factory() -> Any:
-        return lambda step: 0.25 * jnp.float32(step + 1)
-
-    def shown(optimizer: Any) -> str:
-        return describe(optimizer).rows[0].hyper_params
-
-    rate = factory()
-    rate.__qualname__ = "factory.<locals>.<lambda>"
-    optimizer = MultiOptimizer(("a/.*", Scheduled(Rate(rate)))).create(make_params())
-    assert shown(optimizer) == "learning_rate=0.25 (factory)"
-    later = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(1)))
-    assert shown(later) == "learning_rate=0.5 (factory)"
-    assert shown(jax.eval_shape(lambda: optimizer)) == "learning_rate=factory"
 
 
 def tree(seed: int, dtype: Any = np.float32) -> Any:

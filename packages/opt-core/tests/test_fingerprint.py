@@ -57,35 +57,13 @@ class Slotted:
         self.rate = rate
 
 
-class HalfSlotted(Slotted):
-    note = None
-
-
 class Role(enum.Enum):
     ROW = 1
     COLUMN = 2
 
 
-class AttributedDict(dict[str, float]):
-    rate: float
-
-
-@dataclasses.dataclass
-class WithInitVar:
-    init: dataclasses.InitVar[float]
-
-    def __post_init__(self, init: float) -> None:
-        self.rate = init
-
-
 def with_attribute(obj: Any, rate: float) -> Any:
     obj.rate = rate
-    return obj
-
-
-def half_slotted(rate: Any) -> HalfSlotted:
-    obj = HalfSlotted(rate)
-    obj.note = "in __dict__"  # type: ignore[assignment]  # the class attribute says None
     return obj
 
 
@@ -111,25 +89,10 @@ def recursive(rate: Any) -> Callable[[Any], Any]:
     return inner
 
 
-def unfilled(rate: Any) -> Callable[[], Any]:
-    def inner() -> Any:
-        return rate, later
-
-    if rate is None:  # `later` is captured and, mostly, never assigned
-        later = 1
-    return inner
-
-
 def cyclic(rate: Any) -> list[Any]:
     items: list[Any] = [rate]
     items.append(items)
     return items
-
-
-def executed(rate: Any) -> Any:
-    namespace: dict[str, Any] = {"rate": rate, "__name__": "somewhere"}
-    exec("def schedule(step):\n  return [rate * s for s in step]", namespace)
-    return namespace["schedule"]
 
 
 # Built twice from the same rate they are the same, from another they are not.
@@ -138,21 +101,16 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "lambda default": defaulted,
     "keyword default": keyword_only,
     "recursive": recursive,
-    "unfilled cell": unfilled,
     "cycle": cyclic,
-    "global": executed,
     "partial": lambda rate: functools.partial(math.pow, rate),
     "partial of closure": lambda rate: functools.partial(closure(rate), 1),
     "bound method": lambda rate: Plain(rate).schedule,
     "plain object": Plain,
     "slots": Slotted,
-    "slots and dict": half_slotted,
     "namespace": lambda rate: types.SimpleNamespace(rate=rate),
     "dataclass": Config,
     "struct of an array": lambda rate: MomentumHyperParams(jnp.array([rate], jnp.float32)),
-    "attribute that is no field": WithInitVar,
     "attribute of a function": lambda rate: with_attribute(closure(1.0), rate),
-    "attribute of a dict": lambda rate: with_attribute(AttributedDict(), rate),
     "mapping": lambda rate: FrozenDict(config=Config(rate)),
     "list": lambda rate: [rate],
     "namedtuple": lambda rate: Pair(rate, None),
@@ -237,7 +195,6 @@ OPAQUE: dict[str, Callable[[], Any]] = {
     "object": object,
     "sentinel": Sentinel,
     "array of objects": lambda: np.array([object()]),
-    "ufunc": lambda: np.frompyfunc(abs, 1, 1),
     "masked array": lambda: np.ma.array([1.0], mask=[True]),
     "deleted array": deleted,
 }

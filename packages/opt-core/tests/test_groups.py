@@ -127,6 +127,10 @@ class Transformation:
     def update(self) -> None: ...
 
 
+def created_by(pattern: Any) -> Any:
+    return MultiOptimizer.from_rules([(pattern, Momentum())], rest=FROZEN).create(PARAMS)
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda: MultiOptimizer([]), GroupError, "there is no group"),
     "no pair": (lambda: MultiOptimizer("a", "b"), TypeError, "got a str"),
@@ -150,6 +154,38 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: MultiOptimizer(({"embed"}, Momentum())).create(PARAMS),
         GroupError,
         "axes embed: the logical axes are not known",
+    ),
+    "no axes of a parameter": (
+        lambda: MultiOptimizer.from_rules(
+            [({"embed"}, Momentum())], rest=FROZEN, param_axes={"w": P("embed")}
+        ).create({"w": jnp.ones(2), "b": jnp.ones(2)}),
+        GroupError,
+        r"axes embed: `param_axes` have nothing for `b`\. ",
+    ),
+    "two keys of one name": (
+        lambda: MultiOptimizer((".*", Momentum())).create(OrderedDict([(1, 1.0), ("1", 2.0)])),
+        GroupError,
+        r"`\[1\]` and `\['1'\]` have the same path, `1`",
+    ),
+    "function of the path alone": (
+        lambda: created_by(lambda path: True),
+        GroupError,
+        r"<lambda>: .* A pattern is a function of `\(path, leaf\)`",
+    ),
+    "values": (
+        lambda: created_by(lambda path, leaf: float(leaf) > 0),
+        GroupError,
+        "<lambda>: .*never its values",
+    ),
+    "no answer": (
+        lambda: created_by(lambda path, leaf: "norms"),
+        GroupError,
+        "returns 'norms' for `decoder/norm`: a pattern says whether",
+    ),
+    "bytes": (
+        lambda: created_by(re.compile(b".*")),
+        GroupError,
+        "b'.\\*': paths are text, not bytes",
     ),
 }
 
@@ -345,33 +381,6 @@ def test_a_definition_may_keep_nothing_for_some(inner: OptimizerDef) -> None:
     states = GroupStates({"0": inner_states, "1": {"b": jnp.ones(3)}})
     with pytest.raises(GroupError, match=r"`a/kernel` of `0` .* has none"):
         Optimizer(definition, OptimizerState(0, states), params).apply_gradient(params)
-
-
-def test_keys_of_one_name_are_refused() -> None:
-    params = OrderedDict([(1, {"w": jnp.ones(2)}), ("1", {"w": jnp.zeros(3)})])
-    with pytest.raises(GroupError, match=r"`\[1\].*` and `\['1'\].*` have the same path, `1"):
-        MultiOptimizer.from_rules([("1.*", Momentum())]).create(params)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [
-        (lambda path: True, "<lambda>: .* A pattern is a function of `\\(path, leaf\\)`"),
-        (lambda path, leaf: float(leaf) > 0, "<lambda>: .*never its values"),
-        (lambda path, leaf: "norms", "returns 'norms' for `decoder/norm`: a pattern says whether"),
-        (re.compile(b".*"), "b'.\\*': paths are text, not bytes"),
-    ],
-)
-def test_patterns_that_fail_are_named(pattern: Any, words: str) -> None:
-    with pytest.raises(GroupError, match=words):
-        MultiOptimizer.from_rules([(pattern, Momentum())], rest=FROZEN).create(PARAMS)
-
-
-def test_axes_must_know_every_parameter() -> None:
-    axes = {"w": P("embed")}
-    definition = MultiOptimizer.from_rules([({"embed"}, Momentum())], rest=FROZEN, param_axes=axes)
-    with pytest.raises(GroupError, match=r"axes embed: `param_axes` have nothing for `b`\. "):
-        definition.create({"w": jnp.ones(2), "b": jnp.ones(2)})
 
 
 def test_leaves_that_are_not_arrays() -> None:

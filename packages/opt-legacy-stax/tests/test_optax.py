@@ -168,13 +168,6 @@ def test_the_parameters_of_optax_hold() -> None:
         tx.update({"w": jnp.ones(2)}, state)
 
 
-def test_it_is_one_of_several_in_a_chain() -> None:
-    tx = optax.chain(optax.clip_by_global_norm(1.0), ours.to_optax(ours.sgd(1.0)))
-    params, _ = run_optax(tx, PARAMS, tx.init(PARAMS), 0, 1)
-    moved = jax.tree.map(jnp.subtract, PARAMS, params)
-    assert float(optax.tree.norm(moved)) == pytest.approx(1.0, rel=1e-5)
-
-
 def test_scalars_of_sm3_and_triples_of_ones_own() -> None:
     @ours.optimizer
     def hidden() -> Any:  # keeps its parameter doubled

@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 from typing import Any
 
 import jax
@@ -47,14 +46,6 @@ def refused(data: bytes, error: type[Exception] = errors.DamagedFileError) -> st
     return str(caught.value)
 
 
-def is_refused_or_right(data: bytes) -> None:
-    try:
-        found = load(data)
-    except errors.LoadError:
-        return
-    assert is_right(found)
-
-
 def test_every_truncation_is_refused() -> None:
     for length in range(len(DATA)):
         refused(DATA[:length])
@@ -69,20 +60,11 @@ def test_every_flipped_bit_is_refused_or_changes_nothing() -> None:
         if position >= start:  # a leaf
             assert "its checksum does not match its contents" in refused(bytes(flipped))
         else:
-            is_refused_or_right(bytes(flipped))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("seed", range(5))
-def test_fuzz(seed: int) -> None:
-    source = random.Random(seed)
-    for _ in range(300):
-        data = bytearray(DATA)
-        for _ in range(source.randint(1, 4)):
-            start = source.randrange(len(data))
-            stop = start + source.randint(0, 8)
-            data[start:stop] = source.randbytes(source.randint(0, 8))
-        is_refused_or_right(bytes(data))
+            try:
+                found = load(bytes(flipped))
+            except errors.LoadError:
+                continue
+            assert is_right(found)
 
 
 def rewritten(tensors: dict[str, np.ndarray], **changes: Any) -> bytes:

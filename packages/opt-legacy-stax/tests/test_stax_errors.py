@@ -1,6 +1,5 @@
 """Errors: of which class, and their words: what, where, expected, found, what to do."""
 
-import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import safetensors.numpy
 from jax.example_libraries import optimizers as theirs
 from opt_legacy_stax import errors
-from stax_testing import KEEPS, NAMES, triple_of
 
 PARAMS: Any = {"mlp": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "scale": [jnp.ones(())]}
 ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -70,11 +68,6 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "mlp/bias: expected an array, found nothing",
             "scale: expected a list, found a tuple",
         ),
-    ),
-    "gradients with much more": (
-        lambda: update({**ZEROS, **dict.fromkeys("abcdefg", 1.0)}),
-        errors.TreeMismatchError,
-        mismatch(*(f"{c}: expected nothing, found an array" for c in "abcde"), "and 2 more"),
     ),
     "a gradient that would change a shape": (
         lambda: update({**ZEROS, "mlp": {"kernel": 0.0, "bias": jnp.ones((4, 1))}}),
@@ -179,14 +172,6 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "sm3", "`optax.sm3` does not support scalars, and parameter `s` is one"
         ),
     ),
-    "a file of another optimizer": (
-        lambda: load(optimizer=ours.momentum(0.1, 0.9)),
-        errors.StateMismatchError,
-        (
-            "the file holds a different state than expected:\n  optimizer: expected `momentum`, "
-            "found `rmsprop`\nLoad it with the optimizer and parameters it was saved with."
-        ),
-    ),
     "a file of another program": (
         lambda: ours.load(
             io.BytesIO(safetensors.numpy.save({"w": np.ones(2)}, metadata={"format": "pt"})),
@@ -227,27 +212,22 @@ def test_errors_are_builtin_ones_too(error: type[Exception], builtin: type[Excep
     assert issubclass(error, builtin)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("maker", NAMES)
 @pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
-def test_states_of_optimizers_that_keep_more_or_less(maker: str, module: Any) -> None:
-    """72 pairs; the names of the others are in files only."""
-    state = triple_of(maker, module).init_fn(PARAMS)
-    for name, count in KEEPS.items():
-        triple = triple_of(name)
-        if count == KEEPS[maker]:
-            triple.params_fn(triple.update_fn(0, ZEROS, state))
-            continue
-        words = rf"`opt_state` is not a state of `{name}`, which keeps .*: for parameter `mlp/bias`"
-        functions: list[Callable[[], Any]] = [
-            functools.partial(triple.update_fn, 0, ZEROS, state),
-            functools.partial(triple.params_fn, state),
-            functools.partial(ours.to_optax(triple).convert_state, state, 0),
-            functools.partial(ours.to_optimizer_def(triple).convert_state, state, 0),
-        ]
-        for function in functions:
-            with pytest.raises(errors.LayoutError, match=words):
-                function()
+def test_a_state_of_an_optimizer_that_keeps_less_or_more(module: Any) -> None:
+    state, triple = module.momentum(0.1, 0.9).init_fn(PARAMS), ours.adam(0.1)
+    words = r"`opt_state` is not a state of `adam`, which keeps .*: for parameter `mlp/bias`"
+    functions: list[Callable[[], Any]] = [
+        lambda: triple.update_fn(0, ZEROS, state),
+        lambda: triple.params_fn(state),
+        lambda: ours.to_optax(triple).convert_state(state, 0),
+        lambda: ours.to_optimizer_def(triple).convert_state(state, 0),
+    ]
+    for function in functions:
+        with pytest.raises(errors.LayoutError, match=words):
+            function()
+    with pytest.raises(errors.LayoutError, match="is not a state of `momentum`"):
+        ours.momentum(0.1, 0.9).update_fn(0, ZEROS, module.adam(0.1).init_fn(PARAMS))
+    ours.adagrad(0.1).update_fn(0, ZEROS, module.adam(0.1).init_fn(PARAMS))  # it keeps as much
 
 
 @pytest.mark.parametrize("state", [None, PARAMS, (1, 2, 3)], ids=["None", "params", "tuple"])
@@ -315,15 +295,11 @@ def test_arguments_of_another_type() -> None:
     state = ours.adam(0.1).init_fn(W)
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: ours.to_optax(ours.adam), "`triple` must be a triple"),  # type: ignore[arg-type]
-        (lambda: ours.to_optimizer_def((1, 2)), "`triple` must be a triple"),  # type: ignore[arg-type]
         (lambda: ours.from_optax(optax.adam), "must be an Optax gradient transformation"),  # type: ignore[arg-type]
         (lambda: ours.save(3, state), "`path_or_file` must be a path or a file object opened"),  # type: ignore[arg-type]
-        (lambda: ours.load(None, like=state), "`path_or_file` must be a path or a file object"),  # type: ignore[arg-type]
         (lambda: ours.load(io.BytesIO()), "either `like`, a state to compare with, or both `opt"),
         (lambda: ours.load(io.BytesIO(), like=W), "`like` must be an OptimizerState; got dict"),
         (lambda: load(optimizer="adam"), "a name alone does not determine the expected structure"),
-        (lambda: load(optimizer=3), r"`optimizer` must be a triple \(init_fn, update_fn"),
-        (lambda: load(like=state), "either `like`, a state to compare with, or both `optimizer`"),
     ]
     for call, words in calls:
         with pytest.raises(TypeError, match=words):

@@ -15,6 +15,7 @@ def matrix(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["keller", "dion"])
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (9, 9)])
 def test_equals_optax(name: str, shape: tuple[int, int]) -> None:
@@ -36,6 +37,7 @@ def test_more_polar_express_steps_repeat_the_last() -> None:
     assert newton_schulz(11, "polar_express").coefficients[8:] == ((1.875, -1.25, 0.375),) * 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(8, 40), (40, 8), (12, 12)])
 def test_the_gram_form_is_the_same_function(shape: tuple[int, int]) -> None:
     x = matrix(3, *shape)
@@ -52,6 +54,7 @@ def test_matrices_of_a_stack_do_not_meet_and_zeros_stay_zeros(gram: bool) -> Non
     np.testing.assert_array_equal(found[2], iteration(x.at[0].mul(-3.0))[2])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_size_of_a_matrix_does_not_matter(gram: bool, dtype: Any) -> None:
@@ -65,6 +68,7 @@ def test_the_size_of_a_matrix_does_not_matter(gram: bool, dtype: Any) -> None:
     np.testing.assert_array_equal(iteration(jnp.zeros_like(x)), jnp.zeros_like(x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1e-12, 1e-8, 1.0, 1e15, 1e20, 1e37])
 def test_sizes_are_those_of_optax_where_its_squares_do_not_overflow(size: float) -> None:
     ours, x = newton_schulz(dtype=None), matrix(8, 24)

@@ -62,20 +62,6 @@ def test_attributes() -> None:
         _ = getattr(optimizer, "model")  # noqa: B009
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_split_and_merge(kind: Any) -> None:
-    model = make_model()
-    optimizer = kind(model, optax.adam(0.1), wrt=nnx.Param)
-    optimizer.update(model, gradients(model))
-    merged = nnx.clone(optimizer)  # splits and merges
-    assert type(merged) is kind
-    assert_same(nnx.state(merged), nnx.state(optimizer))
-    copy = nnx.clone(model)
-    merged.update(copy, gradients(copy))
-    optimizer.update(model, gradients(model))
-    assert_same(nnx.state(copy, nnx.Param), nnx.state(model, nnx.Param))
-
-
 MODES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "eager": (lambda step: step, {}),
     "jit": (nnx.jit, {}),
@@ -84,7 +70,9 @@ MODES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param("eager", marks=pytest.mark.slow), "jit", "without a graph"]
+)
 def test_a_step(kind: Any, mode: str) -> None:
     jit, options = MODES[mode]
     if options and not HAS_MODES:
@@ -146,7 +134,7 @@ def test_a_line_search(kind: Any) -> None:
 OUTER = nnx.All(nnx.Param, nnx.PathContains("outer"))
 FILTERS = [
     pytest.param(nnx.Param, id="Param", marks=pytest.mark.slow),
-    pytest.param(nnx.LoRAParam, id="LoRAParam"),
+    pytest.param(nnx.LoRAParam, id="LoRAParam", marks=pytest.mark.slow),
     pytest.param((nnx.Param, nnx.LoRAParam), id="both", marks=pytest.mark.slow),
     pytest.param(OUTER, id="path"),
 ]
@@ -207,26 +195,6 @@ def test_branches_and_loops(kind: Any) -> None:
         train(model, optimizer, jnp.array(flag))
     assert optimizer.step[...] == 7
     assert loss(model) < before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_ensemble(kind: Any) -> None:
-    @nnx.vmap
-    def create(seed: jax.Array) -> Any:
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(jax.random.key(seed)))
-        return model, kind(model, optax.adam(0.1), wrt=nnx.Param)
-
-    @nnx.vmap
-    def step(model: Any, optimizer: Any) -> Any:
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
-    model, optimizer = create(jnp.arange(3))
-    assert optimizer.step[...].shape == (3,)
-    first = step(model, optimizer)
-    assert (step(model, optimizer) < first).all()
 
 
 @pytest.mark.slow

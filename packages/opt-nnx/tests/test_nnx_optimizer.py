@@ -1,7 +1,7 @@
 """What `opt_nnx.Optimizer` does besides what Flax's does."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,28 +180,6 @@ def test_groups() -> None:
         optimizer.update(model, gradients(model), group_overrides={"no_such": {}})
 
 
-class Halving(NamedTuple):
-    """Takes the parameters themselves, as `opt_accumulate.MultiSteps` does."""
-
-    def init(self, params: Any) -> Any:
-        return ()
-
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
-        raise AssertionError("`apply` is asked")
-
-    def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> Any:
-        return jax.tree.map(lambda p: p / 2, params), state
-
-
-def test_a_transformation_that_updates_the_parameters() -> None:
-    model = make_model()
-    optimizer = opt_nnx.Optimizer(model, Halving())
-    before = model.inner.kernel[...]
-    updates = optimizer.update(model, gradients(model))
-    assert (model.inner.kernel[...] == before / 2).all()
-    assert (updates["inner"]["kernel"] == -before / 2).all()
-
-
 # The parameters to evaluate.
 
 
@@ -305,15 +283,6 @@ def test_a_variable_may_hold_a_tree() -> None:
     optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
     values: Any = bare(nnx.state(model))
     assert float(values["pair"]["a"][0, 0]) < 1.0
-
-
-def test_abstract_models_make_abstract_optimizers() -> None:
-    model = nnx.eval_shape(make_model)
-    optimizer = opt_nnx.Optimizer(model, opt.adam(0.1))
-    leaves = jax.tree.leaves(nnx.state(optimizer))
-    assert leaves
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    assert optimizer.to_core(model).state.step == jax.ShapeDtypeStruct((), jnp.int32)
 
 
 # There and back.

@@ -73,14 +73,6 @@ def test_wrappers_do_not_change_names() -> None:
         assert names(tx) > ADAM
 
 
-def test_what_keeps_states_of_one_type_is_distinguished() -> None:
-    kinds = (optax.scale_by_adam, optax.scale_by_yogi, optax.scale_by_adamax, optax.scale_by_radam)
-    described = [{leaf.transformation for leaf in of(make()).leaves} for make in kinds]
-    assert described == [{"adam"}, {"yogi"}, {"adamax"}, {"radam"}]
-    chained = optax.chain(*(make() for make in kinds))
-    assert {x.transformation for x in of(chained).leaves} == {"adam", "yogi", "adamax", "radam"}
-
-
 def test_likes_are_numbered_as_init_makes_them() -> None:
     first, second = optax.ema(0.9), optax.ema(0.99)
     one = makers(optax.chain(first, second))

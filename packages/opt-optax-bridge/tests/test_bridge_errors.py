@@ -9,7 +9,6 @@ import numpy as np
 import opt_optax_bridge
 import optax
 import pytest
-from flax.core import freeze
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import (
     HyperParamError,
@@ -181,24 +180,6 @@ def test_what_a_step_refuses_is_refused_when_asked(
     with pytest.raises(HyperParamError) as caught:
         resolve_hyper_params(optimizer, **overrides)
     assert str(caught.value) == str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("grads", "said"),
-    [
-        ({"w": jnp.ones((2, 1))}, "w: expected shape (2,), found (2, 1)"),
-        ({"w": jnp.ones((5, 2))}, "w: expected shape (2,), found (5, 2)"),
-        ({"w": [jnp.ones(2)]}, "w: expected an array of shape (2,), found a list"),
-        ({"w": None}, "w: expected an array of shape (2,), found None"),
-        (freeze(GRADS), ".: expected a dict, found a FrozenDict"),
-    ],
-    ids=["shape", "examples", "list", "None", "FrozenDict"],
-)
-def test_gradients_that_do_not_look_like_the_parameters(grads: Any, said: str) -> None:
-    for overrides in ({}, {"learning_rate": 0.2}):
-        with pytest.raises(TreeMismatchError) as caught:
-            SGD.apply_gradient(grads, **overrides)
-        assert said in [line.strip() for line in str(caught.value).splitlines()]
 
 
 @pytest.mark.parametrize(("call", "error", "words"), CASES.values(), ids=list(CASES))

@@ -1,6 +1,7 @@
 import functools
 import inspect
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,6 +87,24 @@ def test_a_name_that_optax_does_not_have(module: Any) -> None:
             module.contrib.muon  # noqa: B018
 
 
+@pytest.mark.parametrize("module", [opt_optax_bridge, t5x], ids=lambda m: m.__name__)
+def test_dir_lists_the_constructors(module: Any) -> None:
+    listed = dir(module)
+    assert listed == sorted(set(listed))
+    assert {*NAMES, *module.__all__} <= set(listed)
+
+
+def test_stubs_are_shipped() -> None:
+    for name in ("__init__.pyi", "_t5x_constructors.pyi"):
+        assert files("opt_optax_bridge").joinpath(name).is_file()
+
+
+class Odd:
+    __signature__ = property(lambda self: 1 / 0)
+
+    def __call__(self, learning_rate: float) -> None: ...
+
+
 def test_a_new_optimizer_of_optax_is_found(other_optax: pytest.MonkeyPatch) -> None:
     def brand_new(learning_rate: float) -> optax.GradientTransformation:
         return optax.sgd(learning_rate)
@@ -94,7 +113,8 @@ def test_a_new_optimizer_of_optax_is_found(other_optax: pytest.MonkeyPatch) -> N
     other_optax.setattr(
         optax.contrib, "newer", functools.partial(brand_new, learning_rate=0.5), raising=False
     )
-    assert {"brand_new", "newer"} <= set(optimizer_names())
+    other_optax.setattr(optax, "odd", Odd(), raising=False)
+    assert set(optimizer_names()) == {*NAMES, "brand_new", "newer"}
     bridge: Any = opt_optax_bridge
     facade: Any = t5x
     assert bridge.brand_new(0.5) == wrap_optax_optimizer(brand_new)(0.5)
@@ -105,6 +125,7 @@ def test_a_new_optimizer_of_optax_is_found(other_optax: pytest.MonkeyPatch) -> N
 def test_a_removed_optimizer_leaves_the_others(other_optax: pytest.MonkeyPatch) -> None:
     other_optax.delattr(optax, "adamw")
     assert set(optimizer_names()) == set(NAMES) - {"adamw"}
+    assert "adamw" not in dir(opt_optax_bridge)
     with pytest.raises(AttributeError, match="no optimizer of that name"):
         opt_optax_bridge.adamw  # noqa: B018
     assert isinstance(opt_optax_bridge.adam(0.1), OptaxWrapper)

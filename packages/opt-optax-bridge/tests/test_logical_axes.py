@@ -84,15 +84,6 @@ def test_states_that_no_name_gives_away() -> None:
     assert derive(tx) == {"mine": [AXES, AXES]}
 
 
-def test_shapes_are_enough() -> None:
-    wrapper = opt_optax_bridge.adamw(SCHEDULE)
-    abstract = wrapper.create(jax.eval_shape(make_params))
-    concrete = wrapper.create(make_params())
-    assert wrapper.derive_logical_axes(abstract, AXES) == wrapper.derive_logical_axes(
-        concrete, AXES
-    )
-
-
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_has_axes(name: str) -> None:

@@ -22,7 +22,6 @@ from bridge_testing import (
     inputs,
     make_params,
     step,
-    third_step,
     third_step_by_optax,
     trained,
 )
@@ -161,18 +160,6 @@ def test_learning_rates_side_by_side_under_vmap() -> None:
     for i, rate in enumerate(rates):
         one = third_step_by_optax("adamw", learning_rate=float(rate))[0]
         assert_close(jax.tree.map(lambda x, i=i: x[i], many), one)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_misspelt_name_is_refused_with_the_right_ones(name: str) -> None:
-    with pytest.raises(TypeError, match=r"['`]learning_rat['`]") as caught:
-        third_step(name, learning_rat=0.1)
-    if name == "lbfgs":  # it offers keywords that are left over to `value_fn`, and says so itself
-        return
-    assert isinstance(caught.value, HyperParamError)
-    for allowed in overridable(name):
-        assert f"`{allowed}`" in str(caught.value)
 
 
 @wrap_optax_optimizer

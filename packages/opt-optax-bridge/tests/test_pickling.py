@@ -12,7 +12,6 @@ import optax
 import pickled_elsewhere
 import pytest
 from bridge_testing import Jitted, assert_same_bits, make_params, step, trained
-from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -77,16 +76,6 @@ def test_an_unpickled_optimizer_takes_the_same_step() -> None:
     assert_same_bits(unpickled, optimizer)
     changed = [step("adamw", o, learning_rate=0.5) for o in (optimizer, unpickled)]
     assert_same_bits(*changed)
-
-
-def test_other_captured_values_make_other_pickles() -> None:
-    def made(rates: Any) -> OptaxWrapper:
-        wrapper = opt_optax_bridge.sgd(pickled_elsewhere.table(rates))
-        assert isinstance(wrapper, OptaxWrapper)
-        return wrapper
-
-    one, two = made(jnp.array([0.1, 0.2])), made(jnp.array([0.1, 0.3]))
-    assert pickle.loads(pickle.dumps(one)) != two
 
 
 def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

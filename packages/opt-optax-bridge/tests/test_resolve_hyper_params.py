@@ -327,6 +327,15 @@ def test_learning_rates_are_scaled() -> None:
 
 
 def test_the_table_of_groups_shows_the_rate_of_the_next_step() -> None:
-    rows = describe(grouped()).rows
-    assert rows[0].hyper_params == "learning_rate=0.5 (polynomial_schedule)"
-    assert rows[1].hyper_params == "learning_rate=0.5"
+    optimizer = grouped()
+
+    def shown(optimizer: Any) -> list[str]:
+        return [row.hyper_params for row in describe(optimizer).rows[:2]]
+
+    assert shown(optimizer) == [
+        "learning_rate=0.5 (polynomial_schedule)",
+        "learning_rate=0.5",
+    ]
+    stepped = optimizer.apply_gradient({name: jnp.ones(2) for name in "wbc"})
+    assert shown(stepped)[0] == "learning_rate=0.375 (polynomial_schedule)"
+    assert shown(jax.eval_shape(lambda: optimizer))[0] == "learning_rate=polynomial_schedule"

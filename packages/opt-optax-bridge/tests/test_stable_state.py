@@ -1,6 +1,6 @@
 """A state keeps its structure, shapes, dtypes and weak types, and can be donated from the start."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from bridge_testing import (
     transformation,
 )
 from opt_core import Optimizer
-from opt_core.errors import StateChangedError
 from opt_optax_bridge import OptaxWrapper
 
 NAMES = opt_optax_bridge.optimizer_names()
@@ -145,31 +144,3 @@ def test_arrays_of_the_transformation_survive_a_donation() -> None:
     assert not key.is_deleted()
     assert wrapper == opt_optax_bridge.noisy_sgd(0.1, key=jax.random.key(7))
     assert_same_bits(wrapper.create(make_params()), wrapper.create(make_params()))
-
-
-class Growing(NamedTuple):
-    seen: dict[str, Any]
-
-
-def growing() -> optax.GradientTransformation:
-    """Like `optax.monitor`: notes what it sees under new names."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        del params
-        count = len(state.seen)
-        return updates, Growing({**state.seen, f"norm_{count}": jnp.zeros(())})
-
-    return optax.GradientTransformation(lambda params: Growing({}), update)
-
-
-def test_a_state_that_changes_is_an_error_that_names_the_paths() -> None:
-    optimizer = OptaxWrapper(optax.chain(optax.identity(), growing())).create(make_params())
-    with pytest.raises(StateChangedError, match=r"\n  1/seen/norm_0: was absent, became \(\)\n"):
-        optimizer.apply_gradient(make_params())
-
-
-def test_the_step_stops_at_the_largest_int32() -> None:
-    optimizer = opt_optax_bridge.sgd(0.5).create(make_params())
-    last = optimizer.state.replace(step=jnp.int32(2**31 - 1))
-    stepped = optimizer.replace(state=last).apply_gradient(make_params())
-    assert int(stepped.state.step) == 2**31 - 1

@@ -13,8 +13,6 @@ import pytest
 from bridge_testing import (
     Jitted,
     assert_close,
-    block,
-    block_names,
     constructor_of,
     definition,
     extra_args_of,
@@ -179,17 +177,6 @@ def test_per_example_gradients_go_to_what_averages_them() -> None:
 # Identity.
 
 
-@pytest.mark.sample(20)
-@pytest.mark.parametrize("name", NAMES)
-def test_built_the_same_way_they_are_equal(name: str) -> None:
-    one, two = definition(name), definition(name)
-    assert one is not two
-    assert one == two
-    assert hash(one) == hash(two)
-    assert OptaxWrapper(transformation(name)) == OptaxWrapper(transformation(name))
-    assert one != OptaxWrapper(transformation(name))  # of this one nothing can be overridden
-
-
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_other_arguments_make_another_definition(name: str) -> None:
@@ -200,14 +187,6 @@ def test_other_arguments_make_another_definition(name: str) -> None:
         assert other != one, argument
         opaque = OptaxWrapper(other.optax_optimizer)
         assert opaque != OptaxWrapper(one.optax_optimizer), argument
-
-
-@pytest.mark.sample(20)
-@pytest.mark.parametrize("name", block_names())
-def test_opaque_transformations_built_the_same_way_are_equal(name: str) -> None:
-    one, two = OptaxWrapper(block(name)), OptaxWrapper(block(name))
-    assert one == two
-    assert hash(one) == hash(two)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,6 @@ from precision_testing import bits, grads, params, quantize_state, stochastic_we
 
 offload_state: Any = op.offload_state
 CHUNK = 20_000
-TXS = {
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-    "lamb": optax.lamb(1e-3),
-}
 IS_OLD = jax.__version_info__ < (0, 10, 2)
 needs_new = pytest.mark.skipif(IS_OLD, reason="results of compiled programs lie on the device")
 
@@ -54,12 +50,12 @@ def test_a_precision_keeps_moments_on_the_host() -> None:
 
 
 @needs_new
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", TXS)
-@pytest.mark.parametrize("codec", [op.identity(), op.dynamic8(), op.float8()], ids=str)
-def test_nothing_changes_but_the_memory(codec: op.Codec, name: str) -> None:
+@pytest.mark.parametrize(
+    "codec", [op.identity(), pytest.param(op.dynamic8(), marks=pytest.mark.slow)], ids=str
+)
+def test_nothing_changes_but_the_memory(codec: op.Codec) -> None:
     start = params(jnp.bfloat16)
-    tx = TXS[name]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     hosted = offload_state(tx, chunk_bytes=CHUNK)
     ours = stochastic_weights(quantize_state(hosted, codec, chunk_bytes=CHUNK))
     theirs = stochastic_weights(quantize_state(tx, codec, chunk_bytes=CHUNK))

@@ -35,7 +35,7 @@ def steps(tx: Any, start: Any, number: int = 3, *, compiled: bool = True) -> tup
     return start, state
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("codec", [op.bfloat16(), op.dynamic8()], ids=["bfloat16", "dynamic8"])
 def test_codes_of_a_wrapper_inside_of_a_chain_are_its_own(codec: op.Codec, weights: Any) -> None:
@@ -90,14 +90,14 @@ def test_leaves_without_elements_and_with_one(codec: op.Codec) -> None:
         "square": jnp.ones((1, 1), jnp.bfloat16),
         "wide": jnp.ones((32, 256), jnp.bfloat16),
     }
-    for inner in (optax.adamw(1e-3), optax.adafactor(1e-2)):
-        tx = stochastic_weights(quantize_state(inner, codec))
-        made, state = steps(tx, start)
-        assert jax.tree.map(jax.typeof, made) == jax.tree.map(jax.typeof, start)
-        assert structure(state) == structure(tx.init(start))
-        assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), codec))
+    made, state = steps(tx, start)
+    assert jax.tree.map(jax.typeof, made) == jax.tree.map(jax.typeof, start)
+    assert structure(state) == structure(tx.init(start))
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
 
 
+@pytest.mark.slow
 def test_replicas_under_vmap_are_each_like_one() -> None:
     tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8(), chunk_bytes=1 << 14))
     start = {"w": jnp.stack([0.1 * jnp.ones((64, 256)), jnp.ones((64, 256))]).astype(jnp.bfloat16)}
@@ -141,30 +141,19 @@ def test_reports_name_what_is_made_whole_or_say_that_they_do_not_know() -> None:
         op.explain_precision(tx, shapes, value=1.0, other=2.0)
 
 
-@jax.custom_jvp
-def squashed(x: Any) -> Any:
-    return jnp.tanh(x)
-
-
-@squashed.defjvp
-def _jvp(primals: Any, tangents: Any) -> Any:
-    return squashed(primals[0]), 3.0 * tangents[0]
-
-
-def test_derivatives_of_its_own_are_kept_where_nothing_is_cut() -> None:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return jax.tree.map(squashed, updates), state
-
-    inner = optax.GradientTransformation(optax.init_empty_state, update)
+def test_derivatives_in_reverse_mode_where_nothing_is_encoded() -> None:
+    inner = optax.adam(1e-3)
     start = {"w": jnp.ones(4)}
-    found = []
-    for tx in (inner, quantize_state(inner, op.identity())):
-        one: Any = tx
-        state = one.init(start)
-        loss = lambda g: jnp.sum(one.update({"w": g}, state, start)[0]["w"])  # noqa: B023, E731
-        found.append(jax.grad(loss)(jnp.ones(4)))
-    np.testing.assert_array_equal(found[0], found[1])
-    assert found[1][0] == 3.0
+
+    def moved(tx: Any) -> Any:
+        state = tx.init(start)
+        return jax.grad(lambda g: tx.update({"w": g}, state, start)[0]["w"].sum())
+
+    g = jnp.linspace(1e-8, 1e-7, 4)  # where Adam's update is no mere sign
+    expected = np.asarray(moved(inner)(g))
+    found = moved(quantize_state(inner, op.identity()))(g)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert (expected < 0).all()
 
 
 @pytest.mark.sample(1)

@@ -60,19 +60,6 @@ def test_the_identity_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-@pytest.mark.parametrize("name", ["adamw", "clipped"])
-def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
-    start = params(jnp.bfloat16)
-    whole, small = (
-        run(stochastic_weights(quantize_state(TXS[name], codec, chunk_bytes=size)), start)
-        for size in (1 << 26, 20_000)
-    )
-    same = [a == b for a, b in zip(bits(whole), bits(small), strict=True)]
-    assert all(same)
-
-
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TXS)
 def test_eight_bits_stay_close(name: str) -> None:
     start = params()
@@ -111,14 +98,6 @@ def test_only_moments_are_encoded() -> None:
     }
     assert {path.rpartition("[")[0].rpartition(".")[2] for path in found} == {"mu", "nu"}
     assert not any("scale" in path or "nu_max" in path or ".z" in path for path in found)
-
-
-def test_paths_contain_those_of_optax() -> None:
-    tx = quantize_state(optax.adamw(1e-3), op.dynamic8())
-    raw = jax.tree_util.tree_leaves_with_path(optax.adamw(1e-3).init(params()))
-    ours = jax.tree_util.tree_leaves_with_path(tx.init(params()))
-    for path, _ in raw:
-        assert any(jax.tree_util.keystr(path) in jax.tree_util.keystr(own) for own, _ in ours)
 
 
 def test_decode_gives_the_fields_in_float32() -> None:
@@ -308,7 +287,7 @@ def test_wrong_orders_are_errors() -> None:
                 wrapped((one, *between, other)).init(start)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("order", [o for o in ORDERS if not is_refused(o)], ids="-".join)
 def test_every_other_order_is_right(order: tuple[str, ...]) -> None:
     """As the same windows in the same order in float32: steps that skip or wait change nothing."""
@@ -366,6 +345,7 @@ def test_bad_arguments() -> None:
         tx.update(other, state, other)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("precision", "text", "tx"),
     [

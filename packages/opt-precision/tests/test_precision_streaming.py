@@ -76,7 +76,7 @@ def matrices(number: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
 
 
 @is_old
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grad", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("name", ["adamw", *SUMMED])
@@ -93,7 +93,7 @@ def test_temporaries_are_those_of_a_piece(name: str, codec: op.Codec, grad: Any)
 
 
 @is_old
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["even", "odd", "small"])
 @pytest.mark.parametrize(
     "codec", [*CODECS.values(), op.dynamic8(block=4096)], ids=[*CODECS, "4096"]
@@ -111,18 +111,6 @@ def test_temporaries_are_at_most_what_is_said(codec: op.Codec, name: str) -> Non
 
 @is_old
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_small_leaves_share_the_temporaries_of_one(dtype: Any) -> None:
-    shapes = [jax.ShapeDtypeStruct((64, 64), dtype) for _ in range(24)]
-    chunk = 3 * 64 * 64 * 4 // 2  # one leaf at a time
-    for codec in (op.bfloat16(), op.dynamic8()):
-        tx = quantize_state(optax.adamw(1e-3), codec, chunk_bytes=chunk)
-        found, number = temporaries(tx, shapes)
-        assert found <= 1.5 + 2 * chunk / number
-
-
-@is_old
-@pytest.mark.slow
 def test_one_of_the_leaves_that_are_computed_whole_is_there_at_once() -> None:
     tx = stochastic_weights(
         quantize_state(contrib.muon(1e-3), op.dynamic8(), chunk_bytes=1024 * 512 * 4 // 64)
@@ -134,7 +122,7 @@ def test_one_of_the_leaves_that_are_computed_whole_is_there_at_once() -> None:
 
 
 @is_old
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [0, jax.random.key(0)], ids=["raw", "typed"])
 def test_noise_of_one_of_the_leaves_is_there_at_once(key: Any) -> None:
     noisy = optax.chain(optax.add_noise(0.1, 0.5, key), optax.adamw(1e-3))
@@ -149,7 +137,6 @@ SHAPES = {
     "long": (32, 512),
     "odd": (96, 250),
     "tall": (96, 256),
-    "wide": (8, 768),
 }
 
 
@@ -161,25 +148,23 @@ def start(dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     }
 
 
-def run(tx: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
+def run(tx: Any, params: Any, steps: int = 2) -> tuple[Any, Any]:
     state, apply = tx.init(params), jax.jit(lambda *args: op.apply(tx, *args))
     for step in range(steps):
         params, state = apply(params, state, grads(step, params))
     return params, state
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SUMMED)
 def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
     exact: Any = {name: p.astype(jnp.float32) for name, p in start().items()}
     exact, _ = run(SUMMED[name], exact)
-    for chunk in (1 << 26, 20_000):
-        inner = quantize_state(SUMMED[name], op.identity(), chunk_bytes=chunk)
-        tx = master_weights(inner, storage="f32")
-        params, state = run(tx, start())
-        found = op.master_of(state, params)
-        for one, other in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7)
+    inner = quantize_state(SUMMED[name], op.identity(), chunk_bytes=20_000)
+    params, state = run(master_weights(inner, storage="f32"), start())
+    found = op.master_of(state, params)
+    for one, other in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.sample(1)
@@ -187,9 +172,9 @@ def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
 def test_shapes_that_are_compiled_together_have_the_bits_of_each(codec: op.Codec) -> None:
     found = [
         bits(run(stochastic_weights(quantize_state(optax.adamw(1e-3), codec, **size)), start()))
-        for size in ({}, {"chunk_bytes": 40_000}, {"chunk_bytes": 4_000})
+        for size in ({}, {"chunk_bytes": 20_000})
     ]
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def instructions(tx: Any, leaves: int) -> int:
@@ -200,6 +185,7 @@ def instructions(tx: Any, leaves: int) -> int:
     return text.count(" = ")
 
 
+@pytest.mark.slow
 def test_leaves_that_are_alike_are_compiled_once() -> None:
     plain, small = optax.adamw(1e-3), quantize_state(optax.adamw(1e-3), op.dynamic8())
     each = [instructions(tx, 12) - instructions(tx, 4) for tx in (plain, small)]

@@ -55,15 +55,6 @@ def test_every_nan_stays_one_and_nothing_else_becomes_one(storage: str) -> None:
 
 
 @pytest.mark.internals
-def test_visible_is_the_nearest() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 16), jnp.float32)
-    visible = np.asarray(_bits.split(x)[0].astype(jnp.float32))
-    nearest = np.asarray(_bits.round_nearest(x))
-    away = np.abs(visible - x) - np.abs(nearest - x)
-    assert not away.any()
-
-
-@pytest.mark.internals
 def test_stochastic_rounding_is_unbiased_and_stays_finite() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 20), jnp.float32)
     index = _bits.global_index(x.shape, (0,), (1,))
@@ -123,8 +114,8 @@ def run(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, A
 def test_remainder_is_a_float32_master_bit_by_bit() -> None:
     start = {"w": jax.random.normal(jax.random.key(9), (16, 32)).astype(jnp.bfloat16)}
     tx = optax.adamw(1e-3)
-    whole, master = run(master_weights(tx, storage="f32"), start, 1000)
-    visible, rest = run(master_weights(tx, storage="remainder"), start, 1000)
+    whole, master = run(master_weights(tx, storage="f32"), start, 300)
+    visible, rest = run(master_weights(tx, storage="remainder"), start, 300)
     assert bits(whole) == bits(visible)
     assert bits(master.master) == bits(op.master_of(rest, visible))
     assert bits(master.inner) == bits(rest.inner)
@@ -138,12 +129,12 @@ METHODS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", METHODS)
 def test_plain_optax_gives_the_same_parameters(name: str) -> None:
     start = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params())
     tx = METHODS[name](quantize_state(optax.adamw(1e-3), op.dynamic8()))
-    ours, theirs = (run(tx, start, 5, plain=plain) for plain in (False, True))
+    ours, theirs = (run(tx, start, 3, plain=plain) for plain in (False, True))
     assert bits(ours) == bits(theirs)
 
 
@@ -183,6 +174,7 @@ def relative(error: Any, of: Any) -> float:
     return float(np.linalg.norm(error) / np.linalg.norm(of))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("storage", ["kahan", "remainder"])
 def test_small_rates_move_as_far_as_bfloat16_can_say(storage: Any) -> None:
     made, exact = displacement(master_weights(optax.sgd(1e-6), storage=storage), 1e-6)
