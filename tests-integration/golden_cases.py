@@ -234,9 +234,14 @@ def unflatten(flat: Mapping[str, Any]) -> StateDict:
 
 
 def entry(case: Case, t: int) -> Flat:
-    """The state dict that T5X had after `t` steps."""
+    """The optimizer's state dict that T5X had after `t` steps."""
     recorded: Flat = {path: series[t] for path, series in case.trajectory.items()}
-    return recorded | dict.fromkeys(case.index.get("none_keys", []))
+    return without_mutables(recorded) | dict.fromkeys(case.index.get("none_keys", []))
+
+
+def without_mutables(flat: Flat) -> Flat:
+    """Without what T5X's train state adds to the optimizer's state dict."""
+    return {k: v for k, v in flat.items() if not k.startswith("flax_mutables/")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -244,9 +244,9 @@ def read_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.slow
-def test_d12_litter_of_crashes(tmp_path: Path) -> None:
-    """Five crashes in the middle of a save leave one temporary folder, and the next writer none."""
+@pytest.mark.parametrize("crashes", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_d12_litter_of_crashes(crashes: int, tmp_path: Path) -> None:
+    """Crashes in the middle of a save leave one temporary folder, and the next writer none."""
     code = """
 def audit(event, args):
     if event == "os.rename" and str(args[1]).endswith("-sealed"):
@@ -257,7 +257,7 @@ if checkpointer.latest_step() is None:
 sys.addaudithook(audit)
 checkpointer.save(2 + int(sys.argv[2]), state(2)); checkpointer.wait()
 """
-    for crash in range(5):
+    for crash in range(crashes):
         with child(code, tmp_path, crash) as process:
             assert process.wait(timeout=120) == -signal.SIGKILL
         assert len(list(tmp_path.glob("*tmp*"))) == 1

@@ -1,4 +1,4 @@
-"""Every optimizer of the tables by names, and the other layouts of the same state."""
+"""Every optimizer of the tables by names, which say what its leaves are."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_adafactor
+import opt_nnx
 import opt_optax_bridge as opt
+import optax
 import pytest
+from every_definition import NAMES, bits, definition_of, optimizer_structs
+from flax import nnx
 from jax.sharding import PartitionSpec
 from opt_checkpoint import (
     Schema,
@@ -20,109 +23,82 @@ from opt_checkpoint import (
     plan_restore,
     restore_named,
 )
-from opt_core import FROZEN, MultiOptimizer, Optimizer
-from opt_optax_bridge import OptaxWrapper
-from optax_table import TABLE
-
-PARAMS: dict[str, Any] = {
-    "b": jnp.arange(8.0),
-    "deep": {"k": jnp.ones((8, 16))},
-    "w": jnp.arange(64.0).reshape(8, 8),
-}
+from opt_core import MultiOptimizer, Optimizer
 
 
-def distinct(optimizer: Optimizer) -> Optimizer:
-    """Every leaf of the state with a value of its own."""
-    leaves, structure = jax.tree.flatten(optimizer.state)
+def distinct(structs: Optimizer) -> Optimizer:
+    """Every leaf with values of its own."""
+    leaves, structure = jax.tree.flatten(structs)
 
-    def value(i: int, leaf: Any) -> Any:
+    def values(i: int, leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.fold_in(leaf, i)
+            return jax.random.key(i)
         return (jnp.arange(leaf.size).reshape(leaf.shape) % 7 + i).astype(leaf.dtype)
 
-    return optimizer.replace(
-        state=jax.tree.unflatten(structure, [value(i, leaf) for i, leaf in enumerate(leaves)])
-    )
+    found = [values(i, leaf) for i, leaf in enumerate(leaves)]
+    made: Optimizer = jax.tree.unflatten(structure, found)
+    return made
 
 
-def bits(tree: Any) -> list[Any]:
-    found = []
-    for leaf in jax.tree.leaves(tree):
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        found.append(np.asarray(jax.random.key_data(leaf) if is_key else leaf))
-    return found
-
-
-def assert_same(a: Any, b: Any) -> None:
-    before: Any = jax.tree.structure(a)
-    assert before == jax.tree.structure(b)
-    for x, y in zip(bits(a), bits(b), strict=True):
-        assert x.dtype == y.dtype
-        assert x.tobytes() == y.tobytes()
-
-
-def built(name: str) -> Optimizer:
-    case = TABLE[name]
-    params = case.wrap({k: v for k, v in PARAMS.items() if k not in case.without})
-    params = jax.tree.map(lambda x: x.astype(case.dtype), params)
-    return distinct(OptaxWrapper(case.build(params)).create(params))
-
-
-def assert_every_layout_comes_back(optimizer: Optimizer) -> None:
-    named = named_state(optimizer)
-    data = json.loads(json.dumps(named.schema.to_data()))
-    assert Schema.from_data(data) == named.schema
-    fresh = optimizer.optimizer_def.create(optimizer.target)
-
-    # Named states, whole and bare, into a target that has nothing but shapes.
-    abstract = jax.eval_shape(lambda: fresh)
-    assert list(named_state(abstract)) == list(named)
-    plan = plan_restore(named, abstract)
-    assert plan.is_exact
-    restored = plan.apply()
-    assert_same(restored, optimizer)
-    assert_same(restore_named(fresh, dict(named)), optimizer)
-
-    # State dicts of T5X and Flax.
-    written = optimizer.state_dict()
-    again = named_state(fresh.restore_state(written))
-    assert_same(dict(again), dict(named))
-    assert_same(restored.state_dict(), written)
+def assert_same(found: Any, expected: Any) -> None:
+    structure: Any = jax.tree.structure(found)
+    assert structure == jax.tree.structure(expected)
+    assert bits(found) == bits(expected)
 
 
 @pytest.mark.sample(10)
-@pytest.mark.parametrize("name", TABLE)
-def test_every_optimizer_of_optax_comes_back_from_every_layout(name: str) -> None:
-    optimizer = built(name)
-    assert_every_layout_comes_back(optimizer)
-    # Raw states of Optax.
-    definition = optimizer.optimizer_def
-    assert isinstance(definition, OptaxWrapper)
-    plain = TrainingState(
-        definition.optax_optimizer,
-        optimizer.target,
-        optimizer.state.param_states,
-        optimizer.state.step,
-    )
-    assert_same(dict(named_state(plain)), dict(named_state(optimizer)))
-    assert_same(restore_named(plain, named_state(optimizer)), plain)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_comes_back_by_its_names(name: str) -> None:
+    """Into a target that has nothing but shapes."""
+    abstract = optimizer_structs(name)
+    optimizer = distinct(abstract)
+    named = named_state(optimizer)
+    assert Schema.from_data(json.loads(json.dumps(named.schema.to_data()))) == named.schema
+    assert list(named_state(abstract)) == list(named)
+    plan = plan_restore(named, abstract)
+    assert plan.is_exact
+    assert_same(plan.apply(), optimizer)
+    assert_same(restore_named(abstract, dict(named)), optimizer)
+    tx, state = getattr(definition_of(name), "optax_optimizer", None), optimizer.state
+    if isinstance(tx, optax.GradientTransformation):  # what nothing wraps has the same names
+        plain = TrainingState(tx, optimizer.target, state.param_states, state.step)
+        assert_same(dict(named_state(plain)), dict(named))
+        assert_same(restore_named(plain, named), plain)
 
 
-INNER = MultiOptimizer.from_rules([("x", "b", opt.lion(0.1))], rest=opt.adam(0.1))
+def pair(tx: Any, kind: Any = opt_nnx.Optimizer, steps: int = 1) -> Any:
+    """A model of Flax NNX and its optimizer."""
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(steps))
+    optimizer = kind(model, tx, wrt=nnx.Param)
+    for _ in range(steps):
+        optimizer.update(model, nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(2)), nnx.Param))
+    return model, optimizer
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "definition",
+    "tx",
     [
-        opt_adafactor.Adafactor(0.1, min_dim_size_to_factor=8, beta1=0.9),
-        MultiOptimizer.from_rules([("m", "w|deep/k", opt.adamw(0.1))], rest=FROZEN),
-        MultiOptimizer.from_rules([("n", "b|deep/k", INNER)], rest=opt_adafactor.Adafactor(0.1)),
+        optax.adamw(1e-2),
+        MultiOptimizer.from_rules([("kernels", "kernel", opt.adam(0.1))], rest=opt.sgd(0.1)),
+        opt_adafactor.Adafactor(1e-2, min_dim_size_to_factor=8, beta1=0.9),
     ],
-    ids=["adafactor", "frozen", "nested"],
+    ids=["transformation", "groups", "adafactor"],
 )
-def test_definitions_of_other_kinds_come_back_from_every_layout(definition: Any) -> None:
-    assert_every_layout_comes_back(distinct(definition.create(PARAMS)))
+def test_pairs_of_nnx_have_the_names_of_the_other_kinds(tx: Any) -> None:
+    model, optimizer = pair(tx)
+    assert_same(dict(named_state((model, optimizer))), dict(named_state(optimizer.to_core(model))))
+
+
+def test_what_flax_has_saved_is_read_by_opt_nnx_and_back() -> None:
+    theirs = named_state(pair(optax.adamw(1e-2), nnx.Optimizer))
+    ours = plan_restore(theirs, pair(opt.adamw(1e-2), steps=0)).apply()
+    assert type(ours[1]) is opt_nnx.Optimizer
+    assert_same(dict(named_state(ours)), dict(theirs))
+    target = pair(optax.adamw(1e-2), nnx.Optimizer, steps=0)
+    back = plan_restore(named_state(ours), target).apply()
+    assert type(back[1]) is nnx.Optimizer
+    assert_same(dict(named_state(back)), dict(theirs))
 
 
 def _by_map(*dims: Any) -> opt_adafactor.Adafactor:

@@ -1,7 +1,7 @@
 """Training that is killed at any moment, and continues from the last step that was saved.
 
-The `slow` ones are as many as the cases of `docs/checkpoint-cases.md` ask for: at every file event,
-100 at random, 2 for each of two processes, and 60 clean exits.
+As often as `docs/checkpoint-cases.md` asks for: at every file event, 100 at random, 2 for
+each of two processes, and 60 clean exits. `test_checkpoint_faults` kills one by default.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from elastic_case import (
 from kills import Worker, Workers, free_port, last_steps, pause, read_events, wait_for
 from opt_checkpoint import Checkpointer
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
-KILLS = 4
+KILLS = 50
+KILLS_OF_TWO = 4
 CLEAN_EXITS = 60
 HEARTBEAT = 5
 
@@ -82,7 +83,6 @@ def check_folder(folder: Path, expected: Callable[[int], Mapping[str, Any]]) -> 
     return steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_d1_killed_at_every_file_event_of_a_save(
     workers: Workers,
@@ -124,20 +124,12 @@ def test_d1_killed_at_every_file_event_of_a_save(
     assert not [path.name for path in folder.iterdir() if "tmp" in path.name]
 
 
-@pytest.mark.parametrize(
-    ("mode", "kills"),
-    [
-        ("async", 2),
-        pytest.param("async", 50, marks=pytest.mark.slow),
-        pytest.param("sync", 50, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_d2_killed_at_random(
     workers: Workers,
     expected: Callable[[int], Mapping[str, Any]],
     tmp_path: Path,
     mode: str,
-    kills: int,
 ) -> None:
     """D2: random SIGKILLs, each process going on where the one before was killed.
 
@@ -145,7 +137,7 @@ def test_d2_killed_at_random(
     """
     chance = random.Random(mode)
     folder, latest, in_saves = tmp_path / "run", 0, 0
-    for i in range(kills):
+    for i in range(KILLS):
         events = tmp_path / f"{i}.events"
         options = {"optimizer": "momentum", "async_save": mode == "async", "steps": 10_000}
         worker = workers.start("train", folder, events, **options)
@@ -163,7 +155,7 @@ def test_d2_killed_at_random(
         assert len(steps) <= 3
         latest = found
     assert latest > 0
-    assert in_saves >= kills // 4
+    assert in_saves >= KILLS // 4
 
 
 def until_begun(worker: Worker, events: Path, step: int) -> None:
@@ -174,7 +166,6 @@ def until_begun(worker: Worker, events: Path, step: int) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", range(3))
 @pytest.mark.parametrize("term", ["die", "leave", "finish"])
 def test_d6_sigterm_while_a_save_is_in_flight(
@@ -240,7 +231,6 @@ TINY = [
 ]
 
 
-@pytest.mark.slow
 def test_d9_one_of_two_processes_is_killed_during_a_save(workers: Workers, tmp_path: Path) -> None:
     """D9: of two processes of the example, which save every step, one or the other is killed.
 
@@ -252,7 +242,7 @@ def test_d9_one_of_two_processes_is_killed_during_a_save(workers: Workers, tmp_p
     data = f"--data={tmp_path / 'text'}"
     alone = workers.start("example", f"--out={whole}", data, *TINY, "--checkpoint-every=60")
     chance, made = random.Random(9), 0
-    for kill in range(KILLS):
+    for kill in range(KILLS_OF_TWO):
         where = [f"--resume={run}"] if made else [f"--out={run}", data, *TINY]
         pair = start_pair(workers, "example", *where)
         victim, survivor = pair[kill % 2], pair[1 - kill % 2]
@@ -297,7 +287,6 @@ def latest(run: Path) -> int:
     return found.step if found else 0
 
 
-@pytest.mark.slow
 def test_two_processes_resume_past_damage(workers: Workers, tmp_path: Path) -> None:
     """Each reads its own share; all agree about what is whole."""
     pair = start_pair(workers, "damage", tmp_path / "run", tmp_path / "found")
@@ -314,7 +303,6 @@ def test_two_processes_resume_past_damage(workers: Workers, tmp_path: Path) -> N
         assert found["ok"] == [True, True, False]
 
 
-@pytest.mark.slow
 def test_d10_two_processes_end_without_hanging(workers: Workers, tmp_path: Path) -> None:
     """D10: clean exits of two processes: after a barrier and `jax.distributed.shutdown()`."""
     for i in range(CLEAN_EXITS):

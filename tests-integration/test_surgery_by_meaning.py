@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -79,15 +78,6 @@ def assert_same(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_lookalikes_are_not_mixed() -> None:
-    optimizer, target = trained(opt.adam(0.1)), opt.adabelief(0.1)
-    with pytest.raises(SurgeryError, match=r"trained state would be dropped:\n.*`0/mu/b`"):
-        regroup(optimizer, target)
-    found, report = regroup(optimizer, target, allow=EVERYTHING)
-    assert report.kept == report.renamed == report.converted == ()
-    assert_same(found.state.param_states, target.create(make_params()).state.param_states)
-
-
 # What goes on.
 
 
@@ -115,14 +105,6 @@ def test_every_leaf_of_adamw_continues_and_returns(definition: OptimizerDef, kep
     advanced(there, 1)
 
 
-def test_training_continues_bit_for_bit() -> None:
-    optimizer = trained(opt.adamw(0.01), 4)
-    found, _ = regroup(optimizer, wrapped(optax.chain(optax.clip(1e9), optax.adamw(0.01))))
-    for step in range(5):  # not compiled: fusions of two programs round differently
-        optimizer, found = (o.apply_gradient(gradients(step)) for o in (optimizer, found))
-        assert_same(found.target, optimizer.target)
-
-
 # What acts on gradients before moments, and what the moments are.
 
 
@@ -141,11 +123,6 @@ def doubled(factor: float) -> Any:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-DOUBLING: dict[str, Callable[[], Any]] = {
-    "scale": lambda: optax.scale(2.0),
-    "schedule": lambda: optax.scale_by_schedule(optax.constant_schedule(2.0)),
-    "stateless": lambda: optax.stateless(lambda g, p: jax.tree.map(lambda leaf: 2 * leaf, g)),
-}
 HOW = ["mask", "callable mask", "labels", "callable labels"]
 
 
@@ -208,7 +185,10 @@ CHANGES: dict[str, tuple[Callable[[], Pair], str]] = {
         f"`factor` of `{MINE}.doubled`, which acts before `trace`, was 2.0",
     ),
     "another function": (
-        lambda: (momentum(DOUBLING["stateless"]()), momentum(optax.stateless(lambda g, p: g))),
+        lambda: (
+            momentum(optax.stateless(lambda g, p: jax.tree.map(jnp.negative, g))),
+            momentum(optax.stateless(lambda g, p: g)),
+        ),
         "`f` of `stateless`, which acts before `trace`, was <lambda>",
     ),
     "word": (
@@ -234,8 +214,8 @@ def new(tx: Any) -> Pair:
     return before_adam(), before_adam(tx)
 
 
-def moved(name: str, how: str) -> Pair:
-    one, other = (partly(DOUBLING[name](), leaf, how=how) for leaf in "bw")
+def moved(how: str) -> Pair:
+    one, other = (partly(optax.scale(2.0), name, how=how) for name in "bw")
     return momentum(one), momentum(other)
 
 
@@ -255,10 +235,9 @@ for _name, _tx in {
     _words = f"`{_name}`, which acts before"
     CHANGES[f"{_name} is gone"] = functools.partial(gone, _tx), f"{_words} `trace`, is gone"
     CHANGES[f"{_name} is new"] = functools.partial(new, _tx), f"{_words} `adam`, is new"
-for _name, _how in itertools.product(DOUBLING, HOW):
-    _words = f"`{_name}`, which acts before `trace`, acts on other parameters: "
-    _make = functools.partial(moved, _name, _how)
-    CHANGES[f"{_name}: {_how}"] = _make, _words + "1 gone (`b`), 1 new (`w`)"
+for _how in HOW:
+    _words = "`scale`, which acts before `trace`, acts on other parameters: "
+    CHANGES[_how] = functools.partial(moved, _how), _words + "1 gone (`b`), 1 new (`w`)"
 for _wrapper in (optax.conditionally_transform, optax.conditionally_mask):
     _words = f"`should_transform_fn` of `{_wrapper.__name__}`, which acts before `trace`, was "
     _make = functools.partial(conditional, _wrapper)
@@ -334,15 +313,6 @@ def test_what_does_not_change_the_meaning_of_moments_passes(name: str) -> None:
     assert not regroup(optimizer, target)[1].dropped
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("before", [optax.clip(1.0), optax.identity(), optax.zero_nans()])
-def test_what_passes_updates_on_comes_and_goes(before: Any) -> None:
-    there, _ = regroup(momentum().create(make_params()), momentum(before))
-    back, report = regroup(there, momentum())
-    assert len(report.kept) == 2
-    assert back.optimizer_def == momentum()
-
-
 @pytest.mark.parametrize("how", [None, "mask"])
 def test_another_factor_before_moments_is_refused(how: str | None) -> None:
     """A loss scale that changes: moments would be in other units, for a hundred steps."""
@@ -379,19 +349,16 @@ class Listed(NamedTuple):
     velocity: Any
 
 
-def listing(of: Callable[[jax.Array], Any]) -> Any:
-    """A user's transformation that keeps a list with an entry per parameter."""
+def listing() -> Any:
+    """A user's transformation that keeps a list with an entry, a pair, per parameter."""
 
     def init(params: Any) -> Listed:
-        return Listed([of(jnp.zeros_like(leaf)) for leaf in jax.tree.leaves(params)])
+        zeros = jax.tree.map(jnp.zeros_like, jax.tree.leaves(params))
+        return Listed([(leaf, leaf) for leaf in zeros])
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        grads, structure = jax.tree.flatten(updates)
-        moved = [
-            jax.tree.map(lambda v, g=g: v + of(g) if v.ndim < 1 else v + g, old)
-            for old, g in zip(state.velocity, grads, strict=True)
-        ]
-        return jax.tree.unflatten(structure, grads), Listed(moved)
+        pairs = zip(state.velocity, jax.tree.leaves(updates), strict=True)
+        return updates, Listed([(one + g, other + g) for (one, other), g in pairs])
 
     return optax.GradientTransformation(init, update)
 
@@ -399,20 +366,17 @@ def listing(of: Callable[[jax.Array], Any]) -> Any:
 def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
     """A new parameter in front shifts the entries: each would go on with its neighbour's."""
     few = {"b": jnp.ones(3), "c": jnp.ones(3)}
-    more = {"a": jnp.ones(3), **few}
-    for of in (lambda leaf: leaf, lambda leaf: (leaf, leaf)):
-        definition = wrapped(optax.chain(optax.clip(9.0), listing(of)))
-        described = describe_state(definition.create(few)).leaves
-        assert {leaf.parameter: (leaf.role, leaf.dimensions) for leaf in described} == {
-            ("b",): ("moment", (0,)),
-            ("c",): ("moment", (0,)),
-        }
-        optimizer = definition.create(few).apply_gradient({"b": jnp.ones(3), "c": -jnp.ones(3)})
-        plan = plan_restore(named_state(optimizer), definition.create(more), allow={"initialise"})
-        found = plan.apply().state.param_states[1].velocity
-        first = [jax.tree.leaves(entry)[0].tolist() for entry in found]
-        assert first == [[0.0] * 3, [1.0] * 3, [-1.0] * 3]
-        assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
+    definition = wrapped(optax.chain(optax.clip(9.0), listing()))
+    optimizer = definition.create(few).apply_gradient({"b": jnp.ones(3), "c": -jnp.ones(3)})
+    assert {(x.parameter, x.role, x.dimensions) for x in describe_state(optimizer).leaves} == {
+        (("b",), "moment", (0,)),
+        (("c",), "moment", (0,)),
+    }
+    target = definition.create({"a": jnp.ones(3), **few})
+    plan = plan_restore(named_state(optimizer), target, allow={"initialise"})
+    velocity = plan.apply().state.param_states[1].velocity
+    assert [one.tolist() for one, _ in velocity] == [[0.0] * 3, [1.0] * 3, [-1.0] * 3]
+    assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
 
 
 def test_an_open_window() -> None:
