@@ -147,7 +147,7 @@ def assert_groups_are(optimizer: Optimizer, singles: Mapping[str, Optimizer]) ->
 every_mixture = pytest.mark.parametrize("mixture", MIXTURES)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_mixture
 def test_every_group_is_its_definition_alone(mixture: str) -> None:
     """Bit for bit, op by op; what is frozen keeps its buffer and needs no gradient."""

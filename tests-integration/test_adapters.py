@@ -120,6 +120,7 @@ def haliax(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return load("haliax_axes", "haliax", monkeypatch)
 
 
+@pytest.mark.slow
 def test_axlearn_learns_the_mesh_axes_of_a_factored_state(axlearn: tuple[Any, Any]) -> None:
     adapter, base = axlearn
     tx = optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9)

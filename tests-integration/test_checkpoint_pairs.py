@@ -156,7 +156,7 @@ def test_the_oracle_is_held_against_numbers() -> None:
     assert len(second) == len({leaf.tobytes() for leaf in second}) == 5
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", NAMES)
 def test_no_pair_passes_that_is_not_the_same_mathematics(source: str) -> None:
     saved, own = saved_of(source), slots_of(source)

@@ -71,6 +71,7 @@ STACK = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2"))]
 UNSTACK = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", index=r"\2"))]
 
 
+@pytest.mark.slow
 def test_a_state_of_optax_is_restored_and_restacked_and_goes_back() -> None:
     params, first, second = layers(), layers(), layers()
     before = stepped(theirs(params).create(params), first)

@@ -474,7 +474,7 @@ def test_a_model_made_in_jit_is_placed_afterwards() -> None:
     nnx_trained(pair)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 4, 1])
 @pytest.mark.parametrize("name", ["definition", "groups"])
 def test_a_pair_of_shapes_goes_where_its_optimizer_says(

@@ -172,7 +172,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_explicit_meshes_need_no_context(inner: Any) -> None:
     """Also for leaves of one element, which are on every device."""

@@ -76,6 +76,7 @@ def test_the_signature_is_t5xs_and_then_ours() -> None:
     assert all(both[name].default == p.default for name, p in parameters.items())
 
 
+@pytest.mark.slow
 def test_without_optax_the_definition_works_and_the_rest_says_what_to_install() -> None:
     command = [sys.executable, "-c", WITHOUT_OPTAX]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

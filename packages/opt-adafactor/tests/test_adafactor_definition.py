@@ -145,7 +145,7 @@ OVERRIDES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overrides_traced_or_not_are_as_good_as_arguments(name: str) -> None:
     options = {name: own for name, (own, _) in OVERRIDES.items()}

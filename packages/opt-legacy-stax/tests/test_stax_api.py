@@ -54,6 +54,7 @@ def test_names_and_signatures_are_those_of_jax(name: str) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_without_an_extra_the_functions_that_need_it_say_so() -> None:
     words = (
         "this function needs the package `{}`. Install it with `pip install opt-legacy-stax[{}]`."

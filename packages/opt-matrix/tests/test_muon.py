@@ -77,6 +77,7 @@ def test_states_go_over_to_optax_and_back_in_the_middle() -> None:
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_schedules_and_another_optimizer_for_the_rest() -> None:
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     tx = muon(schedule, matrices=Matrices.by_rank2(), rest=optax.sgd(0.5), orthogonalize=F32)
@@ -130,6 +131,7 @@ def test_any_function_of_matrices() -> None:
     assert state.inner_states["muon"].inner_state[0].ns_coeffs.shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_a_plan_for_one_device_changes_nothing() -> None:
     mesh = jax.make_mesh((1,), ("x",))
     plan = plan_matrices(PARAMS, P(), mesh, Matrices.by_rank2(), fn=F32)

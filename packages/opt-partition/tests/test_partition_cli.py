@@ -336,6 +336,7 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_program_runs_from_any_folder(module: str) -> None:
     # Lines of a frame that ASCII does not have are no reason to fail.
     done = shell(f"{{}} plan {module}:adam {' '.join(MESH)}")
@@ -349,8 +350,8 @@ def test_nobody_reads_to_the_end(module: str) -> None:
     assert "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")]
 )

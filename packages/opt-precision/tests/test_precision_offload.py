@@ -49,6 +49,7 @@ def test_a_precision_keeps_moments_on_the_host() -> None:
     assert str(op.Precision(offload=True)) == "moments on the host"
 
 
+@pytest.mark.slow
 @needs_new
 @pytest.mark.parametrize(
     "codec", [op.identity(), pytest.param(op.dynamic8(), marks=pytest.mark.slow)], ids=str

@@ -155,7 +155,7 @@ def run(tx: Any, params: Any, steps: int = 2) -> tuple[Any, Any]:
     return params, state
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMMED)
 def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
     exact: Any = {name: p.astype(jnp.float32) for name, p in start().items()}
@@ -167,7 +167,7 @@ def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_shapes_that_are_compiled_together_have_the_bits_of_each(codec: op.Codec) -> None:
     found = [
