@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import opt_adafactor
+import pytest
 from opt_adafactor import Adafactor, errors, t5x
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 
@@ -18,6 +19,7 @@ sys.modules["optax"] = None
 import jax
 import jax.numpy as jnp
 import opt_adafactor
+import pytest
 optimizer = opt_adafactor.Adafactor(0.1).create({"w": jnp.ones(3)})
 optimizer = jax.eval_shape(lambda o: o.apply_gradient({"w": jnp.ones(3)}), optimizer)
 for call in (
