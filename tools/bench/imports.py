@@ -18,7 +18,7 @@ from _common import Row, timed
 
 ALLOWED = 0.2  # seconds
 PACKAGES = Path(__file__).parents[2] / "packages"
-MODULES = sorted(path.name.replace("-", "_") for path in PACKAGES.iterdir())
+MODULES = sorted(path.name.replace("-", "_") for path in PACKAGES.glob("*/"))
 CODE = """
 import jax, flax.linen, flax.nnx, optax, optax.contrib, time
 start = time.process_time()

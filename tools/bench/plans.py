@@ -30,7 +30,11 @@ LAYER: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "out": ((128, 512), ("embed", "vocab")),
     "gate": ((), ()),
 }
-RULES = (("embed", "data"), *((name, "model") for name in ("mlp", "heads", "vocab")))
+RULES = (
+    ("embed", "data"),
+    *((name, "model") for name in ("mlp", "heads", "vocab")),
+    ("layers", None),
+)
 INIT = "eval_shape(init)"
 MANY = 10_000  # only AdamW and Adafactor with more leaves than that
 
