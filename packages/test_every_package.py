@@ -88,7 +88,7 @@ def is_own(value: Any, name: str) -> bool:
 def test_all_is_what_is_public(name: str) -> None:
     module = importlib.import_module(name)
     found = {n for n, value in vars(module).items() if n[0] != "_" and is_own(value, name)}
-    if "." in name:  # what it imports from others is no part of it
+    if "." in name:  # without what it imports
         found = {n for n in found if getattr(module, n).__module__ == name}
     exported = list(module.__all__)
     assert len(exported) == len(set(exported))
