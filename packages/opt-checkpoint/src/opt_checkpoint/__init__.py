@@ -8,17 +8,31 @@ import importlib
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
+from opt_core.extend import (
+    LeafInfo,
+    Map,
+    NamedState,
+    Pad,
+    Plan,
+    Rename,
+    Row,
+    Rule,
+    Schema,
+    Source,
+    Stack,
+    Unstack,
+    leaf_name,
+    leaf_path,
+)
+
 from opt_checkpoint import errors
-from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._naming.schema import LeafInfo, Schema, Source, leaf_name, leaf_path
-from opt_checkpoint._planning.adafactor_rules import (
+from opt_checkpoint._adafactor_rules import (
     ADAFACTOR_FROM_OPTAX,
     ADAFACTOR_MOMENTUM_FROM_OPTAX,
     OPTAX_FROM_ADAFACTOR,
     OPTAX_MOMENTUM_FROM_ADAFACTOR,
 )
-from opt_checkpoint._planning.rules import Map, Pad, Rename, Rule, Stack, Unstack
-from opt_checkpoint._targets.named import named_state, restore_named
+from opt_checkpoint._targets.restore import named_state, plan_restore, restore_named
 from opt_checkpoint._targets.training_state import TrainingState
 
 __version__ = _version("opt-checkpoint")
@@ -36,8 +50,6 @@ if TYPE_CHECKING:
     from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
     from opt_checkpoint._legacy.read import read_legacy
     from opt_checkpoint._legacy.restore import restore_legacy
-    from opt_checkpoint._planning.match import plan_restore
-    from opt_checkpoint._planning.plan import Plan, Row
 
 __all__ = [
     "ADAFACTOR_FROM_OPTAX",
@@ -91,7 +103,6 @@ _LATER = {
     "_legacy.read": ["read_legacy"],
     "_legacy.restore": ["restore_legacy"],
     "_planning.match": ["plan_restore"],
-    "_planning.plan": ["Plan", "Row"],
 }
 
 

@@ -1,19 +1,14 @@
 """The errors of checkpoints: each is a `CheckpointError`, and what a caller already catches.
 
+Only `LeafError`, which surgery in memory raises too, is that of `opt_core.errors`.
+
 `CheckpointError` is an `opt_core.errors.OptimizerError`. Nothing raw from Orbax, TensorStore, JSON
 or msgpack leaves this package.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from opt_core.errors import OptimizerError
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from opt_checkpoint._planning.plan import Plan
+from opt_core.errors import LeafError, OptimizerError, SurgeryError
 
 __all__ = [
     "CheckpointError",
@@ -49,10 +44,6 @@ class ForeignError(CheckpointError, ValueError):
     """
 
 
-class LeafError(CheckpointError, ValueError):
-    """A leaf cannot be saved, or two leaves would have the same name; says which."""
-
-
 class LoadError(CheckpointError, ValueError):
     """Bytes are not a checkpoint, or need more memory than is allowed."""
 
@@ -65,16 +56,12 @@ class MissingError(CheckpointError, LookupError):
     """A step does not exist, or none is valid; lists what there is."""
 
 
-class PlanError(CheckpointError, ValueError):
+class PlanError(CheckpointError, SurgeryError):
     """A checkpoint does not fit the target as it is. Nothing has been read in bulk.
 
     Attributes:
       plan: what would be kept, renamed, converted, initialised and dropped.
     """
-
-    def __init__(self, message: str, plan: Plan[Any]) -> None:
-        self.plan = plan
-        super().__init__(message)
 
 
 class SaveError(CheckpointError, OSError):

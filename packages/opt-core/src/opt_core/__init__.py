@@ -31,24 +31,22 @@ from opt_core._hyper_params import replace_hyper_params
 from opt_core._json_settings import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import children, flatten_with_paths, path_names, path_str, split_path
+from opt_core._plan.operations import freeze, regroup, reset, unfreeze
+from opt_core._plan.plan import Plan
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
-from opt_core._surgery.changes import ChangeReport, LeafChange
-from opt_core._surgery.operations import freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")
 
 __all__ = [
     "FROZEN",
     "Bearing",
-    "ChangeReport",
     "ClipMetrics",
     "Group",
     "GroupNorms",
     "GroupRow",
     "GroupStates",
     "GroupTable",
-    "LeafChange",
     "LeafDescription",
     "LeafKey",
     "Mismatch",
@@ -57,6 +55,7 @@ __all__ = [
     "Optimizer",
     "OptimizerDef",
     "OptimizerState",
+    "Plan",
     "RestoreReport",
     "Role",
     "StateDescription",

@@ -184,7 +184,7 @@ class OptimizerDef:
             raise
         made = Optimizer(optimizer_def=self, state=state, target=target)
         if any(_is_placed_shape(leaf) for leaf in jax.tree.leaves(target)):
-            from opt_core._surgery.placement import placed_like_params
+            from opt_core._plan.placement import placed_like_params
 
             return placed_like_params(made)
         return made

@@ -5,11 +5,12 @@ OptimizerError
 ├── DescriptionError (ValueError)   data that do not describe this state
 ├── EvaluationError (ValueError)    two averages of a parameter, or one of none
 ├── GroupError (ValueError)         groups that do not partition the parameters
-│   └── SurgeryError                trained state that would be lost or misread
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
 │   └── UnusedArgumentError         an extra argument that the update does not use
+├── LeafError (ValueError)          a leaf that cannot be named, converted or placed
 ├── RestoreError (ValueError)       a state dict that does not fit; carries the report
 ├── StateDictError (ValueError)     a tree that has no faithful state dict
+├── SurgeryError (ValueError)       trained state that would be lost or misread; carries the plan
 ├── StateChangedError (TypeError)   an update that would change the shape or structure of the state
 └── TreeMismatchError (ValueError)  gradients that do not match the parameters
 ```
@@ -20,9 +21,10 @@ Each is also the builtin that callers of Flax and T5X already catch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from opt_core._plan.plan import Plan
     from opt_core._report import RestoreReport
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "EvaluationError",
     "GroupError",
     "HyperParamError",
+    "LeafError",
     "OptimizerError",
     "RestoreError",
     "StateChangedError",
@@ -56,11 +59,20 @@ class GroupError(OptimizerError, ValueError):
     """Groups do not partition the parameters exactly, or no group has the requested name."""
 
 
-class SurgeryError(GroupError):
-    """Another definition would drop or misread trained state.
+class LeafError(OptimizerError, ValueError):
+    """A leaf cannot be named, converted or placed; says which."""
 
-    Nothing has been changed; the text lists every leaf and setting.
+
+class SurgeryError(OptimizerError, ValueError):
+    """Another definition would drop or misread trained state. Nothing has been changed.
+
+    Attributes:
+      plan: what would be kept, renamed, converted, initialised and dropped.
     """
+
+    def __init__(self, message: str, plan: Plan[Any]) -> None:
+        self.plan = plan
+        super().__init__(message)
 
 
 class HyperParamError(OptimizerError, TypeError):

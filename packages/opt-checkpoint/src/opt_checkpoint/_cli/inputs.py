@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from opt_core.extend import Pad, Rename, Rule, Stack, Unstack
 
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign, open_tree
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.steps import foreign_steps, is_orbax, list_steps, own_item
-from opt_checkpoint._planning.rules import Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError
 

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from opt_core.errors import OptimizerError
+from opt_core.extend import KINDS, LeafInfo, abstract, leaf_bytes, shown
+from opt_core.json_records import record_data
 
 from opt_checkpoint._cli.inputs import (
     ACTIONS,
@@ -32,11 +34,7 @@ from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.steps import check_new
 from opt_checkpoint._disk.storage import Record
 from opt_checkpoint._legacy.restore import restore_legacy
-from opt_checkpoint._naming.schema import LeafInfo, shown
-from opt_checkpoint._planning.functions import abstract
-from opt_checkpoint._planning.match import plan_restore
-from opt_checkpoint._planning.plan import leaf_bytes
-from opt_checkpoint._planning.rules import KINDS
+from opt_checkpoint._targets.restore import plan_restore
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
@@ -97,7 +95,7 @@ def _show(options: argparse.Namespace) -> int:
     metadata = source.metadata if isinstance(source, SavedStep) else None
     if options.json:
         scalars = {x.name: _record(source, x).scalar for x in schema.leaves if x.dtype == "python"}
-        print(json.dumps(schema.to_data() | {"metadata": metadata, "scalars": scalars}))
+        print(json.dumps(record_data(schema) | {"metadata": metadata, "scalars": scalars}))
         return OK
     step = f"step {source.step}, " if isinstance(source, SavedStep) else ""
     versions = ", ".join(f"{name} {version}" for name, version in schema.versions.items())
@@ -166,8 +164,8 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         names = [*source.schema.by_name, *(row.leaf.name for row in plan.rows)]
         say_lines(plan.table() if options.all else str(plan), names)
-        if plan.missing_kinds:
-            say(f"To admit what is marked `!`: --allow {' '.join(sorted(plan.missing_kinds))}")
+        if plan.missing_words:
+            say(f"To admit what is marked `!`: --allow {' '.join(sorted(plan.missing_words))}")
     return OK if plan.is_ok else DIFFERENT
 
 

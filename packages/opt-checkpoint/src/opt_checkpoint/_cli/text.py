@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from opt_checkpoint._planning.plan import aligned
+from opt_core.extend import aligned
 
 
 def printable(text: str) -> str:

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from opt_core.extend import NamedState, Rule
+
 from opt_checkpoint._disk.background import at_exit, not_at_exit
 from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
 from opt_checkpoint._disk.steps import check_equal, check_own, foreign_steps, list_own, newest
 from opt_checkpoint._disk.writer import Writer, integer
-from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._planning.match import plan_restore
-from opt_checkpoint._planning.rules import Rule
+from opt_checkpoint._targets.restore import plan_restore
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,

@@ -14,10 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 from opt_core import children
+from opt_core.extend import LeafInfo, Names, named_leaves
 
 from opt_checkpoint._disk import storage as _storage
-from opt_checkpoint._naming.names import named_leaves
-from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint.errors import LeafError, LoadError
 
 EXTRA: Final = "extra"

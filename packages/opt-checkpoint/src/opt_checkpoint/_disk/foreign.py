@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from opt_core.extend import LeafInfo, Names, Schema, abstract, key_kind, named_view, update_counts
 
 from opt_checkpoint._disk.foreign_layout import STEP, Found, find
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
@@ -23,10 +24,6 @@ from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.steps import foreign_steps, is_orbax, own_item
 from opt_checkpoint._disk.storage import data_sharding, placed
-from opt_checkpoint._naming.names import update_counts
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
-from opt_checkpoint._planning.functions import abstract, key_kind
-from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
 
@@ -64,6 +61,10 @@ class ForeignStep:
                 read = store.read(places) if places else {}
                 stored |= {name: read[key] for name, key in at.items()}
         return {name: _leaf(infos[name], stored[name], place) for name, place in wanted.items()}
+
+    def same(self, names: Sequence[str]) -> bool | None:
+        """Other programs keep no digests; see `Source.same`."""
+        return True if len(names) == 1 else None
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as it is known."""

@@ -10,10 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 from opt_core import Optimizer, children, path_str
+from opt_core.extend import LeafInfo, NamedState, Names, View, named_leaves
 
-from opt_checkpoint._naming.names import NamedState, named_leaves
-from opt_checkpoint._naming.schema import LeafInfo, Names
-from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import ForeignError
 
 # keys of the trained parameters, where there is a copy of them too

@@ -15,13 +15,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
+from opt_core.extend import Names, is_wide, named_leaves
 
 from opt_checkpoint._disk.orbax import restore_args, sharding_of, tried
 from opt_checkpoint._disk.steps import INDEX, ITEM_MARK
 from opt_checkpoint._legacy.layouts import PLACEHOLDER, is_elsewhere
 from opt_checkpoint._legacy.read import read_legacy
-from opt_checkpoint._naming.names import is_wide, named_leaves
-from opt_checkpoint._naming.schema import Names
 from opt_checkpoint.errors import LoadError
 
 

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+from opt_core.extend import NamedState, Rule
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
 from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving, view_to_save
-from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._planning.match import plan_restore
-from opt_checkpoint._planning.rules import Rule
+from opt_checkpoint._targets.restore import plan_restore
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import SaveError
 

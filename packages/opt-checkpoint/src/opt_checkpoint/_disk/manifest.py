@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from opt_checkpoint._disk.storage import PYTHON, Record, check, is_readable
-from opt_checkpoint._naming.schema import LeafInfo, Schema
+from opt_core.extend import LeafInfo, Names, Schema
+from opt_core.json_records import read_record, record_data
+
+from opt_checkpoint._disk.storage import DTYPES, PYTHON, Record, check, is_readable
 from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingError, VersionError
 
+_LIBRARIES = (
+    *("jax", "flax", "optax", "orbax-checkpoint"),
+    *("opt-core", "opt-optax-bridge", "opt-checkpoint"),
+)
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
 NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
@@ -47,7 +55,7 @@ def encode_schema(schema: Schema) -> bytes:
     names = [field.name for field in dataclasses.fields(LeafInfo) if field.name != "value"]
     leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
     # `to_data` would make a deep copy of every leaf.
-    others = dataclasses.replace(schema, leaves=()).to_data()
+    others = record_data(dataclasses.replace(schema, leaves=(), versions=_versions()))
     return _canonical({**others, "leaves": leaves})
 
 
@@ -135,7 +143,8 @@ def _from_data(body: Any) -> Manifest:
     number, digests, values = step["number"], body["digests"], step["values"]
     if type(number) is not int or number < 0:
         raise LoadError(f"expected a non-negative step, found {number!r:.40}")
-    schema = Schema.from_data(body["schema"])
+    schema = read_record(Schema, body["schema"], "schema", LoadError)
+    _check_leaves(schema.leaves)
     if len(digests) != len(schema.leaves):
         raise LoadError(f"{len(digests)} digests of {len(schema.leaves)} leaves")
     leaves, records = [], {}
@@ -159,6 +168,28 @@ def _from_data(body: Any) -> Manifest:
         step["metadata"],
         step.get("extras"),
     )
+
+
+def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
+    seen: set[Names] = set()
+    for i, leaf in enumerate(leaves):
+        where = f"schema/leaves/{i}"
+        if not leaf.path:
+            raise LoadError(f"`{where}/path`: expected a name, found nothing")
+        if leaf.path in seen:
+            raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
+        for k, size in enumerate(leaf.shape):
+            if size < 0:
+                raise LoadError(f"`{where}/shape/{k}`: expected a non-negative size, found {size}")
+        is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
+        if not leaf.is_key and not is_scalar and leaf.dtype not in DTYPES:
+            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is not a dtype of checkpoints")
+        seen.add(leaf.path)
+
+
+@functools.cache  # the metadata of a distribution take milliseconds to parse
+def _versions() -> Mapping[str, str]:
+    return {library: version(library) for library in _LIBRARIES}
 
 
 def _mapping(data: Any, parts: Mapping[str, type]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
+from opt_core.extend import is_wide
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
@@ -26,7 +27,6 @@ from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._disk.steps import LEAVES, MANIFEST, list_steps
-from opt_checkpoint._naming.names import is_wide
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
 TRASH = "trash"

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from opt_core.extend import LeafInfo, Names, Schema, abstract, leaf_name, named_leaves, shown
 
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
@@ -22,9 +23,6 @@ from opt_checkpoint._disk.manifest import Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.storage import is_stored
-from opt_checkpoint._naming.names import named_leaves
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, shown
-from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -148,6 +146,12 @@ class SavedStep:
         read = self.read({leaf_name(path): _like(infos[path], leaf) for path, leaf in flat})
         leaves = [read[leaf_name(path)] for path, _ in flat]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def same(self, names: Sequence[str]) -> bool | None:
+        """Whether leaves are the same bit for bit, by their digests; see `Source.same`."""
+        digests = {name: self.manifest.records[name].digest for name in names}
+        bits = {None if x is None else bound(name, x) for name, x in digests.items()}
+        return None if None in bits else len(bits) == 1
 
     def validate(self, *, level: Level = "digests") -> StepReport:
         """Checks the step; see `Checkpointer.validate`."""

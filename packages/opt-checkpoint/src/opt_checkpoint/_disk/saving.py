@@ -10,16 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 from opt_core import describe_state
+from opt_core.extend import LeafInfo, NamedState, Schema, View, count_of, named_view
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.extras import EXTRA, extra_leaves, structure_of
 from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
 from opt_checkpoint._disk.processes import are_equal
-from opt_checkpoint._naming.names import NamedState, count_of
-from opt_checkpoint._naming.schema import LeafInfo, Schema
-from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import View, view_of
+from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import LeafError
 
 _log = logging.getLogger(__name__)

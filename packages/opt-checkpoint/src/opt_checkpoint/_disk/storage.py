@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from opt_core.errors import OptimizerError
+from opt_core.extend import LeafInfo, Names, is_wide, shown
 
-from opt_checkpoint._naming.names import is_wide
-from opt_checkpoint._naming.schema import DTYPES, LeafInfo, Names, shown
-from opt_checkpoint.errors import CheckpointError, LeafError, LoadError
+from opt_checkpoint.errors import LeafError, LoadError
 
 PYTHON = "python"
 _SCALARS = (bool, int, float, str)
@@ -24,6 +24,16 @@ _INT64_MAX = 2**63 - 1
 _WALKED = 2**31  # on CPU, JAX iterates over the other sizes of an empty array
 # The data of a PRNG key in whole words, as of the largest of JAX's implementations.
 _KEY_DATA, _KEY_DTYPE = (4,), "uint32"
+
+# What TensorStore's zarr driver writes and reads back bit for bit.
+DTYPES = frozenset(
+    {
+        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64"),
+        *("complex64", "complex128", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +162,7 @@ def check(info: LeafInfo, record: Record) -> None:
         )
 
 
-def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
+def _check_shape(info: LeafInfo, error: type[OptimizerError]) -> None:
     """Raises an `error` unless NumPy can hold an array of the shape and dtype.
 
     NumPy counts bytes as if no size were 0, so empty arrays have limits too.

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from opt_core.extend import NamedState, View
 
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.background import UninterruptedCalls
@@ -22,8 +23,6 @@ from opt_checkpoint._disk.lock import WriterLock
 from opt_checkpoint._disk.processes import is_first, raise_synced, sync_errors
 from opt_checkpoint._disk.saving import Layout, Saving
 from opt_checkpoint._disk.steps import LEAVES, MANIFEST, check_new, list_steps
-from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import CheckpointError, LockError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from opt_core import Optimizer, describe_state, flatten_with_paths, to_state_dict
+from opt_core.extend import Names, leaf_name, named_leaves
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._legacy.flax_optim import EQUALS, Equal, equal_of
-from opt_checkpoint._naming.names import named_leaves
-from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import EquivalenceError, LoadError
 
 _WEIGHT_NORM = frozenset({"direction_state", "scale_state", "direction", "scale"})

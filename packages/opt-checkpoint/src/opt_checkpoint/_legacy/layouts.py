@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
+from opt_core.extend import Names, leaf_name
 
 from opt_checkpoint._legacy.msgpack import sequence_of
-from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import LoadError, VersionError
 
 _T5X_VERSION = 3

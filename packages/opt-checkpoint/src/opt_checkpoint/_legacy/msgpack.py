@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
+from opt_core.extend import leaf_name
 
-from opt_checkpoint._naming.schema import leaf_name
 from opt_checkpoint.errors import LoadError
 
 CHUNKED = "__msgpack_chunked_array__"  # Flax's key for an array too large for one entry

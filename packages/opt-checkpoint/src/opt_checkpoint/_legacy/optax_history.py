@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from opt_core import children, to_state_dict
+from opt_core.extend import leaf_name
 
-from opt_checkpoint._naming.schema import leaf_name
 from opt_checkpoint.errors import VersionError
 
 Found = Mapping[str, Any]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, describe_state
+from opt_core.extend import leaf_name
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._legacy import layouts
@@ -21,7 +22,6 @@ from opt_checkpoint._legacy.flax_optim_state import (
 )
 from opt_checkpoint._legacy.optax_history import migrate
 from opt_checkpoint._legacy.read import read_legacy
-from opt_checkpoint._naming.schema import leaf_name
 from opt_checkpoint.errors import EquivalenceError, LoadError
 
 Source = bytes | bytearray | memoryview | str | os.PathLike[str] | Mapping[str, Any]

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from flax import nnx
 from opt_core import Optimizer, children, flatten_with_paths
+from opt_core.extend import Names, View, named_leaves
 
-from opt_checkpoint._naming.names import named_leaves
-from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._targets.training_state import optimizer_of, step_like
-from opt_checkpoint._targets.view import View
 
 _MODEL, _OPTIMIZER = ("0",), ("1",)
 _STEP, _OPT_STATE = (*_OPTIMIZER, "step"), (*_OPTIMIZER, "opt_state")

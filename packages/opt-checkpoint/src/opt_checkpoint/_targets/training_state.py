@@ -13,9 +13,8 @@ import optax
 from flax import struct
 from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str, strip_weak_type
 from opt_core.errors import TreeMismatchError
+from opt_core.extend import local, named_leaves, named_state, update_counts
 from opt_optax_bridge import OptaxWrapper
-
-from opt_checkpoint._naming.names import local, named_leaves, named_state, update_counts
 
 
 @struct.dataclass

@@ -8,39 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from opt_core import Optimizer, OptimizerDef
+from opt_core.extend import Names, View
 from opt_core.protocols import Transformation
-from opt_core.storage import PlainOptimizer
 
-from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._targets.training_state import TrainingState, optimizer_of, step_like
 
 _OWN = frozenset({"step", "params", "opt_state"})
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """A target as the planner sees it.
-
-    Attributes:
-      optimizer: parameters, state and step, with what updates them.
-      put_back: makes a target of the given kind from an optimizer and other leaves.
-      others: leaves of the model that the optimizer does not update, by path.
-      unsaved: fields of the target that are neither: they are kept as they are.
-      stored: what `optimizer` is the plain one of, where the target stores leaves differently.
-      placement: what the target knows of where its leaves lie, as `params` and `state`.
-    """
-
-    optimizer: Optimizer
-    put_back: Callable[[Optimizer, Mapping[Names, Any]], Any]
-    others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
-    unsaved: tuple[str, ...] = ()
-    stored: PlainOptimizer | None = None
-    placement: Any = None
 
 
 def view_of(target: Any, *, argument: str = "target") -> View:
@@ -55,7 +33,7 @@ def view_of(target: Any, *, argument: str = "target") -> View:
       TreeMismatchError: its state is not one of its transformation; lists every path.
     """
     if isinstance(target, Optimizer):
-        return View(target, lambda optimizer, _: optimizer)
+        return View(target)
     if isinstance(target, TrainingState):
         return _view_of_fields(target)
     # Without the module imported, there are no objects of its classes; Flax NNX takes a second to

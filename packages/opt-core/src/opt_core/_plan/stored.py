@@ -15,17 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from opt_core import Optimizer
-from opt_core.state_changes import placed
-from opt_core.storage import EXTRAS, PlainOptimizer, decode, join, stored_as
 
-from opt_checkpoint._naming.schema import HasShardings, LeafInfo, Schema, Source
-from opt_checkpoint._planning.functions import abstract
-from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.rules import Policy
-from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import View
-from opt_checkpoint.errors import LeafError
+from opt_core._optimizer import Optimizer
+from opt_core._plan.functions import abstract
+from opt_core._plan.names import named_view
+from opt_core._plan.placement import placed
+from opt_core._plan.plan import Plan, Row
+from opt_core._plan.rules import Policy
+from opt_core._plan.schema import HasShardings, LeafInfo, Schema, Source
+from opt_core._plan.view import View
+from opt_core.errors import LeafError
+from opt_core.storage import EXTRAS, PlainOptimizer, decode, join, stored_as
 
 _SCALE = "scale"
 _VERSION = 1
@@ -105,6 +105,10 @@ class PlainSource:
             for name, place in wanted.items()
         }
 
+    def same(self, names: Sequence[str]) -> bool | None:
+        """Whether leaves are the same bit for bit; see `Source.same`."""
+        return None if any(name in self.parts for name in names) else self._source.same(names)
+
     def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
         """Returns where the leaves were, by name: those of codes are where the codes were."""
         if not isinstance(self._source, HasShardings):
@@ -152,7 +156,7 @@ def stored_again(plan: Plan[Any], optimizer: Optimizer) -> Optimizer:
     source, stored = plan.source, plan.view.stored
     if stored is None or not isinstance(source, PlainSource):
         return optimizer
-    carry = [functools.partial(source.carried, row) for row in plan.rows]
+    carry = [functools.partial(source.carried, row) for row in plan.target_rows]
     of_state = carry[len(carry) - len(stored.of_state) :]
     return stored.stored_again(optimizer, carry[: len(stored.of_params)], of_state)
 

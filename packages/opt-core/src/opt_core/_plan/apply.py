@@ -11,28 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from opt_core import Optimizer, OptimizerState, strip_weak_type, unalias
-from opt_core.state_changes import (
-    all_survive,
-    committed_sharding,
-    convert_held,
-    placed,
-)
-from opt_core.storage import largest_change
 
-from opt_checkpoint._naming.names import named_leaves
-from opt_checkpoint._naming.schema import LeafInfo, Names, Source, shown
-from opt_checkpoint._planning.functions import abstract, function_name
-from opt_checkpoint._planning.initial import initial_leaves
-from opt_checkpoint._planning.kept import copies_parameter
-from opt_checkpoint._planning.placement import leaves_of
-from opt_checkpoint._planning.placement import places as decide_places
-from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.rules import Map
-from opt_checkpoint._planning.stored import PlainSource, stored_again
-from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import view_of
-from opt_checkpoint.errors import LeafError
+from opt_core._aliasing import unalias
+from opt_core._dtypes import all_survive, convert_held, strip_weak_type
+from opt_core._optimizer import Optimizer, OptimizerState
+from opt_core._paths import Names
+from opt_core._plan.destinations import leaves_of
+from opt_core._plan.destinations import places as decide_places
+from opt_core._plan.functions import abstract, function_name
+from opt_core._plan.initial import initial_leaves
+from opt_core._plan.kept import copies_parameter
+from opt_core._plan.names import HeldState, named_leaves
+from opt_core._plan.placement import committed_sharding, placed
+from opt_core._plan.plan import Plan, Row
+from opt_core._plan.rules import Map
+from opt_core._plan.schema import shown
+from opt_core._plan.stored import stored_again
+from opt_core.errors import LeafError
 
 
 def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
@@ -41,12 +36,19 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     own, params = jax.tree.flatten(target.target)
     states = jax.tree.structure(target.state)
     values, places = leaves_of(plan.view), decide_places(plan)
+    rows = list(zip(plan.target_rows, values, strict=True))
+    if isinstance(plan.source, HeldState) and plan.source.is_abstract:
+        shapes = [placed(_shape(x), places[row.leaf.name]) for row, x in rows]
+        whole = jax.tree.unflatten(params, shapes[: len(own)])
+        return Optimizer(
+            target.optimizer_def, jax.tree.unflatten(states, shapes[len(own) :]), whole
+        ), {}
     arrays = plan.source.read(_wanted(plan, places))
     found: list[Any] = []
     checks: dict[str, Any] = {}
     growing: dict[int, Any] = {}
-    uses = Counter(name for row in plan.rows for name in row.sources)
-    for i, (row, value) in enumerate(zip(plan.rows, values, strict=True)):
+    uses = Counter(name for row in plan.target_rows for name in row.sources)
+    for i, (row, value) in enumerate(rows):
         found.append(_leaf(row, value, arrays, places[row.leaf.name], checks, plan.allow))
         if _grows(row):
             growing[i] = arrays[row.sources[0]]
@@ -64,7 +66,7 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
         params_by_path = dict(named_leaves(restored))
         for i, leaf in initial_leaves(whole, wanted, shardings, plan.view.stored).items():
             if n + i in growing:
-                row = plan.rows[n + i]
+                row = plan.target_rows[n + i]
                 new = (
                     params_by_path[row.leaf.parameter or ()] if copies_parameter(row.leaf) else leaf
                 )
@@ -81,29 +83,16 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     return result
 
 
-def rounding(plan: Plan[Any], restored: Any) -> dict[str, float]:
-    """See `Plan.rounding`."""
-    named = named_view(view_of(restored, argument="restored"))
-    made: Source = named if plan.view.stored is None else PlainSource(named)
-    found = {}
-    for row in plan.rows:
-        if "cast" in row.kinds and len(row.sources) == 1 and not row.how:
-            now = _one(made, row.leaf)
-            leaf = plan.source.schema.by_name[row.sources[0]]
-            place = _source_sharding(row, leaf.shape, committed_sharding(now))
-            found[row.leaf.name] = float(largest_change(_one(plan.source, leaf, place), now))
-    return found
-
-
-def _one(source: Source, leaf: LeafInfo, sharding: Any = None) -> Any:
-    return source.read({leaf.name: abstract(leaf, sharding)})[leaf.name]
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = committed_sharding(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _wanted(plan: Plan[Any], places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read, each into the sharding of the first leaf that it is for, where that fits."""
     saved = plan.source.schema.by_name
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
-    for row in plan.rows:
+    for row in plan.target_rows:
         for name in row.sources:
             if name not in wanted:
                 place = _source_sharding(row, saved[name].shape, places[row.leaf.name])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -14,13 +13,7 @@ from opt_core._description.describe import describe_state
 from opt_core._description.values import LeafDescription
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer, OptimizerState
-from opt_core._paths import Names, children, flatten_with_paths, path_str
-from opt_core.errors import GroupError
-
-
-def is_tracer(leaf: Any) -> bool:
-    """Whether a leaf has no value yet."""
-    return isinstance(leaf, jax.core.Tracer)
+from opt_core._paths import flatten_with_paths
 
 
 def is_abstract(leaf: Any) -> bool:
@@ -74,8 +67,6 @@ def _made(
     if any(map(is_abstract, params)):
         shapes = jax.eval_shape(make, part.target)
         return [placed(leaf, place) for leaf, place in zip(shapes, places, strict=True)]
-    if any(map(is_tracer, params)):
-        return [placed(leaf, x) for leaf, x in zip(make(part.target), places, strict=True)]
     made: list[Any] = jax.jit(make, out_shardings=list(places))(part.target)
     return made
 
@@ -86,8 +77,6 @@ def placed(leaf: Any, sharding: Sharding | None) -> Any:
         return leaf
     if is_abstract(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    if is_tracer(leaf):
-        return jax.lax.with_sharding_constraint(leaf, sharding)
     return leaf if getattr(leaf, "sharding", None) == sharding else jax.device_put(leaf, sharding)
 
 
@@ -161,119 +150,5 @@ def placed_like_params(optimizer: Optimizer) -> Optimizer:
 
 
 def _sharding(leaf: Any) -> Sharding | None:
-    # The compiler chooses that of a tracer.
-    found = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
+    found = getattr(leaf, "sharding", None)
     return found if isinstance(found, Sharding) else None
-
-
-def mesh_sharding(leaf: Any) -> NamedSharding | None:
-    """Returns the sharding of a leaf on a mesh, if it is on one."""
-    found = _sharding(leaf)
-    return found if isinstance(found, NamedSharding) else None
-
-
-def flat_shardings(
-    shardings: Any, structure: Any, shapes: Mapping[str, Sequence[int]]
-) -> list[Sharding | None]:
-    """Returns a sharding, or `None`, for every leaf of a state.
-
-    Args:
-      shardings: an `Optimizer` of shardings, or a tree like its `param_states`; `None` for a leaf
-        that is placed by its parameter.
-      structure: of `param_states`.
-      shapes: of its leaves by path, in their order.
-
-    Raises:
-      GroupError: they have another structure, or one does not fit its leaf; names the leaf.
-    """
-    if shardings is None:
-        return [None] * structure.num_leaves
-    tree = shardings.state.param_states if isinstance(shardings, Optimizer) else shardings
-    if problem := _other_structure(structure.unflatten(list(shapes)), tree, ()):
-        raise GroupError(
-            "`shardings`: expected a tree like the new `param_states`, or an `Optimizer` of "
-            f"shardings; {problem}"
-        )
-    found = list(structure.flatten_up_to(tree))
-    problems = [
-        f"`shardings`: of `{path}`, {problem}"
-        for (path, shape), place in zip(shapes.items(), found, strict=True)
-        if (problem := _misplaced(place, shape))
-    ]
-    if problems:
-        raise GroupError("\n".join(problems))
-    return found
-
-
-def _other_structure(expected: Any, found: Any, names: Names) -> str:
-    """Returns where a tree first has other containers; empty if it has the same or deeper ones."""
-    opened = children(expected)
-    if opened is None:
-        is_other = expected is None and found is not None
-        return f"at `{path_str(names)}` expected `None`, found {found!r}" if is_other else ""
-    given = children(found)
-    wanted = [name for name, _ in opened.children]
-    keys = [] if given is None else [name for name, _ in given.children]
-    if type(expected) is not type(found) or wanted != keys:
-        where = f"at `{path_str(names)}`" if names else "at the top"
-        had = type(found).__name__ + (f" of {keys}" if given is not None else "")
-        return f"{where} expected {type(expected).__name__} of {wanted}, found {had}"
-    inner = zip(opened.children, () if given is None else given.children, strict=True)
-    problems = (_other_structure(one, other, (*names, name)) for (name, one), (_, other) in inner)
-    return next(filter(None, problems), "")
-
-
-def _misplaced(place: Any, shape: Sequence[int]) -> str:
-    """Returns why something cannot place a leaf; empty if it can."""
-    if place is None:
-        return ""
-    if isinstance(place, PartitionSpec):
-        return f"expected a sharding or `None`, found {place!r}: give `NamedSharding(mesh, spec)`"
-    if not isinstance(place, Sharding):
-        return f"expected a sharding or `None`, found {place!r}"
-    fits = not isinstance(place, NamedSharding) or len(place.spec) <= len(shape)
-    try:
-        if fits:
-            place.shard_shape(tuple(shape))
-    except ValueError:
-        fits = False
-    if not fits:
-        return f"expected a sharding that divides the shape {list(shape)}, found {place}"
-    return ""
-
-
-def value_of(leaf: Any, what: str) -> Any:
-    """Returns the value of a small leaf as a NumPy array; `None` for an abstract one.
-
-    Args:
-      leaf: an array, replicated if it is on several processes.
-      what: what needs the value, for the error.
-
-    Raises:
-      GroupError: it is traced.
-    """
-    if is_abstract(leaf):
-        return None
-    if is_tracer(leaf):
-        raise GroupError(
-            f"{what}, which cannot be done while tracing: call it outside of compiled functions"
-        )
-    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = leaf.addressable_data(0)
-    return np.asarray(leaf)
-
-
-def all_equal(leaves: Iterable[Any]) -> bool:
-    """Whether leaves have the same value bit for bit; true for leaves without values.
-
-    Raises:
-      GroupError: there are several, and one is traced.
-    """
-    found = list(leaves)
-    if len(found) < 2:
-        return True
-    what = "states of several groups have to be compared"
-    values = [value for leaf in found if (value := value_of(leaf, what)) is not None]
-    return all(value.tobytes() == values[0].tobytes() for value in values[1:])

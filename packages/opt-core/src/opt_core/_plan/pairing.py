@@ -12,13 +12,11 @@ from typing import Final, Literal
 
 from opt_core._description.values import LeafDescription
 from opt_core._paths import Names
-from opt_core._surgery.likes import like_numbers, setting_text, shared_settings
-from opt_core._surgery.sides import (
-    TRAINED,
+from opt_core._plan.likes import like_numbers, setting_text, shared_settings
+from opt_core._plan.sides import (
     Made,
     Side,
     counts_updates,
-    has_window,
     holds_parameters,
     is_recorded,
     made_of,
@@ -70,7 +68,6 @@ def pair_leaves(
     *,
     given: Mapping[int, Sequence[int]] | None = None,
     origins: Mapping[Names, Sequence[Names]] | None = None,
-    joins: bool = True,
 ) -> Pairing:
     """Returns the source of every leaf of a new state.
 
@@ -83,9 +80,8 @@ def pair_leaves(
       new: the state to make.
       given: the sources of leaves that the caller has decided, by position.
       origins: the old parameters that new ones are made of, if they differ.
-      joins: whether leaves without moments join others at the count of these.
     """
-    return _Walk(old, new, given or {}, origins or {}, joins).pairing()
+    return _Walk(old, new, given or {}, origins or {}).pairing()
 
 
 def continued(old: Side, new: Side, pairs: Sequence[Pair]) -> Mapping[tuple[Made, Made], Pairs]:
@@ -113,7 +109,6 @@ class _Walk:
     new: Side
     given: Mapping[int, Sequence[int]]
     origins: Mapping[Names, Sequence[Names]]
-    joins: bool
 
     def __post_init__(self) -> None:
         self._numbers: dict[tuple[Names, Names, str], Mapping[int, int]] = {}
@@ -255,12 +250,8 @@ class _Walk:
             is_free = leaf.role in ("schedule_count", "key")
             if is_free or not found or is_recorded(leaf, self.new.made(where)):
                 continue
-            field = "/".join(leaf.field)
             if why := self._unlike(found, leaf):
                 yield where, f"reinitialised: {why}"
-            elif leaf.role == "count" and not self.joins and self._has_joined(where):
-                # Zero moments at a large count: Adam's steps would be several times too long.
-                yield where, f"parameters without moments join it: its `{field}` is not theirs"
 
     def _unlike(self, found: Sequence[int], leaf: LeafDescription) -> str:
         """Returns how the groups that a leaf comes from disagree; empty if they agree."""
@@ -279,16 +270,6 @@ class _Walk:
         return (
             f"its groups do not agree about `{field}`{f': {shown_values}' if shown_values else ''}"
         )
-
-    def _has_joined(self, where: Made) -> bool:
-        if has_window(self.new.made(where)):
-            return False  # what waits in it is nothing, unless the window is open: an error
-        leaves = self.new.descriptions
-        own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
-        trained = [i for i in own if leaves[i].role in TRAINED]
-        # AMSGrad's maximum is new to a parameter that has Adam's moments.
-        known = {leaves[i].parameter for i in trained if self._pairs[i].sources}
-        return any(leaves[i].parameter not in known for i in trained)
 
     def _recorded(self, leaf: LeafDescription, found: Sequence[int]) -> Pair:
         """A value that was set at run time continues, unless the setting has changed."""

@@ -6,7 +6,8 @@ factors of a square matrix look the same.
 
 from __future__ import annotations
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
+from opt_core._paths import Names
+from opt_core._plan.schema import LeafInfo, Schema, leaf_name, leaf_path
 
 Kept = tuple[int | None, ...]
 """For each dimension of a leaf that of the parameter; `None` if it follows none."""

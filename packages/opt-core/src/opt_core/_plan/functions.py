@@ -9,9 +9,9 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from opt_checkpoint._naming.names import is_wide
-from opt_checkpoint._naming.schema import LeafInfo, shown
-from opt_checkpoint.errors import LeafError
+from opt_core._plan.names import is_wide
+from opt_core._plan.schema import LeafInfo, shown
+from opt_core.errors import LeafError
 
 _NEED_VALUES: Final = (
     jax.errors.ConcretizationTypeError,

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from opt_core import Optimizer
-from opt_core.state_changes import init_leaves
 
-from opt_checkpoint._naming.schema import Schema, shown
-from opt_checkpoint._targets.view import View
+from opt_core._optimizer import Optimizer
+from opt_core._plan.placement import init_leaves
+from opt_core._plan.schema import Schema, shown
+from opt_core._plan.view import View
 
 
 def unlike_initial(view: View, schema: Schema) -> Mapping[str, str]:

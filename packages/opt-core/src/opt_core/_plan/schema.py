@@ -9,23 +9,11 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 from jax.sharding import Sharding
-from opt_core import LeafDescription, TransformationDescription
-from opt_core.json_records import read_record, record_data
 
-from opt_checkpoint.errors import LoadError
+from opt_core._description.values import LeafDescription, TransformationDescription
+from opt_core._paths import Names
 
-Names = tuple[str, ...]
 Kind: TypeAlias = Literal["params", "state", "extra"]
-
-# What TensorStore's zarr driver writes and reads back bit for bit.
-DTYPES = frozenset(
-    {
-        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
-        *("uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64"),
-        *("complex64", "complex128", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e4m3fn"),
-        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-    }
-)
 
 
 def leaf_name(path: Sequence[str]) -> str:
@@ -170,39 +158,6 @@ class Schema:
         """The transformations that are known."""
         return self.optimizer or ()
 
-    def to_data(self) -> dict[str, Any]:
-        """Returns it as JSON data; `Schema.from_data` is the inverse."""
-        data: dict[str, Any] = record_data(self)
-        return data
-
-    @classmethod
-    def from_data(cls, data: Any) -> Schema:
-        """Returns the schema of JSON data.
-
-        Raises:
-          LoadError: they are not those of a schema; says where.
-        """
-        schema = read_record(cls, data, "schema", LoadError)
-        _check_leaves(schema.leaves)
-        return schema
-
-
-def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
-    seen: set[Names] = set()
-    for i, leaf in enumerate(leaves):
-        where = f"schema/leaves/{i}"
-        if not leaf.path:
-            raise LoadError(f"`{where}/path`: expected a name, found nothing")
-        if leaf.path in seen:
-            raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
-        for k, size in enumerate(leaf.shape):
-            if size < 0:
-                raise LoadError(f"`{where}/shape/{k}`: expected a non-negative size, found {size}")
-        is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
-        if not leaf.is_key and not is_scalar and leaf.dtype not in DTYPES:
-            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is not a dtype of checkpoints")
-        seen.add(leaf.path)
-
 
 @runtime_checkable
 class Source(Protocol):
@@ -222,6 +177,12 @@ class Source(Protocol):
 
         Raises:
           DamagedError: a leaf has changed since it was written.
+        """
+
+    def same(self, names: Sequence[str]) -> bool | None:
+        """Whether leaves of one shape and dtype are the same bit for bit.
+
+        `None` if that is not known without reading arrays.
         """
 
 

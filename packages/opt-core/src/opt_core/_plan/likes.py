@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from opt_core._description.values import TransformationDescription
 from opt_core._paths import Names
-from opt_core._surgery.sides import Side
+from opt_core._plan.sides import Side
 
 UPDATE: Final = "update"
 """The setting that names the factory of the update function if another one made the state."""

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, leaf_name
-from opt_checkpoint._planning.functions import Refused, function_name, listed, result_of
-from opt_checkpoint._planning.kept import (
+from opt_core._paths import Names
+from opt_core._plan.functions import Refused, function_name, listed, result_of
+from opt_core._plan.kept import (
     Kept,
     KeptDimensions,
     copies_parameter,
@@ -22,8 +22,9 @@ from opt_checkpoint._planning.kept import (
     sm3_dimension,
     with_dimension,
 )
-from opt_checkpoint._planning.plan import Action, Row
-from opt_checkpoint._planning.rules import (
+from opt_core._plan.plan import Action, Row
+from opt_core._plan.rules import (
+    FREE,
     Map,
     Pad,
     Policy,
@@ -34,6 +35,7 @@ from opt_checkpoint._planning.rules import (
     expanded,
     sources_of,
 )
+from opt_core._plan.schema import LeafInfo, leaf_name
 
 _ADVICE = "make it by a `Map` of its own, or initialise it"
 
@@ -221,7 +223,7 @@ class RuledRows:
             kinds=(*kinds, kind, *casts),
             note=", ".join(filter(None, notes)),
             problem=problem,
-            is_admitted={*kinds, *casts} <= self._policy.allow,
+            is_admitted={*kinds, *casts} <= self._policy.allow | FREE,
             **fields,
         )
 
@@ -354,9 +356,18 @@ def fitted(
         kinds,
         note=note,
         problem=problem,
-        is_admitted=set(kinds) <= admitted,
+        is_admitted=set(kinds) <= admitted | FREE | _free_casts(leaf, source),
         value=source.value,
     )
+
+
+def _free_casts(leaf: LeafInfo, source: LeafInfo) -> frozenset[str]:
+    """`cast` where state that is computed from updates goes on in another float dtype."""
+    is_state = bool(leaf.transformation) and not leaf.is_key and not source.is_key
+    kinds = (jnp.floating, jnp.complexfloating)
+    dtypes = [jnp.dtype(x.dtype) for x in (leaf, source)] if is_state else []
+    is_float = any(dtypes and all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
+    return frozenset({"cast"}) if is_float else frozenset()
 
 
 def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from opt_core._description.values import (
@@ -13,6 +14,7 @@ from opt_core._description.values import (
     TransformationDescription,
 )
 from opt_core._paths import Names
+from opt_core._plan.schema import LeafInfo, Schema, Source, leaf_path
 
 Made: TypeAlias = tuple[Names, str, int]
 """A transformation: group, name, number."""
@@ -23,25 +25,41 @@ TRAINED: Final = frozenset(
 """Roles of leaves whose values training determines."""
 
 
+# A raw PRNG key has up to four words, a typed one is a scalar.
+_FEW: Final = 4
+
+
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A state: an existing one, in memory or in a checkpoint, or one to make.
+    """The source of a plan, or its target: what the leaves of transformations are.
 
     Attributes:
+      source: what holds the leaves.
+      leaves: those of transformations.
       description: of the state.
-      names: of its leaves, for messages.
-      owners: the group, in a `MultiOptimizer`, of every parameter that is updated.
-      value: returns the value of a leaf that is a single integer, `None` if it is not known.
-      same: whether leaves have the same value bit for bit; `None` if it is not known.
-      leaves: arrays, or anything with their shapes and dtypes.
     """
 
+    source: Source
+    leaves: Sequence[LeafInfo]
     description: StateDescription
-    names: Sequence[str]
-    owners: Mapping[Names, Names]
-    value: Callable[[int], int | None]
-    same: Callable[[Sequence[int]], bool | None]
-    leaves: Sequence[Any] = ()
+
+    @functools.cached_property
+    def names(self) -> Sequence[str]:
+        """The names of the leaves."""
+        return [leaf.name for leaf in self.leaves]
+
+    @functools.cached_property
+    def owners(self) -> Mapping[Names, Names]:
+        """The group of every parameter that is trained."""
+        return _owners(self.source.schema)
+
+    def value(self, i: int) -> int | None:
+        """Returns the value of a leaf that is a single integer; `None` if it is not known."""
+        return self.leaves[i].value
+
+    def same(self, positions: Sequence[int]) -> bool | None:
+        """Whether leaves have the same value bit for bit; `None` if it is not known."""
+        return _are_same([self.leaves[i] for i in positions], self.source)
 
     @property
     def descriptions(self) -> Sequence[LeafDescription]:
@@ -165,3 +183,86 @@ def shown(made: Made) -> str:
     """Returns a transformation as text: `group/adam#2`."""
     group, name, number = made
     return "/".join([*group, name if number == 1 else f"{name}#{number}"])
+
+
+def state_leaves(schema: Schema, like: Mapping[str, LeafInfo]) -> list[LeafInfo]:
+    """Returns the leaves of transformations; those without a description get that of their name."""
+    found = []
+    for leaf in schema.leaves:
+        if leaf.kind == "state" and not leaf.transformation and leaf.name in like:
+            known = like[leaf.name]
+            found.append(
+                dataclasses.replace(known, shape=leaf.shape, dtype=leaf.dtype, value=leaf.value)
+            )
+        elif leaf.kind == "state" and leaf.transformation:
+            found.append(leaf)
+    return found
+
+
+def side_of(source: Source, leaves: Sequence[LeafInfo], described: Any = None) -> Side:
+    """Returns a source as a side, with its own description or that of its schema."""
+    if described is None:
+        known = tuple(leaf.description for leaf in leaves)
+        described = StateDescription(known, source.schema.transformations)
+    return Side(source, leaves, described)
+
+
+def _owners(schema: Schema) -> dict[Names, Names]:
+    """The group of every parameter that is trained."""
+    if not schema.groups:
+        return {leaf.path[1:]: () for leaf in schema.leaves if leaf.kind == "params"}
+    return {
+        param: group
+        for group, params in _trained_groups(schema).items()
+        for param in params
+        if group is not None
+    }
+
+
+def _trained_groups(schema: Schema) -> dict[Names | None, Sequence[Names]]:
+    """The parameters of groups in which transformations act; all others under `None`."""
+    acting = {t.group[:n] for t in schema.transformations for n in range(1, len(t.group) + 1)}
+    found: dict[Names | None, Sequence[Names]] = {}
+    for name, params in schema.groups.items():
+        group = leaf_path(name) if leaf_path(name) in acting else None
+        found[group] = [*found.get(group, ()), *params]
+    return found
+
+
+def frozen(schema: Schema) -> set[Names]:
+    """Returns the parameters known not to be trained: `FROZEN`, or `set_to_zero`."""
+    last = {made.group: made.name for made in schema.transformations}
+    groups: dict[Names, set[Names]] = {}
+    for group, params in _trained_groups(schema).items():
+        for param in params:
+            groups.setdefault(param, set()).update(() if group is None else (group,))
+    for leaf in schema.leaves:
+        if leaf.kind == "state" and leaf.parameter is not None and leaf.group:
+            groups.setdefault(leaf.parameter, set()).add(leaf.group)
+    known = {group for found in groups.values() for group in found}
+    # `optax.partition` does not say which parameters are in a group without state for each.
+    unknown = {group for group in last if group and group not in known}
+    found = {param for param, own in groups.items() if not own}
+    for leaf in schema.leaves:
+        if leaf.kind == "params":
+            own = groups.get(leaf.path[1:])
+            names = {last[group] for group in (own or unknown) if group in last}
+            found |= {leaf.path[1:]} if names == {"set_to_zero"} else set()
+    return found
+
+
+def _are_same(leaves: Sequence[LeafInfo], source: Source) -> bool | None:
+    """Whether leaves have the same value, bit for bit; `None` if that would need reading arrays.
+
+    Counts are in the schema; the source compares others of up to four elements.
+    """
+    if len(leaves) == 1:
+        return True
+    values = {leaf.value for leaf in leaves}
+    if None not in values:
+        return len(values) == 1
+    if len({(leaf.shape, leaf.dtype) for leaf in leaves}) > 1:
+        return False
+    if any(leaf.parameter is not None or math.prod(leaf.shape) > _FEW for leaf in leaves):
+        return None
+    return source.same([leaf.name for leaf in leaves])

@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from opt_core import TransformationDescription
-from opt_core.state_changes import Move, Side
-
-from opt_checkpoint._naming.schema import leaf_name, numbered, state_path
+from opt_core._description.values import TransformationDescription
+from opt_core._plan.policy import Move
+from opt_core._plan.schema import leaf_name, numbered, state_path
+from opt_core._plan.sides import Side
 
 
 def suggested_renames(move: Move) -> Iterator[str]:
@@ -45,10 +45,7 @@ def _suggestion(old: TransformationDescription, new: TransformationDescription) 
     was, now = numbered(old.name, old.number), numbered(new.name, new.number)
     pattern = re.escape(leaf_name(state_path(new.group, now))).replace("\\#", "#") + "/(.*)"
     source = leaf_name(state_path(old.group, was)).replace("\\", "\\\\") + "/\\1"
-    text = (
+    return (
         f"`{now}` may be the former `{was}`: their states look the same. If so, say: "
         f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
     )
-    if new.name != old.name:
-        text += f", or `aliases={{'{new.name}': '{old.name}'}}` in the definition"
-    return text

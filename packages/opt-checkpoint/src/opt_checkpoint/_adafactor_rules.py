@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from opt_checkpoint._planning.rules import Rename, Rule
+from opt_core.extend import Rename, Rule
 
 _STATE = r"(state/(?:groups/[^/]+/)*)"
 _COUNTS = _STATE + r"(?:factored_rms|ema|schedule)/count"

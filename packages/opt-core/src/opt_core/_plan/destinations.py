@@ -24,14 +24,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
-from opt_core import OptimizerState, flatten_with_paths
-from opt_core.state_changes import Places, committed_sharding, placed
 
-from opt_checkpoint._naming.names import named_leaves
-from opt_checkpoint._naming.schema import HasShardings, Names, leaf_name
-from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._targets.view import View
-from opt_checkpoint.errors import LeafError
+from opt_core._optimizer import OptimizerState
+from opt_core._paths import Names, flatten_with_paths
+from opt_core._plan.names import named_leaves
+from opt_core._plan.placement import Places, committed_sharding, placed
+from opt_core._plan.plan import Plan, Row
+from opt_core._plan.schema import HasShardings, leaf_name
+from opt_core._plan.view import View
+from opt_core.errors import LeafError
 
 _ADVICE = (
     "Pass `placement=`: a memory plan or a `Layout` of opt-partition, or one sharding for all "
@@ -155,7 +156,7 @@ def places(plan: Plan[Any]) -> dict[str, Sharding | None]:
       LeafError: a leaf was on several devices that are not here, and nothing else says where it
         goes.
     """
-    rows = plan.rows
+    rows = plan.target_rows
     found: dict[str, Any] = {
         row.leaf.name: place for row, place in zip(rows, _own(leaves_of(plan.view)), strict=True)
     }
@@ -266,7 +267,7 @@ def _on(anchor: Any, spec: Sequence[Any], shape: Sequence[int]) -> Any:
 
 def _check(plan: Plan[Any], found: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raises a `LeafError` for leaves that were sharded, or are to be, and have no devices."""
-    lost = [row for row in plan.rows if _is_abstract(found[row.leaf.name])]
+    lost = [row for row in plan.target_rows if _is_abstract(found[row.leaf.name])]
     if not lost:
         return
     first, count = lost[0], len(lost)
@@ -286,16 +287,18 @@ def _check(plan: Plan[Any], found: Mapping[str, Any], saved: Mapping[str, Any]) 
 
 def _place_new(plan: Plan[Any], found: dict[str, Any]) -> None:
     """Places leaves that are initialised like others of their parameters."""
-    missing = [row for row in plan.rows if found[row.leaf.name] is None and not row.sources]
+    missing = [row for row in plan.target_rows if found[row.leaf.name] is None and not row.sources]
     if not missing:
         return
     made = [
         jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=found[x.name])
-        for x in (row.leaf for row in plan.rows)
+        for x in (row.leaf for row in plan.target_rows)
     ]
     structure: Any = jax.tree.structure(plan.view.optimizer.target)
     states = [
-        (x, row.leaf) for x, row in zip(made, plan.rows, strict=True) if row.leaf.transformation
+        (x, row.leaf)
+        for x, row in zip(made, plan.target_rows, strict=True)
+        if row.leaf.transformation
     ]
     new = Places(
         structure.unflatten(made[: structure.num_leaves]),

@@ -7,10 +7,38 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from opt_core.state_changes import Allowance, check_allowances
+Allowance: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
+"""A word of `allow=`: a change that the caller admits.
+
+`initialise`: state that begins anew where training has gone on, or a parameter that the source
+lacks. `drop`: trained state, or a parameter, without a successor. `cast`: another dtype, if every
+value fits. `reshape`: another shape of the same size. `regroup`: a leaf whose parameter is in
+another group, which is always admitted. `optimizer`: moments that go on under other mathematics.
+"""
 
 KINDS: Final = frozenset(get_args(Allowance))
-"""The words of `allow=`, which are those of surgery: see `opt_core.state_changes.Allowance`."""
+FREE: Final = frozenset({"regroup"})
+"""What needs no leave, and is a word all the same."""
+
+
+def check_allowances(allow: Iterable[str]) -> frozenset[str]:
+    """Returns the allowed changes as a set.
+
+    Raises:
+      TypeError: `allow` is a string, which would be read letter by letter.
+      ValueError: a word is unknown.
+
+    Examples:
+      >>> sorted(check_allowances(['drop', 'cast']))
+      ['cast', 'drop']
+    """
+    if isinstance(allow, str):
+        raise TypeError(
+            f"`allow` must be a set of words; found the string {allow!r}: give `{{{allow!r}}}`"
+        )
+    if unknown := sorted(frozenset(allow) - KINDS):
+        raise ValueError(f"`allow`: expected words among {sorted(KINDS)}, found {unknown}")
+    return frozenset(allow)
 
 
 @dataclasses.dataclass(frozen=True)

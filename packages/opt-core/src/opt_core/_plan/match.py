@@ -5,139 +5,105 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
-from opt_core import describe_state
-from opt_core.state_changes import (
-    STEP,
+
+from opt_core._description.describe import describe_state
+from opt_core._paths import Names
+from opt_core._plan.destinations import with_placement
+from opt_core._plan.initial import unlike_initial
+from opt_core._plan.kept import KeptDimensions
+from opt_core._plan.names import named_view
+from opt_core._plan.pairing import STEP, Pair, pair_leaves
+from opt_core._plan.plan import Plan, Row
+from opt_core._plan.policy import (
     Move,
-    Pair,
-    differences,
-    earlier_changes,
-    holds_parameters,
-    inside,
-    pair_leaves,
-    refusals,
-    statistics,
+    Problem,
+    begins_untrained,
+    is_trained,
+    problems,
+    setting_notes,
+    structural_notes,
 )
+from opt_core._plan.rules import Action, Pad, Policy, Rename, Taking, sources_of
+from opt_core._plan.schema import LeafInfo, Source, leaf_name, leaf_path, numbered
+from opt_core._plan.sides import Side, frozen, holds_parameters, side_of, state_leaves
+from opt_core._plan.stored import plain_sides, with_ways
+from opt_core._plan.suggestions import suggested_renames
+from opt_core._plan.values import RuledRows, fitted
+from opt_core._plan.view import View
+from opt_core.errors import SurgeryError
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path, numbered
-from opt_checkpoint._planning.initial import unlike_initial
-from opt_checkpoint._planning.kept import KeptDimensions
-from opt_checkpoint._planning.placement import with_placement
-from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.rules import Action, Pad, Policy, Rename, Rule, Taking, sources_of
-from opt_checkpoint._planning.sides import frozen, side_of, state_leaves
-from opt_checkpoint._planning.stored import plain_sides, with_ways
-from opt_checkpoint._planning.suggestions import suggested_renames
-from opt_checkpoint._planning.values import RuledRows, fitted
-from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import View, view_of
-
-_Target = TypeVar("_Target")
+Schedules = Literal["continue", "restart"]
 
 
-def plan_restore(
-    checkpoint: Source,
-    target: _Target,
-    *,
-    allow: Iterable[str] = (),
-    rules: Sequence[Rule] = (),
-    placement: Any = None,
-) -> Plan[_Target]:
-    r"""Returns what restoring a checkpoint into an optimizer would do with every leaf.
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the caller of a door says besides source and target.
 
-    Leaves are paired by name. A leaf whose parameter has moved to another group is found there.
-    What a group keeps for all its parameters, such as a count, is kept if all the groups that they
-    come from agree about it; otherwise that transformation is reinitialised in the group.
-
-    Args:
-      checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
-      target: the optimizer to restore, of any kind that `named_state` takes; its leaves may be
-        `jax.ShapeDtypeStruct`s with shardings. Parameters that the checkpoint lacks need arrays.
-      allow: the kinds of changes that are admitted: `'initialise'`, a leaf that the checkpoint
-        lacks, as `init` makes it; `'drop'`, a leaf that the target has no place for; `'cast'`,
-        another dtype, where every value fits; `'reshape'`, another shape of the same size;
-        `'regroup'`, a leaf whose parameter is in another group, or no longer in one;
-        `'optimizer'`, other transformations, or others in their order. Without any, everything
-        has to match.
-      rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
-        first that matches decides, and admits what it says.
-      placement: where leaves go that the target itself does not place, that is, abstract ones
-        without shardings and arrays that are not committed to devices: a `MemoryPlan` or a `Layout`
-        of opt-partition, anything else with trees of shardings as `params` and `state` or
-        `opt_state`, one such tree for the state or the parameters, or one sharding for all leaves.
-        Without it, they go where the checkpoint had them, if those devices are here.
-
-    Returns:
-      The plan. Only the schema has been read; `plan.apply()` restores, and returns the same kind as
-      `target`.
-
-    Raises:
-      LeafError: `placement` was made for other leaves; names one.
-      TypeError: `target` is of another kind, or `checkpoint` cannot be read from.
-      TypeError, ValueError: `allow` or `rules` are invalid, or a rule matches no leaf.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from opt_checkpoint import named_state
-      >>> import opt_optax_bridge as opt
-      >>> params = {'w': jnp.ones(2)}
-      >>> saved = named_state(opt.adam(1e-3).create(params))
-      >>> print(plan_restore(saved, opt.sgd(1e-3, momentum=0.9).create(params)))
-      2 kept (12 bytes), 1 initialised (8 bytes), 3 dropped (20 bytes)
-      !* optimizer: `adam` is gone
-      !* optimizer: `trace` is new
-      !+ state/trace/trace/w float32[2]
-      !- state/adam/count int32[]
-      !- state/adam/mu/w float32[2]
-      !- state/adam/nu/w float32[2]
+    Attributes:
+      policy: what is admitted, and rules for single leaves.
+      schedules: whether new schedules continue from the step, or restart at 0.
+      anew: names of leaves that begin anew, as the caller has asked.
+      is_asked: whether the caller has asked to discard the state of parameters.
+      error: what a refused plan raises.
     """
-    if not isinstance(checkpoint, Source):
-        raise TypeError(
-            "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
-            f"`NamedState`; found {type(checkpoint).__name__}"
-        )
-    policy = Policy.make(allow, rules)
-    view = with_placement(view_of(target), placement)
-    checkpoint, view = plain_sides(checkpoint, view, policy)
-    matcher = _Matcher(checkpoint, view, policy)
-    rows = with_ways(matcher.rows(), checkpoint, view, policy)
-    _check_rules(policy, rows, checkpoint)
+
+    policy: Policy
+    schedules: Schedules = "continue"
+    anew: Collection[str] = frozenset()
+    is_asked: bool = False
+    error: type[SurgeryError] = SurgeryError
+
+
+def make_plan(source: Source, view: View, request: Request, placement: Any = None) -> Plan[Any]:
+    """Returns what becomes of every leaf of a source in a target; see `plan_restore`."""
+    policy = request.policy
+    view = with_placement(view, placement)
+    source, view = plain_sides(source, view, policy)
+    matcher = _Matcher(source, view, request)
+    rows = with_ways(matcher.rows(), source, view, policy)
+    _check_rules(policy, rows, source)
     move = matcher.move(rows)
-    refused = list(refusals(move))
-    names = {
-        matcher.new.names[r.new]: f"{r.text}, or initialise it by a rule"
-        for r in refused
-        if r.new is not None
-    }
-    rows = [
-        row if row.problem else dataclasses.replace(row, problem=names.get(row.leaf.name, ""))
-        for row in rows
-    ]
-    left = {matcher.old.names[r.old]: r.text for r in refused if r.old is not None}
-    # If a checkpoint says nothing of its optimizer, nothing is compared.
-    changed = [] if checkpoint.schema.optimizer is None else [*differences(move)]
-    changed += [*matcher.turned, *earlier_changes(move), *statistics(move, matcher.origins)]
+    found = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
+    if source.schema.optimizer is None:  # it says nothing of its optimizer: nothing is compared
+        found = [problem for problem in found if problem.needs is None]
+    new = {move.new.names[p.new]: p.text for p in found if p.new is not None}
+    old = {move.old.names[p.old]: p.text for p in found if p.old is not None}
+    rows = [_with_problem(row, new, "initialise it by a rule") for row in rows]
+    dropped = matcher.dropped(rows, move)
+    rows += [_with_problem(row, old, "drop it by a rule") for row in dropped]
+    changes = [p for p in found if p.old is None and p.new is None]
+    refused = [p for p in changes if p.needs is None or p.needs not in policy.allow]
+    admitted = [p.text for p in changes if p not in refused]
+    structural = [] if source.schema.optimizer is None else [*structural_notes(move)]
+    settings = [text for text in setting_notes(move) if not any(text in p.text for p in changes)]
     return Plan(
         rows=tuple(rows),
-        dropped=tuple(_dropped(checkpoint, rows, left, policy, matcher.replaced)),
-        changes=tuple(dict.fromkeys(changed)),
-        problems=tuple(r.text for r in refused if r.old is None and r.new is None),
-        suggestions=tuple(suggested_renames(move)),
+        refused=tuple((p.text, p.needs) for p in refused),
+        notes=tuple(dict.fromkeys((*admitted, *structural, *settings, *suggested_renames(move)))),
+        is_same_optimizer=not structural and not changes,
         allow=policy.allow,
-        source=checkpoint,
-        target=target,
+        source=source,
         view=view,
+        error=request.error,
     )
+
+
+def _with_problem(row: Row, texts: Mapping[str, str], advice: str) -> Row:
+    if row.problem or row.leaf.name not in texts:
+        return row
+    return dataclasses.replace(row, problem=f"{texts[row.leaf.name]}, or {advice}")
 
 
 class _Matcher:
     """One walk over the leaves of a target."""
 
-    def __init__(self, source: Source, view: View, policy: Policy) -> None:
+    def __init__(self, source: Source, view: View, request: Request) -> None:
+        policy = request.policy
+        self.source, self.request = source, request
         self.named, self.policy = named_view(view), policy
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
@@ -161,8 +127,9 @@ class _Matcher:
             if (row := self._by_rule.get(leaf.name)) is not None
         }
         self.pairing = pair_leaves(self.old, self.new, given=given, origins=self.origins)
-        self.replaced = {self._old[i].name for p in self.pairing.pairs for i in p.replaced}
-        self.turned: list[str] = []
+        self.pairs = list(self.pairing.pairs)
+        if request.schedules == "restart":
+            self.pairs = _restarted(self.old, self.new, self.pairs)
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
         """The parameters of the checkpoint that each of the target's comes from."""
@@ -176,7 +143,7 @@ class _Matcher:
 
     def rows(self) -> list[Row]:
         """What becomes of every leaf of the target."""
-        found, pairs = [], iter(self.pairing.pairs)
+        found, pairs = [], iter(self.pairs)
         for leaf in self.named.schema.leaves:
             pair = next(pairs) if leaf.transformation else None
             row = self._by_rule.get(leaf.name)
@@ -185,10 +152,23 @@ class _Matcher:
             elif pair is not None and pair.note:
                 row = dataclasses.replace(row, note=", ".join(filter(None, (row.note, pair.note))))
             found.append(row)
-        return list(_with_notes(self._with_counts(found)))
+        found = list(_with_notes(self._with_counts(found)))
+        # Which new leaves begin where training has gone on is known once all are paired.
+        move, of_state = self.move(found), iter(range(len(found)))
+        return [
+            self._asked(row, move, next(of_state)) if row.leaf.transformation else row
+            for row in found
+        ]
+
+    def _asked(self, row: Row, move: Move, j: int) -> Row:
+        """A row of a state with what has to be admitted for a leaf that begins anew."""
+        if row.action != "initialised" or not begins_untrained(move, j):
+            return row
+        is_admitted = "initialise" in self.policy.allow
+        return dataclasses.replace(row, kinds=("initialise",), is_admitted=is_admitted)
 
     def move(self, rows: Sequence[Row]) -> Move:
-        """The `Move` that surgery would make."""
+        """Which leaf comes from which, as the policy sees it."""
         of_state = [row for row in rows if row.leaf.transformation]
         pairs = [
             Pair(tuple(self._places[name] for name in row.sources if name in self._places))
@@ -197,20 +177,20 @@ class _Matcher:
         ruled = {
             j
             for j, row in enumerate(of_state)
-            if row.by is not None and (row.sources or not isinstance(row.by, Pad))
+            if (row.by is not None and (row.sources or not isinstance(row.by, Pad)))
+            or self._is_fresh(row.leaf.name)
         }
-        ruled |= {j for j, row in enumerate(of_state) if self._is_fresh(row.leaf.name)}
-        fresh = {row.leaf.name for row in of_state if row.is_ok and not row.sources}
         let_go = {
             i
             for i, leaf in enumerate(self._old)
             if self.policy.rule(leaf.name, drop=True) is not None
-            or (leaf.parameter is not None and leaf.name in fresh and self._is_fresh(leaf.name))
+            or (leaf.parameter is not None and self._begins_anew(leaf.name))
         }
         idle = frozen(self.named.schema)
         trained = {o for param, found in self.origins.items() if param not in idle for o in found}
         gone = {leaf.parameter for leaf in self._old if leaf.parameter is not None} - trained
-        return Move(self.old, self.new, pairs, ruled, let_go, gone)
+        is_asked = self.request.is_asked
+        return Move(self.old, self.new, pairs, ruled, let_go, gone, self.origins, is_asked)
 
     def _action(self, name: str) -> Action | None:
         """The action of the rule for a leaf of the target, if any."""
@@ -219,7 +199,11 @@ class _Matcher:
 
     def _is_fresh(self, name: str) -> bool:
         """Whether a rule says that a leaf of the target does not come from the checkpoint."""
-        return self._action(name) in ("initialise", "keep")
+        return name in self.request.anew or self._action(name) in ("initialise", "keep")
+
+    def _begins_anew(self, name: str) -> bool:
+        """Whether the caller lets go a leaf of the source by what is said of its namesake."""
+        return name in self.named.schema.by_name and self._is_fresh(name)
 
     def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses to reinitialise a count whose moments are kept by rules."""
@@ -240,6 +224,8 @@ class _Matcher:
     def _row_by_rule(self, leaf: LeafInfo) -> Row | None:
         """The row of a leaf whose source a rule states."""
         found = self.policy.rule(leaf.name)
+        if leaf.name in self.request.anew:
+            return self._initialised(leaf, "")
         if found is None:
             return None
         _, action, match = found
@@ -266,20 +252,18 @@ class _Matcher:
             if name in self.saved and self.saved[name].shape == leaf.shape:
                 why = f" ({pair.note})" if pair.note else ""
                 note = f"a new count, which continues from `{name}`{why}"
-                return fitted(leaf, self.saved[name], ("initialise",), note, self.policy.allow)
+                return fitted(leaf, self.saved[name], (), note, self.policy.allow)
         if not sources and pair.lookalike is not None:
             like = self._old[pair.lookalike]
-            if like.shape != leaf.shape or isinstance(self._action(leaf.name), Pad):
+            is_same = self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter)
+            if not is_same or isinstance(self._action(leaf.name), Pad):
                 return self._fitted(leaf, [like], (), "")
-            if self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter):
-                name = leaf_name((*leaf.field, *(leaf.parameter or ())))
-                self.turned.append(f"`{name}` of `{leaf.base}`{inside(leaf.group)} {pair.note}")
-            return self._initialised(leaf, self._left_behind(leaf, like) or pair.note, "drop")
+            return self._initialised(leaf, self._left_behind(leaf, like) or pair.note)
         if not sources:
             return self._initialised(leaf, pair.note)
         is_numbered = sources[0].group == leaf.group and sources[0].name != leaf.name
         is_moved = [source.name for source in sources] != [leaf.name] and not is_numbered
-        kinds = ("optimizer",) * is_numbered + ("regroup",) * is_moved
+        kinds = ("regroup",) * is_moved
         notes = [pair.note] if pair.note else []
         if len(sources) > 1:
             notes.insert(0, "the groups agree")
@@ -293,7 +277,7 @@ class _Matcher:
         if isinstance(action, Pad):
             row = self.ruled.padded(leaf, action, sources[0], kinds, note)
         elif why := self._left_behind(leaf, sources[0]):
-            return self._initialised(leaf, why, "drop")
+            return self._initialised(leaf, why)
         else:
             admitted = self.policy.allow | ({action} if isinstance(action, str) else set())
             row = fitted(leaf, sources[0], kinds, note, admitted)
@@ -301,8 +285,9 @@ class _Matcher:
         names = tuple(source.name for source in sources)
         return dataclasses.replace(row, sources=names) if is_own else row
 
-    def _initialised(self, leaf: LeafInfo, note: str, *more: str, is_ruled: bool = False) -> Row:
-        kinds = ("initialise", *more)
+    def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
+        """The row of a leaf that begins anew; of those of transformations, see `_asked`."""
+        kinds = () if leaf.transformation else ("initialise",)
         admitted = is_ruled or {*kinds} <= self.policy.allow
         is_missing = leaf.kind == "params" and _is_abstract(self.named[leaf.name])
         problem = "the checkpoint lacks it: give arrays for new parameters" if is_missing else ""
@@ -338,6 +323,41 @@ class _Matcher:
         note = "the target's own, as a rule says"
         return Row(leaf, "initialised", by="keep", note=note, problem=problem)
 
+    def dropped(self, rows: Sequence[Row], move: Move) -> list[Row]:
+        """The leaves of the source, and slices of leaves, that are not used."""
+        used = {name for row in rows for name in row.sources}
+        places = {leaf.name: i for i, leaf in enumerate(self._old)}
+        found = []
+        for leaf in self.saved.values():
+            if leaf.name in used:
+                continue
+            i = places.get(leaf.name)
+            is_free = i is not None and not is_trained(move.old, i)
+            is_asked = leaf.name in self.request.anew or self._begins_anew(leaf.name)
+            note = _EVALUATED.get(leaf.base, "") if leaf.role == "params_copy" else ""
+            found.append(self._gone(leaf, leaf.name, note, is_free=is_free or is_asked))
+        return [*found, *self._unused_slices(rows)]
+
+    def _gone(self, leaf: LeafInfo, name: str, note: str = "", *, is_free: bool = False) -> Row:
+        by_rule = self.policy.rule(name, drop=True) is not None
+        admitted = is_free or by_rule or "drop" in self.policy.allow
+        kinds = () if is_free else ("drop",)
+        return Row(leaf, "dropped", kinds=kinds, note=note, is_admitted=admitted)
+
+    def _unused_slices(self, rows: Sequence[Row]) -> Iterator[Row]:
+        taken: dict[tuple[str, int], set[int | None]] = {}
+        whole = {name for row in rows if row.how != "slice" for name in row.sources}
+        for row in rows:
+            if row.how == "slice" and row.sources[0] not in whole:
+                taken.setdefault((row.sources[0], row.axis), set()).add(row.index)
+        for (name, axis), indices in taken.items():
+            leaf = self.saved[name]
+            shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+            for index in sorted(set(range(leaf.shape[axis])) - indices):
+                where = ", ".join([*[":"] * axis, str(index)])
+                path = (*leaf.path[:-1], f"{leaf.path[-1]}[{where}]")
+                yield self._gone(dataclasses.replace(leaf, path=path, shape=shape), name)
+
 
 _EVALUATED: Final = {
     "schedule_free": "the parameters to evaluate are computed from it, and are not those that are "
@@ -348,6 +368,21 @@ _EVALUATED: Final = {
 
 def _is_abstract(leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+
+
+def _restarted(old: Side, new: Side, pairs: Sequence[Pair]) -> list[Pair]:
+    """Removes the counts of schedules, except in groups that are the same."""
+
+    def of(side: Side, group: Names) -> Any:
+        params = {param for param, owner in side.owners.items() if owner[: len(group)] == group}
+        return params, [made for made in side.description.transformations if made.group == group]
+
+    groups = {leaf.group for leaf in new.descriptions if leaf.role == "schedule_count"}
+    same = {group for group in groups if of(old, group) == of(new, group)}
+    return [
+        Pair(note="restarts") if leaf.role == "schedule_count" and leaf.group not in same else pair
+        for pair, leaf in zip(pairs, new.descriptions, strict=True)
+    ]
 
 
 def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:
@@ -379,39 +414,3 @@ def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
         if is_new and count is not None:
             row = dataclasses.replace(row, note=f"as `init` makes it, while {count}")
         yield row
-
-
-def _dropped(
-    source: Source,
-    rows: Sequence[Row],
-    left: Mapping[str, str],
-    policy: Policy,
-    replaced: Collection[str],
-) -> Iterator[Row]:
-    """Yields the leaves of a checkpoint, and slices of leaves, that are not used."""
-    used = {name for row in rows for name in row.sources}
-    fresh = {row.leaf.name for row in rows if row.is_ok and not row.sources} | {*replaced}
-    for leaf in source.schema.leaves:
-        if leaf.kind != "extra" and leaf.name not in used:
-            by_rule = policy.rule(leaf.name, drop=True) is not None
-            why = f"{left[leaf.name]}, or drop it by a rule" if leaf.name in left else ""
-            admitted = by_rule or "drop" in policy.allow or leaf.name in fresh
-            note = _EVALUATED.get(leaf.base, "") if leaf.role == "params_copy" else ""
-            yield Row(
-                leaf, "dropped", kinds=("drop",), note=note, problem=why, is_admitted=admitted
-            )
-    taken: dict[tuple[str, int], set[int | None]] = {}
-    whole = {name for row in rows if row.how != "slice" for name in row.sources}
-    for row in rows:
-        if row.how == "slice" and row.sources[0] not in whole:
-            taken.setdefault((row.sources[0], row.axis), set()).add(row.index)
-    leaves = source.schema.by_name
-    for (name, axis), indices in taken.items():
-        leaf = leaves[name]
-        admitted = policy.rule(name, drop=True) is not None or "drop" in policy.allow
-        shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
-        for index in sorted(set(range(leaf.shape[axis])) - indices):
-            where = ", ".join([*[":"] * axis, str(index)])
-            path = (*leaf.path[:-1], f"{leaf.path[-1]}[{where}]")
-            one = dataclasses.replace(leaf, path=path, shape=shape)
-            yield Row(one, "dropped", kinds=("drop",), is_admitted=admitted)

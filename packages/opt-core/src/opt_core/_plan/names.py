@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,27 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding, Sharding
-from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
-from opt_core.protocols import DerivesLogicalAxes
-from opt_core.state_changes import committed_sharding
-from opt_core.storage import storages, stored_as
 
-from opt_checkpoint._naming.schema import (
+from opt_core._description.describe import describe_state
+from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._optimizer import Optimizer
+from opt_core._paths import Names, flatten_with_paths
+from opt_core._plan.placement import committed_sharding
+from opt_core._plan.schema import (
     Kind,
     LeafInfo,
-    Names,
     Schema,
     leaf_name,
     numbered,
     shown,
     state_path,
 )
-from opt_checkpoint.errors import LeafError
-
-_LIBRARIES = (
-    *("jax", "flax", "optax", "orbax-checkpoint"),
-    *("opt-core", "opt-optax-bridge", "opt-checkpoint"),
-)
+from opt_core._plan.view import View
+from opt_core.errors import LeafError
+from opt_core.protocols import DerivesLogicalAxes
+from opt_core.storage import storages, stored_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +58,11 @@ class NamedState(Mapping[str, Any]):
         """Returns leaves in the given shardings; see `Source.read`."""
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
+    def same(self, names: Sequence[str]) -> bool | None:
+        """Whether leaves have the same bits; `None` where no value is at hand."""
+        bits = {_bits(self.leaves[name]) for name in names}
+        return None if None in bits else len(bits) == 1
+
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves are on a mesh, by name; memory kinds are left out, as on disk."""
         found = {name: committed_sharding(self.leaves[name]) for name in names}
@@ -69,6 +71,35 @@ class NamedState(Mapping[str, Any]):
             for name, place in found.items()
             if isinstance(place, NamedSharding)
         }
+
+
+class HeldState(NamedState):
+    """The leaves of an optimizer that goes on as another: they are handed over, not copied."""
+
+    @functools.cached_property
+    def is_abstract(self) -> bool:
+        """Whether there are only shapes: what becomes of them is abstract too."""
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self.leaves.values())
+
+    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Returns the leaves themselves; see `Source.read`."""
+        return {name: self.leaves[name] for name in wanted}
+
+    def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
+        """Returns where leaves are on a mesh, by name, with their memory."""
+        found = {name: committed_sharding(self.leaves[name]) for name in names}
+        return {name: place for name, place in found.items() if isinstance(place, NamedSharding)}
+
+
+def _bits(leaf: Any) -> bytes | None:
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        return None
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted() or not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            return None
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    return local(leaf).tobytes()
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:
@@ -109,10 +140,14 @@ def named_state(
         leaves=tuple(infos),
         optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
-        versions=dict(_versions()),
         storage=storages(optimizer.state.param_states),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
+
+
+def named_view(view: View, *, param_axes: Any = None) -> NamedState:
+    """Returns the leaves of what the planner sees: parameters, then others, then the state."""
+    return named_state(view.optimizer, view.others, param_axes)
 
 
 def _model_infos(leaves: Iterable[tuple[Names, Any]]) -> list[LeafInfo]:
@@ -221,8 +256,3 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
         # no group can have this name: `~` is escaped in the names of groups
         found["frozen" if "frozen" not in found else "~frozen"] = tuple(frozen)
     return found
-
-
-@functools.cache  # the metadata of a distribution take milliseconds to parse
-def _versions() -> Mapping[str, str]:
-    return {library: version(library) for library in _LIBRARIES}

@@ -1,1 +1,0 @@
-"""Names by meaning: what a checkpoint holds, and who wrote it."""

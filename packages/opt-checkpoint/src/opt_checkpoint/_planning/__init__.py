@@ -1,1 +1,0 @@
-"""Plans of a restore, and carrying them out."""

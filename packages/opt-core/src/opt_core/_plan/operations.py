@@ -1,0 +1,234 @@
+"""Changing the optimizer of a trained state: doors to the planner that edit the table of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from opt_core._groups.leaf_groups import members
+from opt_core._groups.table import FROZEN, Group
+from opt_core._optimizer import Optimizer, OptimizerDef
+from opt_core._paths import path_str
+from opt_core._plan.match import Request, Schedules, make_plan
+from opt_core._plan.names import HeldState, named_state
+from opt_core._plan.plan import Plan
+from opt_core._plan.rules import Policy, Rule, check_allowances
+from opt_core._plan.sides import Side, counts_updates, is_recorded, made_of, side_of, state_leaves
+from opt_core._plan.tables import (
+    as_groups,
+    carved,
+    check_inner_groups,
+    group_of,
+    matching_leaves,
+    shown,
+    unused,
+)
+from opt_core._plan.view import View
+from opt_core.errors import GroupError
+
+
+def regroup(
+    optimizer: Optimizer,
+    definition: OptimizerDef,
+    *,
+    allow: Iterable[str] = (),
+    rules: Sequence[Rule] = (),
+    schedules: Schedules = "continue",
+    placement: Any = None,
+) -> tuple[Optimizer, Plan[Optimizer]]:
+    """Continues with another definition, keeping every leaf of the state that has the same meaning.
+
+    Leaves are the same thing if their descriptions agree (`describe_state`): transformation, field,
+    parameter, and the parameter dimensions that they keep. Positions in a chain, wrappers and
+    classes do not matter; equal shapes are not enough.
+
+    State that a group keeps for all its parameters, such as a count, is taken from the groups that
+    they come from, if these agree. The counts of schedules continue: a new schedule starts at
+    `optimizer.state.step`, or inside a window of mini-steps at the number of updates. Settings
+    recorded in the state take the new definition's value if the definition has changed it;
+    otherwise a value set at run time is kept.
+
+    Args:
+      optimizer: of any definition; arrays, or shapes alone for a plan of shapes.
+      definition: any definition. Parameters and `step` are not changed.
+      allow: changes that have to be asked for: `'drop'` trained state without a successor,
+        `'initialise'` moments that begin at zero for parameters that were trained, `'optimizer'`
+        moments that go on under other mathematics, `'reshape'` a leaf to another shape of the same
+        size, `'cast'` another dtype of anything but moments.
+      rules: what becomes of single leaves: pairs of a regular expression, which has to match a
+        whole name such as `state/adam/mu/w`, and an action; see `Rename`, `Map` and others.
+      schedules: `'continue'`, or `'restart'`: the schedules of new and changed groups start at 0.
+      placement: the placement of new leaves: a memory plan, or trees of shardings. By default kept
+        leaves stay in place, and new ones are placed like other state of the parameter, or like the
+        parameter.
+
+    Returns:
+      The optimizer, and the plan that made it: a row for every leaf.
+
+    Raises:
+      SurgeryError: trained leaves would be dropped; a setting that gives the state its meaning has
+        changed; an open window or cycle could not be completed; lists them all.
+      GroupError: the groups of `definition` do not partition the parameters.
+      LeafError: a value does not fit the new dtype.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from opt_core import MultiOptimizer, OptimizerState
+      >>> class Momentum(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         momenta = jax.tree.map(jnp.zeros_like, params)
+      ...         return OptimizerState(jnp.zeros((), jnp.int32), momenta)
+      >>> optimizer = Momentum(None).create({'w': jnp.ones(2), 'b': jnp.ones(1)})
+      >>> groups = [('weights', 'w', Momentum(None)), ('biases', 'b', FROZEN)]
+      >>> definition = MultiOptimizer.from_rules(groups)
+      >>> optimizer, plan = regroup(optimizer, definition, allow={'drop'})
+      >>> len(plan.initialised), len(plan.dropped)
+      (0, 1)
+    """
+    policy = Policy.make(allow, rules)
+    return _carried_out(optimizer, definition, Request(policy, _checked(schedules)), placement)
+
+
+def freeze(
+    optimizer: Optimizer, pattern: Any, *, name: str = "frozen", allow: Iterable[str] = ()
+) -> tuple[Optimizer, Plan[Optimizer]]:
+    """Stops updating the leaves that a pattern matches, and drops their state.
+
+    Dropping is implied by freezing, so nothing needs to be allowed; the plan lists what was
+    dropped.
+
+    Args:
+      optimizer: of any definition; one without groups becomes the group `'rest'` of a
+        `MultiOptimizer`.
+      pattern: see `MultiOptimizer.from_rules`.
+      name: of the new group; a number is appended if it is taken.
+      allow: see `regroup`. `'optimizer'` allows numbers computed from all parameters, such as an
+        estimated rate, to continue without the frozen ones.
+
+    Returns:
+      The optimizer and the plan.
+
+    Raises:
+      GroupError: the pattern matches nothing; or it takes all parameters of a group inside a
+        transformation, such as `chain(clip, groups)`: write the new definition for `regroup`.
+      SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored; or
+        numbers computed from all parameters would continue.
+    """
+    definition = as_groups(optimizer.optimizer_def)
+    chosen = matching_leaves(definition, optimizer.target, pattern)
+    groups = carved(definition, optimizer.target, pattern, chosen)
+    frozen = Group(unused(name, groups), pattern, FROZEN)
+    changed = definition.with_groups([frozen, *groups])
+    check_inner_groups(changed, optimizer.target)
+    policy = Policy.make(check_allowances(allow) | {"drop"}, ())
+    return _carried_out(optimizer, changed, Request(policy, is_asked=True))
+
+
+def unfreeze(
+    optimizer: Optimizer,
+    pattern: Any,
+    definition: OptimizerDef,
+    *,
+    name: str = "unfrozen",
+    schedules: Schedules = "continue",
+    placement: Any = None,
+) -> tuple[Optimizer, Plan[Optimizer]]:
+    """Starts updating frozen leaves.
+
+    Args:
+      optimizer: one of a `MultiOptimizer`.
+      pattern: the leaves; see `MultiOptimizer.from_rules`. Those that are frozen inside a nested
+        `MultiOptimizer` leave it.
+      definition: how they are updated. Their state is new, except for the counts of schedules.
+      name: of the new group; a number is appended if it is taken.
+      schedules: `'continue'`: the new group's schedules start at the current step; `'restart'`:
+        they start at 0.
+      placement: see `regroup`.
+
+    Returns:
+      The optimizer and the plan.
+
+    Raises:
+      GroupError: the pattern matches nothing, or leaves that are not frozen; lists these.
+    """
+    whole = as_groups(optimizer.optimizer_def)
+    chosen = matching_leaves(whole, optimizer.target, pattern)
+    paths = whole.select(optimizer.target).paths
+    owners = {names: group for group, names in members(optimizer)}
+    if busy := [
+        f"  `{path_str(paths[i])}` belongs to {shown(whole, owners[paths[i]])}"
+        for i in sorted(chosen)
+        if paths[i] in owners
+    ]:
+        raise GroupError(
+            "`pattern` matches leaves that are not frozen:\n"
+            + "\n".join(busy)
+            + "\nMake it narrower, or take `regroup` to move them."
+        )
+    groups = carved(whole, optimizer.target, pattern, chosen)
+    new = Group(unused(name, groups), pattern, definition)
+    changed = whole.with_groups([new, *groups])
+    check_inner_groups(changed, optimizer.target)
+    request = Request(Policy.make((), ()), _checked(schedules))
+    return _carried_out(optimizer, changed, request, placement)
+
+
+def reset(
+    optimizer: Optimizer, group: str, *, placement: Any = None
+) -> tuple[Optimizer, Plan[Optimizer]]:
+    """Reinitialises the state of one group; parameters, `step` and counts of schedules stay.
+
+    So do settings recorded in the state, such as a learning rate set at run time, and the number of
+    updates of a window of mini-steps, which drives the schedules inside it. Only that group's state
+    is created, with every leaf placed like the one it replaces.
+
+    Args:
+      optimizer: one of a `MultiOptimizer`.
+      group: the name of the group; `outer/inner` for a group of a nested one.
+      placement: see `regroup`.
+
+    Returns:
+      The optimizer and the plan; the state of the other groups is kept.
+
+    Raises:
+      GroupError: there is no such group, or it is frozen and has no state.
+      SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored.
+    """
+    names = group_of(optimizer.optimizer_def, group)
+    named = named_state(optimizer)
+    side = side_of(named, state_leaves(named.schema, named.schema.by_name))
+    anew = {
+        side.names[i]
+        for i, leaf in enumerate(side.descriptions)
+        if leaf.group[: len(names)] == names and not _stays(side, i)
+    }
+    request = Request(Policy.make({"drop"}, ()), anew=anew, is_asked=True)
+    return _carried_out(optimizer, optimizer.optimizer_def, request, placement)
+
+
+def _stays(side: Side, i: int) -> bool:
+    """Whether a leaf records the progress or a setting of the training, not what it has learnt."""
+    leaf = side.descriptions[i]
+    transformation = side.made(made_of(leaf))
+    is_time = leaf.role == "schedule_count" or counts_updates(leaf, transformation)
+    return is_time or is_recorded(leaf, transformation)
+
+
+def _carried_out(
+    optimizer: Optimizer, definition: OptimizerDef, request: Request, placement: Any = None
+) -> tuple[Optimizer, Plan[Optimizer]]:
+    shapes = jax.eval_shape(definition.create, optimizer.target)
+    target = shapes.replace(target=optimizer.target)
+    held = named_state(optimizer)
+    plan: Plan[Optimizer] = make_plan(
+        HeldState(held.leaves, held.schema), View(target), request, placement
+    )
+    return plan.apply(), plan
+
+
+def _checked(schedules: Schedules) -> Schedules:
+    if schedules not in ("continue", "restart"):
+        raise GroupError(f"`schedules` must be 'continue' or 'restart', found {schedules!r}")
+    return schedules

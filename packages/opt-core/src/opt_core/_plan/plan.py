@@ -1,0 +1,314 @@
+"""What becomes of every leaf of a state, as printable data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
+
+import jax.numpy as jnp
+
+from opt_core._plan.functions import function_name
+from opt_core._plan.rules import FREE, KINDS, Map, Pad, Rename, Stack, Unstack
+from opt_core._plan.schema import LeafInfo, Source, shown
+from opt_core._plan.view import View
+from opt_core.errors import SurgeryError
+
+Action: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
+"""What becomes of a leaf; see `Row`."""
+
+_LISTED = 40
+_SIGNS: Final = dict(zip(get_args(Action), "=~~+-", strict=True))
+_Target = TypeVar("_Target")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What becomes of one leaf, and how.
+
+    Attributes:
+      leaf: of the target; of one that is dropped, of the checkpoint.
+      action: `'kept'`: unchanged. `'renamed'`: unchanged, from another name. `'converted'`: made
+        from leaves of the checkpoint. `'initialised'`: new, or the target's own. `'dropped'`: not
+        used.
+      sources: the names in the checkpoint that it is made from.
+      kinds: what is done with it, words of `allow=`; and `'rename'`, `'stack'`, `'map'` or
+        `'pad'` if a rule does that. Empty for leaves that are kept.
+      by: the action of its rule, if any; `'keep'` for the target's own value.
+      how: what a rule other than `Rename` does with the values: `'stack'`, `'slice'`, `'map'`,
+        `'pad'`; `'maximum'` of its sources, `'maxima'` of each, or the `'first'` of them.
+      axis: the dimension along which it does so: of the leaf, or of the source of a slice.
+      is_opaque: whether the function of a `Map` needs values, so its result is not known yet.
+      index: the position of an unstacked leaf.
+      note: the reason, as text.
+      problem: why it is impossible; empty if it is not.
+      is_admitted: whether `allow` or a rule admits it.
+      value: of its source, if it is a single integer.
+    """
+
+    leaf: LeafInfo
+    action: Action
+    sources: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    by: Rename | Stack | Unstack | Map | Pad | Literal["keep"] | None = None
+    how: Literal["", "stack", "slice", "map", "pad", "maximum", "maxima", "first"] = ""
+    axis: int = 0
+    is_opaque: bool = False
+    index: int | None = None
+    note: str = ""
+    problem: str = ""
+    is_admitted: bool = True
+    value: int | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it is possible and admitted."""
+        return self.is_admitted and not self.problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Generic[_Target]):
+    """What becomes of every leaf; nothing has been read or changed yet.
+
+    Prints as a summary, what stands in the way, and the leaves that are not kept; `table()` has all
+    of them.
+
+    Attributes:
+      rows: one per leaf of the target, then those of the source that are not used.
+      refused: changes of the optimizer that are not admitted, with the word of `allow` that would
+        admit them, if one does.
+      notes: changes of the optimizer that are reported or admitted.
+      is_same_optimizer: whether nothing but settings is different on which no leaf depends.
+      allow: the admitted kinds.
+      source: where leaves are read from.
+      view: the target as the planner sees it.
+      error: what `apply` raises for a plan that is refused.
+    """
+
+    rows: tuple[Row, ...]
+    refused: tuple[tuple[str, str | None], ...]
+    notes: tuple[str, ...]
+    is_same_optimizer: bool
+    allow: frozenset[str]
+    source: Source = dataclasses.field(repr=False, compare=False)
+    view: View = dataclasses.field(repr=False, compare=False)
+    error: type[SurgeryError] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether `apply` would carry it out."""
+        return not self.refused and all(row.is_ok for row in self.rows)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every leaf is kept without a remark, and the optimizer is the same.
+
+        Settings may differ that no leaf of the state depends on, such as a learning rate.
+        """
+        is_kept = all(row.action == "kept" and not row.note for row in self.rows)
+        return is_kept and self.is_ok and self.is_same_optimizer
+
+    @functools.cached_property
+    def target_rows(self) -> tuple[Row, ...]:
+        """The rows of the target, in the order of its leaves."""
+        return tuple(row for row in self.rows if row.action != "dropped")
+
+    def names(self, action: Action) -> tuple[str, ...]:
+        """Returns the names of the leaves with an action."""
+        return tuple(row.leaf.name for row in self.rows if row.action == action)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of leaves that are the same, with the same value."""
+        return self.names("kept")
+
+    @property
+    def renamed(self) -> tuple[str, ...]:
+        """Names in the target of leaves that are the same under another name."""
+        return self.names("renamed")
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names in the target of leaves that are made from others, or of another form."""
+        return self.names("converted")
+
+    @property
+    def initialised(self) -> tuple[str, ...]:
+        """Names in the target of leaves that begin anew, or keep the target's own value."""
+        return self.names("initialised")
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Names in the source of leaves that are not used."""
+        return self.names("dropped")
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the plan is refused, with the word of `allow` that helps; empty if it is not.
+
+        Of leaves that are refused for one reason the first one, and their number.
+        """
+        changes = [_with_word(text, () if word is None else (word,)) for text, word in self.refused]
+        alike: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            if not row.is_ok:
+                key = row.leaf.transformation, row.action, row.problem or row.kinds
+                alike.setdefault(key, []).append(row)
+        leaves = []
+        for rows in alike.values():
+            first = rows[0]
+            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            why = first.problem or first.note
+            text = f"`{first.leaf.name}`{more} would be {first.action}{f': {why}' if why else ''}"
+            words = () if first.problem else tuple(self._missing([first]))
+            leaves.append(_with_word(text, words))
+        return *changes, *leaves
+
+    @property
+    def missing_words(self) -> frozenset[str]:
+        """What must be added to `allow` for everything that is possible at all."""
+        return self._missing(self.rows) | {word for _, word in self.refused if word is not None}
+
+    def _missing(self, rows: Iterable[Row]) -> frozenset[str]:
+        words = {kind for row in rows if not row.is_admitted for kind in row.kinds}
+        return frozenset(words & KINDS) - self.allow - FREE
+
+    def check(self) -> Plan[_Target]:
+        """Returns the plan itself.
+
+        Raises:
+          SurgeryError: it is impossible or not admitted; its text is the plan.
+        """
+        if self.is_ok:
+            return self
+        words = ", ".join(f"'{word}'" for word in sorted(self.missing_words))
+        is_possible = all(word for _, word in self.refused) and not any(
+            row.problem for row in self.rows
+        )
+        advice = f"If this is intended, pass `allow={{{words}}}`"
+        if any(not row.is_admitted for row in self.rows):
+            advice += ", or `rules=` for single leaves"
+        if not is_possible:
+            also = f", and pass `allow={{{words}}}`" if words else ""
+            advice = f"No `allow` admits all of that: correct what is wrong first{also}"
+        count = sum(not row.is_ok for row in self.rows)
+        leaves = f": {count} {'leaf' if count == 1 else 'leaves'}" if count else ""
+        raise self.error(f"the state does not fit the optimizer{leaves}\n{self}\n{advice}.", self)
+
+    def apply(self) -> _Target:
+        """Reads the leaves that are used and returns the target with them, in the given kind.
+
+        Every leaf has the target's shape, dtype and sharding; where the target has no sharding,
+        that of `placement=`, or else that of the source. What is restored shares no buffer with
+        target or checkpoint, so it can be donated; only fields that a subclass of `TrainState` adds
+        are the target's own. Surgery hands leaves over as they are. The target is not changed, nor
+        is a model of NNX.
+
+        Raises:
+          SurgeryError: the plan is impossible or not admitted; of a restore, its `PlanError`.
+          LeafError: a value does not fit the dtype that it is cast to; or a leaf was on several
+            devices that are not here, and neither the target nor `placement=` says where it goes.
+            Says which leaf.
+        """
+        from opt_core._plan.apply import apply_plan
+
+        restored: _Target = self.view.put_back(*apply_plan(self.check()))
+        return restored
+
+    def _lines(self) -> Iterator[str]:
+        """Lines of leaves that are not kept, or with a remark, or by a rule."""
+        for row in self.rows:
+            is_ruled = row.by is not None and row.leaf.parameter is not None
+            if row.action != "kept" or not row.is_ok or is_ruled or row.note:
+                mark = " " if row.is_ok else "!"
+                yield f"{mark}{_SIGNS[row.action]} {row.leaf.name} {shown(row.leaf)}{_text(row)}"
+
+    def table(self) -> str:
+        """Returns a line for every leaf of the target, then for the dropped ones."""
+        lines = [("leaf", "shape", "dtype", "action", "from", "note")]
+        for row in self.rows:
+            done = row.action if row.is_ok else f"{row.action} (refused)"
+            leaf = row.leaf.name, str(list(row.leaf.shape)), row.leaf.dtype
+            lines.append((*leaf, done, _sources(row), row.problem or row.note))
+        return "\n".join([*aligned(lines, "<<<<<<"), self._summary()])
+
+    def _summary(self) -> str:
+        """One line: the number of leaves and bytes per action."""
+        parts = []
+        for action in get_args(Action):
+            leaves = [row.leaf for row in self.rows if row.action == action]
+            if leaves or action == "kept":
+                parts.append(f"{len(leaves)} {action} ({sum(map(leaf_bytes, leaves)):,} bytes)")
+        return ", ".join(parts)
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns the plan as JSON data."""
+        return {
+            "is_ok": self.is_ok,
+            "rows": [_row_data(row) for row in self.rows],
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "allow": sorted(self.allow),
+        }
+
+    def __str__(self) -> str:
+        lines = list(self._lines())
+        # Refused leaves come first, and are never cut off.
+        lines.sort(key=lambda line: not line.startswith("!"))
+        urgent = sum(line.startswith("!") for line in lines)
+        count = max(_LISTED, urgent)
+        if len(lines) > count:
+            lines = [*lines[:count], f"... and {len(lines) - count} more: `table()` has all"]
+        wrong = [
+            f"!* {_with_word(text, () if word is None else (word,))}" for text, word in self.refused
+        ]
+        told = [f" * {note}" for note in self.notes]
+        return "\n".join([self._summary(), *wrong, *told, *lines])
+
+
+def _with_word(text: str, words: Sequence[str]) -> str:
+    asked = ", ".join(f"'{word}'" for word in words)
+    return f"{text} (allow: {asked})" if asked else text
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
+    """Yields the lines of a table; `sides` aligns columns: `<` to the left, `>` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        columns = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in columns).rstrip()
+
+
+def leaf_bytes(leaf: LeafInfo) -> int:
+    """Returns the size of a leaf in bytes; of typed PRNG keys, that of their data.
+
+    A Python scalar has none: it is in the manifest.
+    """
+    if leaf.dtype == "python":
+        return 0
+    size = 8 if leaf.is_key else jnp.dtype(leaf.dtype).itemsize
+    return math.prod(leaf.shape) * size
+
+
+def _row_data(row: Row) -> dict[str, Any]:
+    data = dataclasses.asdict(row) | {"name": row.leaf.name}
+    if isinstance(row.by, Map):
+        data["by"] = {"source": row.by.source, "fn": function_name(row.by.fn)}
+    return data
+
+
+def _text(row: Row) -> str:
+    is_moved = row.sources and row.action in ("renamed", "converted")
+    why = row.problem or row.note
+    return f"{f' <- {_sources(row)}' if is_moved else ''}{f': {why}' if why else ''}"
+
+
+def _sources(row: Row) -> str:
+    if len(row.sources) > 2:
+        return f"{row.sources[0]} .. {row.sources[-1]} ({len(row.sources)})"
+    where = ""
+    if row.index is not None:
+        where = f"[{', '.join([*[':'] * row.axis, str(row.index)])}]"
+    return ", ".join(row.sources) + where

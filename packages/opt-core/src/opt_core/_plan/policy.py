@@ -1,0 +1,464 @@
+"""What a change of optimizer may do with a trained state: one policy, for surgery and restores.
+
+===============================================================  =================
+change                                                           verdict
+===============================================================  =================
+a transformation without trained state, behind the moments or
+one that only clips, averages over a window or holds back: new,
+gone, or with other numbers                                      reported
+rates, decay rates, `eps`; the length of a complete window       reported
+a count, a schedule or an empty window that begins               reported
+another float dtype of a moment; a parameter in another group    reported
+trained state without a successor                                `drop`
+a moment that begins at zero for a parameter that was trained,
+or at the count of other parameters                              `initialise`
+another shape of the same size                                   `reshape`
+another dtype of anything else                                   `cast`
+moments that go on under other mathematics (`nesterov`), with
+another transformation before them, or as sums over other
+parameters                                                       `optimizer`
+a setting that gives the saved state its meaning                 refused
+the contents of an open window                                   refused
+===============================================================  =================
+
+What is refused nothing in `allow` admits; a rule that names the leaf does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
+
+from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
+from opt_core._paths import Names, path_str
+from opt_core._plan.likes import (
+    UPDATE,
+    like_numbers,
+    setting_text,
+    shared_settings,
+    switched,
+    without_code,
+)
+from opt_core._plan.pairing import Pair, Pairs, continued
+from opt_core._plan.rules import Allowance
+from opt_core._plan.sides import (
+    TRAINED,
+    Made,
+    Side,
+    has_window,
+    is_recorded,
+    made_of,
+    shown,
+)
+
+_REFUSED: Final = frozenset({"refused", "at_or_below_count", "above_count"})
+_IN_UNITS_OF_UPDATES: Final = frozenset({"moment", "second_moment", "factored", "statistic"})
+_HELD: Final = frozenset({"accumulator", "params_copy"})
+_WITHOUT_EFFECT: Final = frozenset({"as_transformation"})
+"""Wrappers that compute what they wrap: that one is new or gone changes nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """An old state, a new one, and which leaf comes from which.
+
+    Attributes:
+      old: the existing state.
+      new: the state to make.
+      pairs: one per leaf of the new state.
+      ruled: positions of new leaves for which the caller has given a rule.
+      let_go: positions of old leaves that a rule of the caller drops.
+      idle: parameters that are no longer trained, whose open windows do not matter.
+      origins: the old parameters that new ones are made of, where they differ.
+      is_asked: whether the caller has asked to discard state. The contents of an open window may
+        then be lost, but not the values to which perturbed parameters (`optax.contrib.sam`) must
+        return.
+    """
+
+    old: Side
+    new: Side
+    pairs: Sequence[Pair]
+    ruled: Collection[int] = frozenset()
+    let_go: Collection[int] = frozenset()
+    idle: Collection[Names] = frozenset()
+    origins: Mapping[Names, Sequence[Names]] = dataclasses.field(default_factory=dict)
+    is_asked: bool = False
+
+    @functools.cached_property
+    def continued(self) -> Mapping[tuple[Made, Made], Pairs]:
+        """The transformations whose state goes on; see `continued`."""
+        return continued(self.old, self.new, self.pairs)
+
+    @functools.cached_property
+    def dropped(self) -> list[int]:
+        """The positions of the old leaves without a successor."""
+        used = {i for pair in self.pairs for i in pair.sources}
+        return [i for i in range(len(self.old.descriptions)) if i not in used]
+
+
+class Problem(NamedTuple):
+    """Something that stands in the way.
+
+    Attributes:
+      text: what, and why.
+      needs: the word of `allow` that admits it; `None` if none does.
+      old: the position of the old leaf that would be lost, if it is one.
+      new: the position of the new leaf that cannot be made, if it is one.
+    """
+
+    text: str
+    needs: Allowance | None = None
+    old: int | None = None
+    new: int | None = None
+
+
+def problems(move: Move) -> Iterator[Problem]:
+    """Yields what stands in the way, apart from leaves that begin anew or have no successor."""
+    found: dict[Problem, None] = {}
+    for (before, after), pairs in move.continued.items():
+        old, new = move.old.made(before), move.new.made(after)
+        found |= dict.fromkeys(_redefined(move, old, new, pairs))
+        found |= dict.fromkeys(_interrupted(move, old, new, pairs))
+        is_ruled = all(j in move.ruled for _, j in pairs)
+        if not is_ruled and any(is_trained(move.new, j) for _, j in pairs):
+            found |= dict.fromkeys(Problem(text, "optimizer") for text in _switches(old, new))
+        if any(j not in move.ruled and _is_in_units(move.new, j) for _, j in pairs):
+            texts = _other_inputs(move, before, after)
+            found |= dict.fromkeys(Problem(text, "optimizer") for text in texts)
+        if text := _other_parameters(move, before, after, pairs):
+            found[Problem(text, "optimizer")] = None
+    found |= dict.fromkeys(_lost_windows(move))
+    yield from found
+
+
+def is_trained(side: Side, i: int) -> bool:
+    """Whether training determines a leaf; counts and the contents of windows do not count."""
+    leaf = side.descriptions[i]
+    transformation = side.made(made_of(leaf))
+    if leaf.role in TRAINED:
+        return not has_window(transformation)
+    is_filler = leaf.parameter is not None and leaf.dimensions == (None,)
+    is_number = leaf.role == "other" and _is_inexact(side.leaves[i])
+    return is_number and not is_filler and not is_recorded(leaf, transformation)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = str(getattr(leaf, "dtype", "python"))
+    is_array = dtype != "python" and not dtype.startswith("key<")
+    return is_array and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.inexact))
+
+
+def begins_untrained(move: Move, j: int) -> bool:
+    """Whether a new leaf without a source begins at zero where training has gone on."""
+    leaf = move.new.descriptions[j]
+    if move.pairs[j].sources or j in move.ruled or not is_trained(move.new, j):
+        return False
+    params = [leaf.parameter] if leaf.parameter is not None else [*move.new.owners]
+    origins = {origin for param in params for origin in move.origins.get(param, (param,))}
+    return not origins.isdisjoint(move.old.owners) or _joins(move, j)
+
+
+def _joins(move: Move, j: int) -> bool:
+    """Whether the transformation of a new leaf goes on at a count: Adam's steps would be too long.
+
+    Zero moments at a large count are not corrected for their bias.
+    """
+    for k in move.new.leaves_of(made_of(move.new.descriptions[j])):
+        sources = move.pairs[k].sources
+        is_count = move.new.descriptions[k].role == "count"
+        if is_count and sources and move.old.value(sources[0]) != 0:
+            return True
+    return False
+
+
+def _redefined(
+    move: Move, old: TransformationDescription, new: TransformationDescription, pairs: Pairs
+) -> Iterator[Problem]:
+    """Changed settings that give the saved state its meaning."""
+    for name in sorted({**old.bearing, **new.bearing}):
+        was, now = old.settings.get(name), new.settings.get(name)
+        # A setting that the checkpoint lacks may have been the same.
+        is_told = (name in old.settings and name in new.settings) or name == UPDATE
+        is_meaning = bearing_of(name, old, new).effect in _REFUSED
+        if is_meaning and is_told and was != now and not _is_ruled(move, name, pairs):
+            yield Problem(
+                f"`{name}` of `{new.name}` was {setting_text(was)}, is {setting_text(now)}: the "
+                "saved state means something else under it. Restore the setting, or give rules "
+                "for the leaves"
+            )
+
+
+def bearing_of(
+    name: str, old: TransformationDescription, new: TransformationDescription
+) -> Bearing:
+    """Returns the effect of a change of a setting; the new definition takes precedence."""
+    return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
+
+
+def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
+    """Whether the caller has given rules for the setting's own leaf, or for all leaves."""
+    where = made_of(move.new.descriptions[pairs[0][1]])
+    own = [j for j in move.new.leaves_of(where) if move.new.descriptions[j].field[-1:] == (name,)]
+    return any(j in move.ruled for j in own) or all(j in move.ruled for _, j in pairs)
+
+
+def _switches(old: TransformationDescription, new: TransformationDescription) -> Iterator[str]:
+    """Settings that make updates use the same state differently, such as `nesterov`."""
+    for name in shared_settings(old, new):
+        was, now = old.settings[name], new.settings[name]
+        is_switch = isinstance(was, bool) or isinstance(now, bool)
+        if is_switch and was != now and bearing_of(name, old, new).effect == "nothing":
+            texts = (str(x) if isinstance(x, bool) else "not a boolean" for x in (was, now))
+            yield f"`{name}` of `{new.name}` was {', is '.join(texts)}"
+    yield from switched(old, new)
+
+
+# What acts before moments.
+
+
+def _is_in_units(side: Side, j: int) -> bool:
+    """Whether a leaf is made of updates, as they are when they reach its transformation."""
+    leaf = side.descriptions[j]
+    if has_window(side.made(made_of(leaf))):
+        return False
+    is_own = leaf.role == "other" and leaf.parameter is not None and is_trained(side, j)
+    return leaf.role in _IN_UNITS_OF_UPDATES or is_own
+
+
+def _other_inputs(move: Move, before: Made, after: Made) -> Iterator[str]:
+    """Changes of what acts on updates before they reach a transformation that goes on."""
+    successors = {
+        old: new for old, new in move.continued if _acts_on_the_same(new, after) and new != after
+    }
+    old = _acting(move.old, before, successors)
+    new = _acting(move.new, after, {made: made for made in successors.values()})
+    name = f"`{shown(after)}`"
+    for key, made in old.items():
+        if key not in new and key in successors.values():
+            yield f"`{made.name}` acted before {name}, and acts after it"
+        elif key not in new:
+            yield f"`{made.name}`, which acts before {name}, is gone"
+    for key, made in new.items():
+        if key not in old and key in successors.values():
+            yield f"`{made.name}` acted after {name}, and acts before it"
+        elif key not in old:
+            yield f"`{made.name}`, which acts before {name}, is new"
+    shared = [key for key in new if key in old]
+    if shared != [key for key in old if key in new]:
+        order = ", ".join(f"`{new[key].name}`" for key in shared)
+        yield f"what acts before {name} is in another order: {order}"
+    for key in shared:
+        if _learns_nothing(move.new, new[key]):
+            for setting, told in _changed_settings(old[key], new[key]):
+                yield f"`{setting}` of `{new[key].name}`, which acts before {name}, {told}"
+
+
+def _acting(
+    side: Side, which: Made, successors: Mapping[Made, Made]
+) -> dict[Any, TransformationDescription]:
+    """What changes updates before a transformation, under names that both sides share."""
+    found: dict[Any, TransformationDescription] = {}
+    numbers: Counter[str] = Counter()
+    for made in side.before(which):
+        if made.passes_on or has_window(made) or made.name in _WITHOUT_EFFECT:
+            continue
+        key: Any = successors.get((made.group, made.name, made.number))
+        if key is None:
+            numbers[made.name] += 1
+            key = made.name, numbers[made.name]
+        found[key] = made
+    return found
+
+
+def _acts_on_the_same(one: Made, other: Made) -> bool:
+    """Whether two transformations act on the same updates: in one group, or around each other."""
+    shared = min(len(one[0]), len(other[0]))
+    return one[0][:shared] == other[0][:shared]
+
+
+def _learns_nothing(side: Side, made: TransformationDescription) -> bool:
+    """Whether only its settings say what a transformation does."""
+    leaves = side.leaves_of((made.group, made.name, made.number))
+    return not any(is_trained(side, i) for i in leaves)
+
+
+def _other_parameters(move: Move, before: Made, after: Made, pairs: Pairs) -> str:
+    """Says of numbers made of all parameters that these are others now; empty if they are not."""
+    sums = [leaf for _, j in pairs if _is_sum(leaf := move.new.descriptions[j])]
+    was = {*move.old.followed(before)}
+    now = {
+        origin for param in move.new.followed(after) for origin in move.origins.get(param, (param,))
+    }
+    if not sums or was == now:
+        return ""
+    changed = [
+        f"{len(params)} {word} (`{path_str(min(params))}`)"
+        for word, params in (("gone", was - now), ("new", now - was))
+        if params
+    ]
+    names = ", ".join(dict.fromkeys(f"`{'/'.join(leaf.field)}`" for leaf in sums))
+    verb = "is" if len(sums) == 1 else "are"
+    return (
+        f"{names} of `{shown(after)}` {verb} made of all its parameters, of which "
+        f"{', '.join(changed)}"
+    )
+
+
+def _is_sum(leaf: LeafDescription) -> bool:
+    return leaf.role == "statistic" and leaf.parameter is None
+
+
+# Windows: partial results that wait for their end.
+
+
+def _interrupted(
+    move: Move, old: TransformationDescription, new: TransformationDescription, pairs: Pairs
+) -> Iterator[Problem]:
+    """Open windows that would go on with another length."""
+    for name in sorted({**old.bearing, **new.bearing}):
+        bearing = bearing_of(name, old, new)
+        why = _other_length(name, old.settings.get(name), new.settings.get(name))
+        if bearing.effect != "window" or not why:
+            continue
+        for i, j in pairs:
+            is_progress = move.old.descriptions[i].field == bearing.count
+            if is_progress and (count := _progress(move.old, i, bearing)):
+                is_open = f"a window is open, `{move.new.names[j]}` is {count}"
+                yield Problem(f"{is_open}: {why}; complete it first")
+
+
+def _lost_windows(move: Move) -> Iterator[Problem]:
+    """Open windows of which a part would be lost or begin anew."""
+    goes_on: dict[Made, list[Made]] = {}
+    for before, after in move.continued:
+        goes_on.setdefault(before, []).append(after)
+    dropped = frozenset(move.dropped)
+    for where, at, count in _open_windows(move.old):
+        is_open = f"a window is open, `{move.old.names[at]}` is {count}"
+        for i in _lost_contents(move, where, at, dropped):
+            if i not in move.let_go:
+                what = "its contents" if i == at else f"`{move.old.names[i]}`"
+                yield Problem(f"{is_open}, and {what} would be lost; complete it first", old=i)
+        for after in () if move.is_asked else goes_on.get(where, ()):
+            for j in move.new.leaves_of(after):
+                leaf = move.new.descriptions[j]
+                is_held = leaf.role in _HELD and leaf.parameter is not None
+                if is_held and not move.pairs[j].sources and j not in move.ruled:
+                    what = f"`{move.new.names[j]}` would have only a part of it"
+                    yield Problem(f"{is_open}, and {what}; complete it first", new=j)
+
+
+def _open_windows(side: Side) -> Iterator[tuple[Made, int, int]]:
+    """Yields transformations inside a window, with the leaf that says so and its value."""
+    for made in side.description.transformations:
+        where = made.group, made.name, made.number
+        bearing = next((b for b in made.bearing.values() if b.effect == "window"), None)
+        if bearing is None:
+            continue
+        for i in side.leaves_of(where):
+            is_progress = side.descriptions[i].field == bearing.count
+            if is_progress and (count := _progress(side, i, bearing)):
+                yield where, i, count
+
+
+def _lost_contents(move: Move, where: Made, at: int, dropped: Collection[int]) -> list[int]:
+    """The leaves of an open window that would be lost; its count stands for all of them."""
+    if at in dropped and not move.is_asked:
+        return [at]
+    return [i for i in move.old.leaves_of(where) if i in dropped and _waits(move, i, at, dropped)]
+
+
+def _waits(move: Move, i: int, at: int, dropped: Collection[int]) -> bool:
+    """Whether a dropped leaf holds part of an open window."""
+    leaf = move.old.descriptions[i]
+    if move.is_asked or leaf.parameter in move.idle:
+        return leaf.role == "params_copy"
+    return at not in dropped and leaf.role in _HELD and leaf.parameter is not None
+
+
+def _progress(side: Side, i: int, bearing: Bearing) -> int | None:
+    """How far a window has come; `None` if the count has no value."""
+    value = side.value(i)
+    length = side.made(made_of(side.descriptions[i])).settings.get(bearing.modulo or "")
+    return value if value is None or not isinstance(length, int) else value % max(length, 1)
+
+
+def _other_length(name: str, was: Any, now: Any) -> str:
+    """Returns why a window cannot continue under another setting; empty if it can."""
+    if isinstance(was, bool) or isinstance(now, bool):
+        return f"`{name}` was {was}, is {now}" if was != now else ""
+    if None in (was, now) or _is_opaque(was) or _is_opaque(now):
+        return "it is not known whether the new definition's windows have the same length"
+    if was == now:
+        return ""
+    before, after = (str(x) if isinstance(x, int) else "a function" for x in (was, now))
+    return f"its length was {before}, is {after if before != after else 'another'}"
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether a setting holds something of which only the type is known."""
+    if isinstance(value, Mapping):
+        return any(_is_opaque(child) for name, child in value.items() if name != "function")
+    if isinstance(value, tuple):
+        return any(map(_is_opaque, value))
+    return isinstance(value, str) and value.startswith("<")
+
+
+# What is reported.
+
+
+def structural_notes(move: Move) -> Iterator[str]:
+    """Yields transformations and groups that are new or gone."""
+    sides = ((move.old, move.new, "gone"), (move.new, move.old, "new"))
+    names = {id(side): _names(side) for side, _, _ in sides}
+    for side, other, word in sides:
+        mine, others = names[id(side)], names[id(other)]
+        groups = [group for group in mine if group and group not in others]
+        if groups:
+            verb = "is" if len(groups) == 1 else "are"
+            listed = ", ".join(f"`{path_str(group)}`" for group in groups)
+            yield f"group{'' if len(groups) == 1 else 's'} {listed} {verb} {word}"
+    # Over all groups: a chain that is divided into groups is neither new nor gone.
+    for side, other, word in sides:
+        everywhere = Counter(name for names_ in names[id(other)].values() for name in names_)
+        for group, members in names[id(side)].items():
+            there = Counter(names[id(other)][group]) if group in names[id(other)] else everywhere
+            if missing := [*(Counter(members) - there)]:
+                verb = "is" if len(missing) == 1 else "are"
+                inside_ = f" in group `{path_str(group)}`" if group else ""
+                yield f"{', '.join(f'`{name}`' for name in missing)} {verb} {word}{inside_}"
+
+
+def _names(side: Side) -> dict[Names, list[str]]:
+    found: dict[Names, list[str]] = {}
+    for made in side.description.transformations:
+        members = found.setdefault(made.group, [])
+        if made.name not in _WITHOUT_EFFECT:
+            members.append(made.name)
+    return found
+
+
+def setting_notes(move: Move) -> Iterator[str]:
+    """Yields settings that have changed."""
+    old, new = move.old, move.new
+    for group, name in dict.fromkeys((t.group, t.name) for t in new.description.transformations):
+        if old.alike(group, name):
+            numbers, _ = like_numbers(old, new, name, group, group)
+            for after, before in sorted(numbers.items()):
+                one, other = old.made((group, name, before)), new.made((group, name, after))
+                for setting, told in _changed_settings(one, other):
+                    yield f"`{setting}` of `{shown((group, name, after))}` {told}"
+
+
+def _changed_settings(
+    old: TransformationDescription, new: TransformationDescription
+) -> Iterator[tuple[str, str]]:
+    for name in shared_settings(old, new):
+        was, now = (without_code(made.settings[name]) for made in (old, new))
+        if was != now:
+            yield name, f"was {setting_text(was)}, is {setting_text(now)}"

@@ -1,1 +1,0 @@
-"""Changing the groups of an optimizer that has been trained."""
