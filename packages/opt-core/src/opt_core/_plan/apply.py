@@ -76,10 +76,10 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     state: OptimizerState = jax.tree.unflatten(states, kept)
     made = stored_again(plan, target.replace(target=restored, state=state))
     rest = dict(zip(others, found[len(own) : n], strict=True))
-    result: tuple[Optimizer, dict[Names, Any]] = unalias(
-        (made, rest),
-        apart_from=[value for value in values if isinstance(value, jax.Array)],
-    )
+    # Surgery hands leaves over; a restore shares nothing with its target.
+    is_held = isinstance(plan.source, HeldState)
+    others_of_target = [] if is_held else [x for x in values if isinstance(x, jax.Array)]
+    result: tuple[Optimizer, dict[Names, Any]] = unalias((made, rest), apart_from=others_of_target)
     return result
 
 
@@ -263,7 +263,7 @@ def _raise_misfits(checks: Mapping[str, Any]) -> None:
 
 def _misfit(row: Row) -> LeafError:
     return LeafError(
-        f"`{row.leaf.name}`: a value of the checkpoint does not fit {row.leaf.dtype} ({row.note}). "
+        f"`{row.leaf.name}`: a value does not fit {row.leaf.dtype} ({row.note}). "
         "Restore it in its own dtype, or initialise it by a rule."
     )
 
