@@ -228,16 +228,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         shared(other),
         f"`update` of `trace` was {MINE}.one, is {MINE}.other",
     ),
-    "what multiplies before moments": (
-        scaled(1024.0),
-        scaled(1.0),
-        "`step_size` of `scale` was 1024.0, is 1.0",
-    ),
-    "a schedule before moments": (
-        optax.MultiSteps(scaled(optax.constant_schedule(2.0)), 2),
-        optax.MultiSteps(scaled(optax.constant_schedule(1.0)), 2),
-        "`step_size_fn` of `schedule` was",
-    ),
 }
 
 
@@ -254,31 +244,6 @@ def test_a_setting_that_is_the_meaning_of_the_state_needs_a_rule(name: str) -> N
     rules: Any = [("(state/.*)", Rename(r"\1"))]
     saved = named_state(matrix(old))
     assert plan_restore(saved, matrix(new), allow=EVERYTHING, rules=rules).is_ok
-
-
-def plateau(patience: int) -> Any:
-    return optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=patience))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "field", "limit", "told"),
-    [
-        (plateau(9), plateau(5), "plateau_count", 4, "which is 5"),
-        (
-            optax.adafactor(0.1),
-            optax.adafactor(0.1, decay_offset=6),
-            "count",
-            6,
-            "it must not be above `count`, which is 5",
-        ),
-    ],
-)
-def test_a_number_that_a_count_limits(
-    old: Any, new: Any, field: str, limit: int, told: str
-) -> None:
-    assert planned(old, new, **{field: limit}).is_exact
-    (problem,) = planned(old, new, **{field: 5}).problems
-    assert told in problem
 
 
 def test_what_multiplies_after_moments_may_change() -> None:
@@ -314,31 +279,30 @@ def test_a_rename_is_suggested_where_there_is_one_choice() -> None:
     saved = named_state(matrix(momentum()))
     target = matrix(velocity())
     plan = plan_restore(saved, target)
-    (told,) = plan.suggestions
+    (told,) = suggestions(plan)
     assert (
         f"rules=[(r'state/{MINE}\\.velocity/(.*)', Rename(r'state/{MINE}.momentum/\\1'))]" in told
     )
-    assert f"aliases={{'{MINE}.velocity': '{MINE}.momentum'}}" in told
-    text = str(plan)
-    assert text.index(told) < text.index(f"+ state/{MINE}.velocity/m/w")
     rules = [(rf"state/{MINE}.velocity/(.*)", Rename(rf"state/{MINE}.momentum/\1"))]
-    renamed = plan_restore(saved, target, allow={"optimizer"}, rules=rules)
+    renamed = plan_restore(saved, target, rules=rules)
     assert renamed.is_ok
-    assert not renamed.suggestions
-    aliased = matrix(velocity(), aliases={f"{MINE}.velocity": f"{MINE}.momentum"})
-    assert plan_restore(saved, aliased, allow={"optimizer"}).is_ok
+    assert not suggestions(renamed)
     # None where there are two, or the names are known.
     two = matrix(optax.chain(velocity(), velocity()))
-    assert not plan_restore(saved, two).suggestions
+    assert not suggestions(plan_restore(saved, two))
     adam, adamax = matrix(optax.adam(0.1)), matrix(optax.adamax(0.1))
-    assert not plan_restore(named_state(adam), adamax).suggestions
+    assert not suggestions(plan_restore(named_state(adam), adamax))
+
+
+def suggestions(plan: Plan[Any]) -> list[str]:
+    return [note for note in plan.notes if "may be the former" in note]
 
 
 @pytest.mark.parametrize(
     ("mini_step", "told"),
     [
-        (3, "(?s)No `allow` admits all of that.*`allow={'optimizer'}` is needed too"),
-        (0, "If this is intended, admit it: `allow={'optimizer'}`.$"),
+        (3, "(?s)No `allow` admits all of that.*, and pass `allow={'optimizer'}`"),
+        (0, "If this is intended, pass `allow={'optimizer'}`.$"),
     ],
 )
 def test_advice_names_what_can_help(mini_step: int, told: str) -> None:
@@ -356,12 +320,11 @@ def test_a_plan_that_is_not_ok_says_why() -> None:
     )
     plan = plan_restore(named_state(old), new)
     assert not plan.is_ok
-    assert plan.reasons == (
-        "`state/adam/count` and 2 more would be initialised",
-        "`state/adam/count` and 2 more would be dropped",
+    assert plan.problems == (
+        "`state/adam/mu/b` and 1 more would be initialised (allow: 'initialise')",
+        "`state/adam/mu/w` and 1 more would be dropped (allow: 'drop')",
     )
-    assert plan.to_data()["reasons"] == list(plan.reasons)
-    assert not plan_restore(named_state(old), old).reasons
+    assert not plan_restore(named_state(old), old).problems
 
 
 # Moments that go on, and what enters them.
@@ -377,12 +340,12 @@ def test_adams_own_recurrences_go_on_once_a_switch_is_admitted(name: str) -> Non
     for old, new in ((adam, other), (other, adam)):
         refused = plan_restore(named_state(old), new, allow=EVERYTHING - {"optimizer"})
         assert not refused.is_ok
-        assert refused.missing_kinds == {"optimizer"}
-        assert f"`{switch}` of `adam` was" in refused.changes[0]
+        assert len(refused.problems) == 1
+        assert f"`{switch}` of `adam` was" in refused.problems[0]
         kinds = {"optimizer", "initialise" if new is other else "drop"}
         plan = plan_restore(named_state(old), new, allow=kinds)
         assert plan.is_ok
-        rows = {row.leaf.name: row.sources for row in plan.rows if row.sources}
+        rows = {row.leaf.name: row.sources for row in plan.target_rows if row.sources}
         assert [leaf for leaf in rows if leaf.startswith("state/adam")] == shared
         restored = named_state(plan.apply())
         for leaf in shared:

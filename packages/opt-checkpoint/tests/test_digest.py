@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk.digest import digests
-from opt_checkpoint._naming.schema import DTYPES
+from opt_checkpoint._disk.storage import DTYPES
 
 pytestmark = pytest.mark.internals
 

@@ -69,7 +69,7 @@ def test_what_changed_places_is_refused_and_goes_where_it_belongs(name: str) -> 
     one, other = _CAPTURED[name]
     old, new = wrapped(one, other), wrapped(other, one)
     assert plan_restore(named_state(old), old).is_exact
-    with pytest.raises(errors.PlanError, match="by their settings, "):
+    with pytest.raises(errors.PlanError, match="by its settings"):
         plan_restore(named_state(old), new).apply()
     found = plan_restore(named_state(old), new, allow={"optimizer"}).apply().state.param_states
     for state, was in zip(found, old.state.param_states[::-1], strict=True):
@@ -175,7 +175,7 @@ def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(name: st
         if name != "Optax's init":  # whatever is allowed, no moment of the other is taken
             saved, target = stepped(old), OptaxWrapper(new).create(PARAMS)
             plan = plan_restore(named_state(saved), target, allow=_ANYTHING)
-            assert not plan.suggestions
+            assert not any("may be the former" in note for note in plan.notes)
             moved, _ = regroup(saved, OptaxWrapper(new), allow=_ANYTHING)
             for optimizer in (plan.apply(), moved):
                 assert not optimizer.state.param_states.mu["w"].any()

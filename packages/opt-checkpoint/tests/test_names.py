@@ -16,6 +16,7 @@ from checkpoint_testing import structure
 from jax.sharding import PartitionSpec
 from opt_checkpoint import Schema, errors, named_state, restore_named
 from opt_core import FROZEN, MultiOptimizer, Optimizer
+from opt_core.json_records import read_record, record_data
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -46,7 +47,8 @@ HEAVY = {f"state/trace/trace/{name}" for name in ("b", "w")}
 
 def axes_of(optimizer: Any, param_axes: Any) -> dict[str, Any]:
     named = named_state(optimizer, param_axes=param_axes)
-    assert Schema.from_data(json.loads(json.dumps(named.schema.to_data()))) == named.schema
+    data = json.loads(json.dumps(record_data(named.schema)))
+    assert read_record(Schema, data, "schema", ValueError) == named.schema
     return {leaf.name: leaf.axes for leaf in named.schema.leaves}
 
 

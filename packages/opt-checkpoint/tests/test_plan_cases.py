@@ -124,7 +124,7 @@ def test_b3_another_optimizer_of_the_same_shapes_is_refused(name: str) -> None:
         yogi, adam = optax.scale_by_yogi(), optax.scale_by_adam()
         saved = named_state(numbered(wrapped(optax.chain(yogi, adam))))
         target = wrapped(optax.chain(adam, yogi))
-        assert "the order `yogi`, `adam` is now" in refusal(saved, target)
+        assert "`yogi` acted before `adam`, and acts after it" in refusal(saved, target)
         moved = plan_restore(saved, target, allow={"optimizer"}).apply()
         assert_bits(moved.state.param_states[0].mu["w"], saved["state/adam/mu/w"])
         assert_bits(moved.state.param_states[1].mu["w"], saved["state/yogi/mu/w"])
@@ -140,8 +140,10 @@ def test_b3_another_optimizer_of_the_same_shapes_is_refused(name: str) -> None:
     for other in LOOK_ALIKES:
         if other == name:
             assert plan_restore(saved, _made(name)).is_exact
+        elif {name, other} == {"nadam", "nadamw"}:  # weight decay behind the moments
+            assert plan_restore(saved, _made(other)).is_ok
         else:
-            assert "* optimizer: " in refusal(saved, _made(other)), other
+            assert refusal(saved, _made(other)), other
 
 
 def _made(name: str) -> Optimizer:
@@ -150,13 +152,12 @@ def _made(name: str) -> Optimizer:
 
 
 def test_b4_what_keeps_no_state_is_added_to_a_chain_and_removed() -> None:
-    """Positions in a chain do not matter: the error names the transformation, not a path."""
+    """Positions in a chain do not matter: the plan names the transformation, not a path."""
     old = numbered(wrapped(optax.chain(optax.clip(1.0), optax.adam(0.1))))
     plain = wrapped(optax.adam(0.1))
-    told = refusal(named_state(old), plain)
-    assert "`clip` is gone" in told
-    assert "leaves" not in told.splitlines()[0]
-    removed = plan_restore(named_state(old), plain, allow={"optimizer"}).apply()
+    plan = plan_restore(named_state(old), plain)
+    assert plan.notes == ("`clip` is gone",)
+    removed = plan.apply()
     assert_bits(removed.state.param_states[0].mu["w"], old.state.param_states[1][0].mu["w"])
     # `identity` does nothing: that it is there is no other optimizer.
     with_identity = wrapped(optax.chain(optax.identity(), optax.adam(0.1)))
@@ -271,7 +272,7 @@ def test_c1_another_shape_is_an_error_with_both(shape: tuple[int, ...]) -> None:
             restored.state.param_states[0].nu["w"].ravel(), saved["state/adam/nu/w"].ravel()
         )
     else:
-        assert "reshape" not in plan_restore(saved, target).missing_kinds
+        assert "reshape" not in plan_restore(saved, target).missing_words
 
 
 @pytest.mark.sample(7)
@@ -308,7 +309,7 @@ def test_c2_another_dtype_is_an_error_unless_every_value_fits(
             expected = np.asarray([value, value]).astype(jnp.dtype(dtype))
         assert_bits(plan.apply().target["x"], expected)
     else:
-        with pytest.raises(errors.LeafError, match=r"`params/x`: a value .* does not fit"):
+        with pytest.raises(errors.LeafError, match="`params/x`: a value does not fit"):
             plan.apply()
     assert_bits(
         plan_restore(saved, target, rules=[("params/x", "keep")]).apply().target["x"],
@@ -339,5 +340,5 @@ def test_c3_64_bits_are_not_truncated_where_jax_has_32(value: Any, dtype: str, f
     if fits:
         assert_bits(plan.apply().target["x"], value.astype(dtype))
     else:
-        with pytest.raises(errors.LeafError, match=r"`params/x`: a value .* does not fit"):
+        with pytest.raises(errors.LeafError, match="`params/x`: a value does not fit"):
             plan.apply()

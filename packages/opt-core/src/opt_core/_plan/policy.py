@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
@@ -154,13 +154,25 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def begins_untrained(move: Move, j: int) -> bool:
-    """Whether a new leaf without a source begins at zero where training has gone on."""
+    """Whether a new leaf without a source begins anew where training has gone on."""
     leaf = move.new.descriptions[j]
-    if move.pairs[j].sources or j in move.ruled or not is_trained(move.new, j):
+    if move.pairs[j].sources or j in move.ruled:
+        return False
+    if leaf.role == "count":
+        return _is_left_by_its_count(move, j)
+    if not is_trained(move.new, j):
         return False
     params = [leaf.parameter] if leaf.parameter is not None else [*move.new.owners]
     origins = {origin for param in params for origin in move.origins.get(param, (param,))}
     return not origins.isdisjoint(move.old.owners) or _joins(move, j)
+
+
+def _is_left_by_its_count(move: Move, j: int) -> bool:
+    """Whether a count begins at 0 beside moments that go on: their bias would be corrected anew."""
+    where = made_of(move.new.descriptions[j])
+    if has_window(move.new.made(where)):
+        return False
+    return any(move.pairs[k].sources for k in move.new.leaves_of(where) if is_trained(move.new, k))
 
 
 def _joins(move: Move, j: int) -> bool:
@@ -240,17 +252,17 @@ def _other_inputs(move: Move, before: Made, after: Made) -> Iterator[str]:
     name = f"`{shown(after)}`"
     for key, made in old.items():
         if key not in new and key in successors.values():
-            yield f"`{made.name}` acted before {name}, and acts after it"
+            yield f"`{shown(key)}` acted before {name}, and acts after it"
         elif key not in new:
             yield f"`{made.name}`, which acts before {name}, is gone"
     for key, made in new.items():
         if key not in old and key in successors.values():
-            yield f"`{made.name}` acted after {name}, and acts before it"
+            yield f"`{shown(key)}` acted after {name}, and acts before it"
         elif key not in old:
             yield f"`{made.name}`, which acts before {name}, is new"
     shared = [key for key in new if key in old]
     if shared != [key for key in old if key in new]:
-        order = ", ".join(f"`{new[key].name}`" for key in shared)
+        order = _listed(new[key].name for key in shared)
         yield f"what acts before {name} is in another order: {order}"
     for key in shared:
         if _learns_nothing(move.new, new[key]):
@@ -413,7 +425,7 @@ def _is_opaque(value: Any) -> bool:
 
 
 def structural_notes(move: Move) -> Iterator[str]:
-    """Yields transformations and groups that are new or gone."""
+    """Yields transformations and groups that are new, gone or in another order."""
     sides = ((move.old, move.new, "gone"), (move.new, move.old, "new"))
     names = {id(side): _names(side) for side, _, _ in sides}
     for side, other, word in sides:
@@ -421,8 +433,8 @@ def structural_notes(move: Move) -> Iterator[str]:
         groups = [group for group in mine if group and group not in others]
         if groups:
             verb = "is" if len(groups) == 1 else "are"
-            listed = ", ".join(f"`{path_str(group)}`" for group in groups)
-            yield f"group{'' if len(groups) == 1 else 's'} {listed} {verb} {word}"
+            noun = "group" if len(groups) == 1 else "groups"
+            yield f"{noun} {_listed(map(path_str, groups))} {verb} {word}"
     # Over all groups: a chain that is divided into groups is neither new nor gone.
     for side, other, word in sides:
         everywhere = Counter(name for names_ in names[id(other)].values() for name in names_)
@@ -430,8 +442,20 @@ def structural_notes(move: Move) -> Iterator[str]:
             there = Counter(names[id(other)][group]) if group in names[id(other)] else everywhere
             if missing := [*(Counter(members) - there)]:
                 verb = "is" if len(missing) == 1 else "are"
-                inside_ = f" in group `{path_str(group)}`" if group else ""
-                yield f"{', '.join(f'`{name}`' for name in missing)} {verb} {word}{inside_}"
+                yield f"{_listed(missing)} {verb} {word}{_inside(group)}"
+    old, new = (names[id(side)] for side in (move.old, move.new))
+    for group in old.keys() & new.keys():
+        if old[group] != new[group] and Counter(old[group]) == Counter(new[group]):
+            order = f"the order {_listed(old[group])} is now {_listed(new[group])}"
+            yield f"{order}{_inside(group)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _inside(group: Names) -> str:
+    return f" in group `{path_str(group)}`" if group else ""
 
 
 def _names(side: Side) -> dict[Names, list[str]]:
@@ -446,13 +470,17 @@ def _names(side: Side) -> dict[Names, list[str]]:
 def setting_notes(move: Move) -> Iterator[str]:
     """Yields settings that have changed."""
     old, new = move.old, move.new
+    successors: dict[tuple[Made, Made], None] = {}
     for group, name in dict.fromkeys((t.group, t.name) for t in new.description.transformations):
         if old.alike(group, name):
             numbers, _ = like_numbers(old, new, name, group, group)
             for after, before in sorted(numbers.items()):
-                one, other = old.made((group, name, before)), new.made((group, name, after))
-                for setting, told in _changed_settings(one, other):
-                    yield f"`{setting}` of `{shown((group, name, after))}` {told}"
+                successors[(group, name, before), (group, name, after)] = None
+    # Leaves that moved show which transformations of other groups go on.
+    successors |= {pair: None for pair in move.continued if pair[0][0] != pair[1][0]}
+    for before, after in successors:
+        for setting, told in _changed_settings(old.made(before), new.made(after)):
+            yield f"`{setting}` of `{shown(after)}` {told}"
 
 
 def _changed_settings(
