@@ -89,8 +89,7 @@ def test_a_state_continues_as_it_is_stored_now(
     old: str, new: str, params_error: float, moments_error: float
 ) -> None:
     saved, target = trained(old), trained(new, 0)
-    plan = plan_restore(named_state(saved), target, allow=ALL)
-    restored = plan.apply()
+    restored = plan_restore(named_state(saved), target, allow=ALL).apply()
     assert jax.tree.map(jax.typeof, restored) == jax.tree.map(jax.typeof, target)
     before, after = (op.master_of(o.state.param_states, o.target) for o in (saved, restored))
     rows = [(before, after, params_error)]
@@ -100,18 +99,6 @@ def test_a_state_continues_as_it_is_stored_now(
     for one, other, limit in rows:
         for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
             assert np.abs(np.asarray(a - b)).max() <= limit * np.abs(np.asarray(a)).max()
-    rounding = plan.rounding(restored)
-    assert any(rounding.values()) == (max(params_error, moments_error) > EXACT)
-    assert set(rounding) <= {row.leaf.name for row in plan.rows if row.action == "converted"}
-    for name, change in rounding.items():
-        field, _, key = name.removeprefix("state/adam/").partition("/")
-        is_moment = field in ("mu", "nu")
-        one, other = (
-            np.asarray((getattr(adam(o), field) if is_moment else p)[key], np.float32)
-            for o, p in ((saved, before), (restored, after))
-        )
-        assert change <= (moments_error if is_moment else params_error)
-        np.testing.assert_allclose(change, np.abs(one - other).max() / np.abs(one).max(), rtol=1e-5)
     assert int(adam(restored).count) == 2
     restored.apply_gradient(jax.tree.map(jnp.ones_like, restored.target))
 
@@ -126,9 +113,7 @@ def test_codes_on_the_host_are_made_and_read() -> None:
     there = plan_restore(named_state(saved), host, allow=ALL).apply()
     codes = there.state.param_states.inner[0].trace["kernel"].codes
     assert codes.sharding.memory_kind == "pinned_host"
-    plan = plan_restore(named_state(there), saved, allow=ALL)
-    back = plan.apply()
-    assert plan.rounding(back)["state/trace/trace/kernel"] == 0
+    back = plan_restore(named_state(there), saved, allow=ALL).apply()
     found, near, wanted = (
         np.asarray(op.decode(state)[0].trace["kernel"])
         for state in (

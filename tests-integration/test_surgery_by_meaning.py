@@ -29,7 +29,7 @@ from opt_core import (
     reset,
     unfreeze,
 )
-from opt_core.errors import GroupError, SurgeryError
+from opt_core.errors import GroupError, LeafError, SurgeryError
 
 contrib: Any = optax.contrib  # it exports nothing explicitly
 unlisted: Any = optax  # what Optax exports without listing it
@@ -96,11 +96,11 @@ def assert_same(one: Any, other: Any) -> None:
 )
 def test_every_leaf_of_adamw_continues_and_returns(definition: OptimizerDef, kept: int) -> None:
     optimizer = trained(opt.adamw(0.01))
-    there, report = regroup(optimizer, definition)
-    assert len(report.kept) == kept
-    assert report.dropped == report.renamed == report.converted == ()
-    back, report = regroup(there, opt.adamw(0.01))
-    assert len(report.kept) == 5
+    there, plan = regroup(optimizer, definition)
+    going_on = [row for row in plan.target_rows if row.sources and row.leaf.transformation]
+    assert sum(not row.note.startswith("a new count") for row in going_on) == kept
+    assert plan.converted == ()
+    back, _ = regroup(there, opt.adamw(0.01))
     assert_same(back.state, optimizer.state)
     advanced(there, 1)
 
@@ -121,9 +121,6 @@ def doubled(factor: float) -> Any:
         return jax.tree.map(lambda leaf: factor * leaf, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-HOW = ["mask", "callable mask", "labels", "callable labels"]
 
 
 def partly(tx: Any, *names: str, how: str) -> Any:
@@ -184,13 +181,6 @@ CHANGES: dict[str, tuple[Callable[[], Pair], str]] = {
         lambda: (momentum(doubled(2.0)), momentum(doubled(3.0))),
         f"`factor` of `{MINE}.doubled`, which acts before `trace`, was 2.0",
     ),
-    "another function": (
-        lambda: (
-            momentum(optax.stateless(lambda g, p: jax.tree.map(jnp.negative, g))),
-            momentum(optax.stateless(lambda g, p: g)),
-        ),
-        "`f` of `stateless`, which acts before `trace`, was <lambda>",
-    ),
     "word": (
         lambda: (averages("mean"), averages("sum")),
         f"`config` of `{MINE}.averages` was mean, is sum",
@@ -214,16 +204,6 @@ def new(tx: Any) -> Pair:
     return before_adam(), before_adam(tx)
 
 
-def moved(how: str) -> Pair:
-    one, other = (partly(optax.scale(2.0), name, how=how) for name in "bw")
-    return momentum(one), momentum(other)
-
-
-def conditional(wrapper: Any) -> Pair:
-    one, other = (wrapper(optax.scale(2.0), every(n)) for n in (2, 3))
-    return momentum(one), momentum(other)
-
-
 for _name, _tx in {
     "trust_ratio": optax.scale_by_trust_ratio(),
     "sign": optax.scale_by_sign(),
@@ -235,13 +215,6 @@ for _name, _tx in {
     _words = f"`{_name}`, which acts before"
     CHANGES[f"{_name} is gone"] = functools.partial(gone, _tx), f"{_words} `trace`, is gone"
     CHANGES[f"{_name} is new"] = functools.partial(new, _tx), f"{_words} `adam`, is new"
-for _how in HOW:
-    _words = "`scale`, which acts before `trace`, acts on other parameters: "
-    CHANGES[_how] = functools.partial(moved, _how), _words + "1 gone (`b`), 1 new (`w`)"
-for _wrapper in (optax.conditionally_transform, optax.conditionally_mask):
-    _words = f"`should_transform_fn` of `{_wrapper.__name__}`, which acts before `trace`, was "
-    _make = functools.partial(conditional, _wrapper)
-    CHANGES[_wrapper.__name__] = _make, _words + "every(n=2), is every(n=3)"
 
 
 @pytest.mark.sample(10)
@@ -250,25 +223,22 @@ def test_what_changes_the_meaning_of_moments_has_to_be_admitted(name: str) -> No
     """Carried over in silence, momentum would be twice of what it should be, or half."""
     make, words = CHANGES[name]
     source, target = make()
-    optimizer = source.create(make_params())
+    optimizer = trained(source)
     with pytest.raises(SurgeryError, match=re.escape(words)):
         regroup(optimizer, target, allow=EVERYTHING - {"optimizer"})
     assert regroup(optimizer, target, allow={"optimizer", "drop"})[1].kept
-    saved = named_state(optimizer)
-    plan = plan_restore(saved, target.create(make_params()))
-    told = re.sub(r", which acts before `\w+`, (is gone|is new)$", r" \1", words)
-    assert any(change.startswith(told) for change in plan.changes)
-    assert "optimizer" in plan.missing_kinds
+    plan = plan_restore(named_state(optimizer), target.create(make_params()))
+    assert any(problem.startswith(words) for problem in plan.problems)
     again, _ = make()
-    assert plan_restore(saved, again.create(make_params())).is_exact
-    assert not regroup(optimizer, again)[1].dropped
+    assert plan_restore(named_state(optimizer), again.create(make_params())).is_exact
+    assert regroup(optimizer, again)[1].is_exact
 
 
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        (momentum(optax.scale(-0.1), after=optax.identity()), "`scale` acted after `trace`, and"),
-        (opt.lars(0.1), "`trace` was not the last to act"),
+        (momentum(optax.scale(-0.1), after=optax.identity()), "`scale`, which acts before `trace`"),
+        (opt.lars(0.1), "`trust_ratio`, which acts before `trace`, is new"),
     ],
 )
 def test_another_order_has_to_be_admitted(target: OptimizerDef, words: str) -> None:
@@ -280,27 +250,11 @@ def test_another_order_has_to_be_admitted(target: OptimizerDef, words: str) -> N
 
 NO_CHANGE: dict[str, Callable[[], Pair]] = {
     "function behind": lambda: (momentum(after=doubled(2.0)), momentum(after=doubled(3.0))),
-    "condition behind": lambda: (
-        momentum(after=optax.conditionally_mask(optax.scale(2.0), every(2))),
-        momentum(after=optax.conditionally_mask(optax.scale(2.0), every(3))),
-    ),
     "number in a record": lambda: (averages(Config()), averages(Config(decay=0.5))),
     "dtype in a record": lambda: (averages(Config()), averages(Config(dtype="bfloat16"))),
     "mask that hides nothing": lambda: (
         momentum(optax.scale(2.0)),
         momentum(partly(optax.scale(2.0), "w", "b", how="mask")),
-    ),
-    "mask behind": lambda: (
-        momentum(after=partly(optax.scale(2.0), "b", how="mask")),
-        momentum(after=partly(optax.scale(2.0), "w", how="mask")),
-    ),
-    "labels behind": lambda: (
-        momentum(after=partly(optax.scale(2.0), "b", how="callable labels")),
-        momentum(after=partly(optax.scale(2.0), "w", how="callable labels")),
-    ),
-    "mask of what passes on": lambda: (
-        momentum(partly(optax.clip(1.0), "b", how="mask")),
-        momentum(partly(optax.clip(1.0), "w", how="mask")),
     ),
 }
 
@@ -309,27 +263,12 @@ NO_CHANGE: dict[str, Callable[[], Pair]] = {
 def test_what_does_not_change_the_meaning_of_moments_passes(name: str) -> None:
     source, target = NO_CHANGE[name]()
     optimizer = source.create(make_params())
-    assert plan_restore(named_state(optimizer), target.create(make_params())).problems == ()
+    assert plan_restore(named_state(optimizer), target.create(make_params())).is_ok
     assert not regroup(optimizer, target)[1].dropped
 
 
-@pytest.mark.parametrize("how", [None, "mask"])
-def test_another_factor_before_moments_is_refused(how: str | None) -> None:
-    """A loss scale that changes: moments would be in other units, for a hundred steps."""
-
-    def scaled(by: float, rate: float = 0.1) -> OptimizerDef:
-        factor = partly(optax.scale(by), "b", how=how) if how else optax.scale(by)
-        return wrapped(optax.chain(factor, optax.adam(rate)))
-
-    optimizer = scaled(1024.0).create(make_params())
-    with pytest.raises(SurgeryError, match=r"`step_size` of `scale` was 1024\.0, is 1\.0"):
-        regroup(optimizer, scaled(1.0), allow=EVERYTHING)
-    assert plan_restore(named_state(optimizer), scaled(1.0).create(make_params())).problems
-    assert not regroup(optimizer, scaled(1024.0, rate=0.2))[1].initialised
-
-
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["mask", "callable mask", "labels", "callable labels"])
 def test_a_vector_of_other_parameters_does_not_continue(how: str) -> None:
     """Vectors of one size: the momentum of one parameter would be that of the other."""
     params = {"w": jnp.ones(8), "b": jnp.ones(8)}
@@ -340,7 +279,7 @@ def test_a_vector_of_other_parameters_does_not_continue(how: str) -> None:
     assert plan_restore(named_state(optimizer), again.create(params)).is_exact
     assert not regroup(optimizer, again)[1].dropped
     plan = plan_restore(named_state(optimizer), other.create(params))
-    assert plan.missing_kinds == {"initialise", "drop"}
+    assert plan.missing_words == {"initialise", "drop"}
     with pytest.raises(SurgeryError, match="it concatenates parameters"):
         regroup(optimizer, other)
 
@@ -382,12 +321,14 @@ def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
 def test_an_open_window() -> None:
     optimizer = trained(multi_steps(optax.adamw(0.01), 4), 2)
     for target in (multi_steps(optax.adamw(0.01), 2), opt.adamw(0.01)):
-        with pytest.raises(SurgeryError, match="a window is open, `mini_step` is 2"):
+        with pytest.raises(
+            SurgeryError, match="a window is open, `state/multi_steps/mini_step` is 2"
+        ):
             regroup(optimizer, target, allow=EVERYTHING)
         regroup(advanced(optimizer, 2), target)
     clipped = multi_steps(optax.chain(optax.clip(1e9), optax.adamw(0.01)), 4)
-    found, report = regroup(optimizer, clipped)
-    assert report.initialised == report.dropped == ()
+    found, plan = regroup(optimizer, clipped)
+    assert plan.initialised == plan.dropped == ()
     assert_same(advanced(found, 4).target, advanced(optimizer, 4).target)
     assert len(freeze(optimizer, "b")[1].dropped) == 3
 
@@ -415,19 +356,19 @@ def test_numbers_made_of_all_parameters_are_of_no_others(name: str) -> None:
     words = "made of all its parameters, of which 1 gone"
     with pytest.raises(SurgeryError, match=words):
         freeze(optimizer, "b")
-    _, report = freeze(optimizer, "b", allow={"optimizer"})
-    statistics = {change.path for change in report.changes if change.leaf.role == "statistic"}
-    assert statistics <= {*report.kept}
+    _, plan = freeze(optimizer, "b", allow={"optimizer"})
+    statistics = {row.leaf.name for row in plan.target_rows if row.leaf.role == "statistic"}
+    assert statistics <= {*plan.renamed}
     groups = MultiOptimizer.from_rules([("b", "b", definition), ("w", "w", definition)])
     with pytest.raises(SurgeryError, match=words):
         regroup(optimizer, groups, allow=EVERYTHING - {"optimizer"})
-    _, report = regroup(optimizer, MultiOptimizer.from_rules([("all", ".*", definition)]))
-    assert not report.initialised
+    _, plan = regroup(optimizer, MultiOptimizer.from_rules([("all", ".*", definition)]))
+    assert not plan.initialised
     source = named_state(optimizer)
     target = groups.create(make_params())
     plan = plan_restore(source, target, allow=EVERYTHING - {"optimizer"})
     assert not plan.is_ok
-    assert sum(words in change for change in plan.changes) == 2
+    assert sum(words in problem for problem in plan.problems) == 2
     assert plan_restore(source, target, allow=EVERYTHING).is_ok
 
 
@@ -436,11 +377,11 @@ def test_numbers_made_of_all_parameters_are_of_no_others(name: str) -> None:
 
 def test_schedules_continue() -> None:
     optimizer = trained(opt.adam(0.1), 5)
-    found, report = regroup(optimizer, opt.adam(schedule()))
+    found, plan = regroup(optimizer, opt.adam(schedule()))
     assert counts(found, "schedule_count") == [5]
     assert counts(found, "count") == [5]
-    assert [c.note for c in report.changes if c.action == "initialised"] == [
-        "continues from `step`"
+    assert [row.note for row in plan.rows if row.leaf.role == "schedule_count"] == [
+        "a new count, which continues from `state/step`"
     ]
     found, _ = regroup(optimizer, opt.adam(schedule()), schedules="restart")
     assert counts(found, "schedule_count") == [0]
@@ -471,10 +412,10 @@ def test_a_key_continues_in_one_group() -> None:
 
     optimizer = noisy(0).create(params).apply_gradient(zeros)
     groups = MultiOptimizer.from_rules([("u", "u", noisy(1)), ("v", "v", noisy(2))])
-    found, report = regroup(optimizer, groups)
-    keys = [c for c in report.changes if c.leaf.role == "key"]
-    assert [(c.action, c.note) for c in keys] == [
-        ("kept", ""),
+    found, plan = regroup(optimizer, groups)
+    keys = [row for row in plan.target_rows if row.leaf.role == "key"]
+    assert [(row.action, row.note) for row in keys] == [
+        ("renamed", ""),
         ("initialised", "its key continues in another group"),
     ]
     states, fresh = (o.state.param_states["v"] for o in (found, groups.create(params)))
@@ -482,10 +423,10 @@ def test_a_key_continues_in_one_group() -> None:
     moved = found.apply_gradient(zeros).target
     before = found.target
     assert not jnp.array_equal(moved["u"] - before["u"], moved["v"] - before["v"])
-    back, report = regroup(found, noisy(0))
-    assert [c.action for c in report.changes if c.leaf.role == "key"] == ["kept", "dropped"]
-    _, report = freeze(back, "u")
-    assert not report.initialised
+    back, plan = regroup(found, noisy(0))
+    assert [r.action for r in plan.rows if r.leaf.role == "key"] == ["renamed", "dropped"]
+    _, plan = freeze(back, "u")
+    assert not plan.initialised
 
 
 def test_a_rate_set_at_run_time_continues_and_one_changed_in_the_code_acts() -> None:
@@ -497,30 +438,30 @@ def test_a_rate_set_at_run_time_continues_and_one_changed_in_the_code_acts() -> 
     same, _ = freeze(optimizer, "b")
     rate = same.state.param_states["rest"].hyperparams["learning_rate"]
     assert float(rate) == np.float32(0.05)
-    found, report = regroup(optimizer, injected(0.3))
+    found, plan = regroup(optimizer, injected(0.3))
     assert float(found.state.param_states.hyperparams["learning_rate"]) == np.float32(0.3)
-    assert report.initialised == ("hyperparams/learning_rate",)
+    assert plan.initialised == ("state/inject_hyperparams/hyperparams/learning_rate",)
 
 
 def test_reset_keeps_what_was_set_at_run_time() -> None:
     injected = wrapped(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
     optimizer = trained(MultiOptimizer.from_rules([("w", "w", injected)], rest=opt.adam(0.1)))
     optimizer.state.param_states["w"].hyperparams["learning_rate"] = jnp.float32(0.007)
-    found, report = reset(optimizer, "w")
+    found, plan = reset(optimizer, "w")
     state = found.state.param_states["w"]
     assert float(state.hyperparams["learning_rate"]) == np.float32(0.007)
-    assert "w/hyperparams/learning_rate" in report.kept
+    assert "state/groups/w/inject_hyperparams/hyperparams/learning_rate" in plan.kept
     assert not state.inner_state[0].mu["w"].any()
 
 
 def test_reset_keeps_the_updates_of_a_window() -> None:
     inner = multi_steps(optax.adam(schedule()), 4)
     optimizer = trained(MultiOptimizer.from_rules([("w", "w", inner)], rest=opt.adam(0.1)), 6)
-    found, report = reset(optimizer, "w")
+    found, plan = reset(optimizer, "w")
     state = found.state.param_states["w"]
     assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
     assert counts(found, "schedule_count") == [1]
-    assert "w/gradient_step" in report.kept
+    assert "state/groups/w/multi_steps/gradient_step" in plan.kept
     assert not state.acc_grads["w"].any()
 
 
@@ -549,12 +490,13 @@ def spec_of(leaf: Any) -> tuple[Any, ...]:
 def test_new_leaves_are_placed_as_their_parameter(kind: AxisType) -> None:
     with jax.set_mesh(mesh := mesh_of(kind)):
         optimizer = opt.sgd(0.1).create(sharded_params(mesh))
-        found, _ = regroup(optimizer, opt.adam(0.1))
+        found, _ = regroup(optimizer, opt.adam(0.1), allow={"initialise"})
         state = found.state.param_states[0]
         assert spec_of(state.mu["w"]) == (None, "model")
         assert spec_of(state.mu["b"]) == ("model",)
         assert spec_of(state.count) == ()
-        factored, _ = regroup(optimizer, opt.adafactor(0.1, min_dim_size_to_factor=4))
+        factors = opt.adafactor(0.1, min_dim_size_to_factor=4)
+        factored, _ = regroup(optimizer, factors, allow={"initialise"})
         described = describe_state(factored).leaves
         leaves = jax.tree.leaves(factored.state.param_states)
         for leaf, value in zip(described, leaves, strict=True):
@@ -577,7 +519,7 @@ def test_what_zero_has_sharded_stays_so(kind: AxisType) -> None:
         states = jax.tree.map(place, optimizer.state.param_states)
         optimizer = optimizer.replace(state=optimizer.state.replace(param_states=states))
         for new in (opt.adamw(0.1), opt.adabelief(0.1)):
-            found, _ = regroup(optimizer, new, allow={"drop"})
+            found, _ = regroup(optimizer, new, allow={"drop", "initialise"})
             assert spec_of(found.state.param_states[0].mu["w"]) == ("data", "model")
         grouped, _ = regroup(optimizer, MultiOptimizer.from_rules([("all", ".*", opt.adam(0.1))]))
         again, _ = reset(grouped, "all")
@@ -585,11 +527,12 @@ def test_what_zero_has_sharded_stays_so(kind: AxisType) -> None:
         fresh = opt.sgd(0.1).create(sharded_params(mesh))
         shapes = jax.eval_shape(opt.adam(0.1).create, fresh.target).state.param_states
         shardings = jax.tree.map(lambda x: further if x.ndim == 2 else None, shapes)
-        found, _ = regroup(fresh, opt.adam(0.1), shardings=shardings)
+        allow = {"initialise"}
+        found, _ = regroup(fresh, opt.adam(0.1), allow=allow, placement=shardings)
         assert spec_of(found.state.param_states[0].mu["w"]) == ("data", "model")
         assert spec_of(found.state.param_states[0].mu["b"]) == ("model",)
-        with pytest.raises(GroupError, match="`shardings`: expected a tree like"):
-            regroup(fresh, opt.adam(0.1), shardings={"w": further})
+        with pytest.raises(LeafError, match="`placement` says nothing of"):
+            regroup(fresh, opt.adam(0.1), allow=allow, placement={"w": further})
 
 
 def test_reset_makes_the_state_of_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,7 +547,8 @@ def test_reset_makes_the_state_of_one_group_alone(monkeypatch: pytest.MonkeyPatc
         return init(self, params)
 
     monkeypatch.setattr(opt.OptaxWrapper, "init_state", noted)
-    assert all(path.startswith("w/") for path in reset(optimizer, "b")[1].kept)
+    kept = [name for name in reset(optimizer, "b")[1].kept if name.startswith("state/groups")]
+    assert all(name.startswith("state/groups/w/") for name in kept)
     assert made == [["b"]]
 
 
@@ -620,8 +564,8 @@ def test_a_group_inside_a_chain() -> None:
     optimizer = optimizer.apply_gradient(params)
     with pytest.raises(GroupError, match=r"would leave it.*\n  `decayed` \('\.\*/w'\) matches no"):
         freeze(optimizer, ".*/w")
-    found, report = regroup(optimizer, chained(plain, rest=FROZEN), allow={"drop", "optimizer"})
-    assert not report.initialised
+    found, plan = regroup(optimizer, chained(plain, rest=FROZEN), allow={"drop", "optimizer"})
+    assert not plan.initialised
     kept = {leaf.parameter for leaf in describe_state(found).leaves if leaf.role == "moment"}
     assert kept == {("a", "b"), ("c", "b")}
     moments = [x for x in jax.tree.leaves(found.state.param_states) if x.shape == (3,)]
@@ -629,9 +573,9 @@ def test_a_group_inside_a_chain() -> None:
 
 
 def test_as_transformation_is_not_a_change() -> None:
-    """It computes what it wraps: neither surgery nor a plan needs leave to add or remove it."""
+    """It computes what it wraps: nothing is said where it is added or removed."""
     plain = opt.chain(opt.clip(1.0), opt.adam(0.1)).create(make_params())
     wrapped = opt.chain(opt.clip(1.0), opt.as_transformation(opt.adam(0.1)))
     assert regroup(plain, wrapped)[1].initialised == ()
-    assert plan_restore(named_state(plain), wrapped.create(make_params())).changes == ()
-    assert plan_restore(named_state(wrapped.create(make_params())), plain).changes == ()
+    assert plan_restore(named_state(plain), wrapped.create(make_params())).notes == ()
+    assert plan_restore(named_state(wrapped.create(make_params())), plain).notes == ()

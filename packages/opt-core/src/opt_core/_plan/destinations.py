@@ -30,7 +30,7 @@ from opt_core._paths import Names, flatten_with_paths
 from opt_core._plan.names import named_leaves
 from opt_core._plan.placement import Places, committed_sharding, placed
 from opt_core._plan.plan import Plan, Row
-from opt_core._plan.schema import HasShardings, leaf_name
+from opt_core._plan.schema import HasShardings, LeafInfo, leaf_name
 from opt_core._plan.view import View
 from opt_core.errors import LeafError
 
@@ -290,23 +290,35 @@ def _place_new(plan: Plan[Any], found: dict[str, Any]) -> None:
     missing = [row for row in plan.target_rows if found[row.leaf.name] is None and not row.sources]
     if not missing:
         return
-    made = [
-        jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=found[x.name])
-        for x in (row.leaf for row in plan.target_rows)
-    ]
-    structure: Any = jax.tree.structure(plan.view.optimizer.target)
-    states = [
-        (x, row.leaf)
-        for x, row in zip(made, plan.target_rows, strict=True)
-        if row.leaf.transformation
-    ]
+    params: Any = jax.tree.structure(plan.view.optimizer.target)
+    leaves = [(row.leaf, found[row.leaf.name]) for row in plan.target_rows]
+    states = [(leaf, place) for leaf, place in leaves if leaf.transformation]
+    states += _places_of_source(plan, [place for _, place in leaves])
     new = Places(
-        structure.unflatten(made[: structure.num_leaves]),
-        [x for x, _ in states],
-        [leaf.description for _, leaf in states],
+        params.unflatten([_placed(*pair) for pair in leaves[: params.num_leaves]]),
+        [_placed(*pair) for pair in states],
+        [leaf.description for leaf, _ in states],
     )
     for row in missing:
         found[row.leaf.name] = new.of(row.leaf.description, row.leaf.shape)
+
+
+def _places_of_source(plan: Plan[Any], known: Sequence[Any]) -> list[tuple[LeafInfo, Any]]:
+    """Where the source has leaves that follow parameters, on the meshes of the target."""
+    if not isinstance(plan.source, HasShardings):
+        return []
+    meshes = [place.mesh for place in known if isinstance(place, NamedSharding)]
+    leaves = {x.name: x for x in plan.source.schema.leaves if x.transformation and x.parameter}
+    places = plan.source.shardings(leaves) if meshes else {}
+    return [
+        (leaves[name], place)
+        for name, place in places.items()
+        if isinstance(place, NamedSharding) and place.mesh in meshes
+    ]
+
+
+def _placed(leaf: LeafInfo, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.int8, sharding=place)
 
 
 def _is_abstract(place: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from opt_core._groups.leaf_groups import members
 from opt_core._groups.table import FROZEN, Group
@@ -87,8 +88,8 @@ def regroup(
       >>> len(plan.initialised), len(plan.dropped)
       (0, 1)
     """
-    policy = Policy.make(allow, rules)
-    return _carried_out(optimizer, definition, Request(policy, _checked(schedules)), placement)
+    request = Request(Policy.make(allow, rules), _checked(schedules))
+    return _carried_out(optimizer, _created(optimizer, definition), request, placement)
 
 
 def freeze(
@@ -123,7 +124,7 @@ def freeze(
     changed = definition.with_groups([frozen, *groups])
     check_inner_groups(changed, optimizer.target)
     policy = Policy.make(check_allowances(allow) | {"drop"}, ())
-    return _carried_out(optimizer, changed, Request(policy, is_asked=True))
+    return _carried_out(optimizer, _created(optimizer, changed), Request(policy, is_asked=True))
 
 
 def unfreeze(
@@ -172,7 +173,7 @@ def unfreeze(
     changed = whole.with_groups([new, *groups])
     check_inner_groups(changed, optimizer.target)
     request = Request(Policy.make((), ()), _checked(schedules))
-    return _carried_out(optimizer, changed, request, placement)
+    return _carried_out(optimizer, _created(optimizer, changed), request, placement)
 
 
 def reset(
@@ -205,7 +206,9 @@ def reset(
         if leaf.group[: len(names)] == names and not _stays(side, i)
     }
     request = Request(Policy.make({"drop"}, ()), anew=anew, is_asked=True)
-    return _carried_out(optimizer, optimizer.optimizer_def, request, placement)
+    # The shapes are those of the state: nothing else is created, nor traced.
+    target = optimizer.replace(state=_shapes(optimizer.state))
+    return _carried_out(optimizer, target, request, placement)
 
 
 def _stays(side: Side, i: int) -> bool:
@@ -216,11 +219,20 @@ def _stays(side: Side, i: int) -> bool:
     return is_time or is_recorded(leaf, transformation)
 
 
+def _created(optimizer: Optimizer, definition: OptimizerDef) -> Optimizer:
+    """Another definition's optimizer of the same parameters; its state is shapes."""
+    created: Optimizer = jax.eval_shape(definition.create, optimizer.target)
+    return created.replace(target=optimizer.target, state=_shapes(created.state))
+
+
+def _shapes(state: Any) -> Any:
+    """A state without values, and without shardings that explicit meshes give to shapes."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), state)
+
+
 def _carried_out(
-    optimizer: Optimizer, definition: OptimizerDef, request: Request, placement: Any = None
+    optimizer: Optimizer, target: Optimizer, request: Request, placement: Any = None
 ) -> tuple[Optimizer, Plan[Optimizer]]:
-    shapes = jax.eval_shape(definition.create, optimizer.target)
-    target = shapes.replace(target=optimizer.target)
     held = named_state(optimizer)
     plan: Plan[Optimizer] = make_plan(
         HeldState(held.leaves, held.schema), View(target), request, placement
