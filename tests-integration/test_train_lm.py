@@ -162,13 +162,46 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing interrupted; its output is in `stdout` and `stderr`."""
+def compiled(text: Path, tmp_path_factory: pytest.TempPathFactory) -> jax.stages.Compiled:
+    """The step of the run below, as the program compiles it: half of the time of all of it."""
+    training = load("lm.training")
+    steps: list[jax.stages.Compiled] = []
+
+    def keep(*args: Any, original: Any = training.compile_step) -> None:
+        steps.append(original(*args))
+        raise training.UsageError("compiled")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "compile_step", keep)
+        done = main("--out", tmp_path_factory.mktemp("compiled"), "--data", text, *TINY)
+    assert done.stderr.endswith("train_lm: error: compiled\n")
+    return steps[0]
+
+
+@pytest.fixture(scope="module")
+def trained(
+    compiled: jax.stages.Compiled, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Sequence[Any]]:
+    """The folder of a run that nothing interrupted, up to its report, and what that is made of."""
+    training = load("lm.training")
+    reported: list[Sequence[Any]] = []
     folder = tmp_path_factory.mktemp("runs") / "deep" / "whole"
-    done = main("--out", folder, "--data", text, *TINY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "compile_step", lambda *_: compiled)
+        patch.setattr(training, "write_report", lambda *args: reported.append(args))
+        done = main("--out", folder, "--data", text, *TINY)
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)
+    return folder, reported[0]
+
+
+@pytest.fixture(scope="module")
+def whole(trained: tuple[Path, Sequence[Any]]) -> Path:
+    """The folder of the whole run; its output is in `stdout` and `stderr`."""
+    folder, reported = trained
+    with (folder / "stdout").open("a") as out, contextlib.redirect_stdout(out):
+        load("lm.training").write_report(*reported)
     return folder
 
 
@@ -185,6 +218,19 @@ def to_resume(whole: Path, tmp_path: Path) -> Path:
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what follows the training, and compiles programs of its own."""
     monkeypatch.setattr(load("lm.training"), "write_report", lambda *_: None)
+
+
+def test_the_step_takes_over_the_memory_of_the_optimizer(compiled: jax.stages.Compiled) -> None:
+    optimizer, *others = compiled.args_info[0]
+    assert all(argument.donated for argument in jax.tree.leaves(optimizer))
+    assert not any(argument.donated for argument in jax.tree.leaves(others))
+
+
+def test_learning_rate_is_that_of_the_schedule(trained: tuple[Path, Sequence[Any]]) -> None:
+    rates = [line["learning_rate"] for line in read_metrics(trained[0])]
+    assert rates[0] == 0
+    assert max(rates) == np.float32(4e-3)
+    np.testing.assert_allclose(rates, [schedule(i) for i in range(STEPS)], rtol=2e-6)
 
 
 def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
@@ -270,13 +316,6 @@ def test_loss_falls_and_baselines_are_those_of_the_text(whole: Path, text: Path)
     train = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 20 != 19)
     expected = bits_by_counting(train, held_out)
     assert [bits["unigram"], bits["bigram"]] == pytest.approx(expected)
-
-
-def test_learning_rate_is_that_of_the_schedule(whole: Path) -> None:
-    rates = [line["learning_rate"] for line in read_metrics(whole)]
-    assert rates[0] == 0
-    assert max(rates) == np.float32(4e-3)
-    np.testing.assert_allclose(rates, [schedule(i) for i in range(STEPS)], rtol=2e-6)
 
 
 @pytest.mark.usefixtures("without_report")
