@@ -257,14 +257,6 @@ def test_in_a_window_it_judges_what_is_emitted() -> None:
 
 
 @pytest.mark.slow
-def test_around_a_window_it_judges_mini_steps() -> None:
-    tx = guard(MultiSteps(INNER, 2), loss=QUICK)
-    carried = steps_of(tx, [1.0] * 5 + [30.0, 1.0])
-    assert int(carried[-1][1].inner.gradient_step) == 3
-    assert int(carried[-1][1].skipped) == 1
-
-
-@pytest.mark.slow
 def test_two_guards_have_two_reports() -> None:
     tx = guard(guard(INNER))
     _, state = steps_of(tx, [1.0])[-1]
