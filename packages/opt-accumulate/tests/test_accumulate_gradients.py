@@ -104,19 +104,6 @@ def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool)
     assert (" while(" in program) == (unroll is not True)
 
 
-def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
-    mask = np.ones((ROWS, 2))
-    mask[1::2, 0] = 0  # microbatch 0 has two tokens in a row, microbatch 1 one
-    params, batch = make_params(), make_batch(mask)
-    parts = [jax.tree.map(lambda leaf, i=i: leaf[i::2], batch) for i in range(2)]
-    means = [jax.value_and_grad(mean_over_tokens)(params, part) for part in parts]
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, *means)
-    vg = accumulate_gradients(mean_over_tokens, num_microbatches=2, weights="mean_of_means")
-    chex.assert_trees_all_close(vg(params, batch), mean, rtol=1e-6)
-    loss, true = vg(params, batch)[0], whole_batch(params, batch)[0]
-    assert abs(loss - true) > 0.03 * true
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [5, 20])
 def test_every_example_counts_the_same_in_a_smaller_last_microbatch(size: int) -> None:

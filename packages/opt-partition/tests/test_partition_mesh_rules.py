@@ -1,6 +1,6 @@
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,23 +101,6 @@ def test_what_stays_whole_is_noted(
     spec: Any, rules: Any, shape: tuple[int, ...], notes: tuple[str, ...]
 ) -> None:
     assert place(spec, rules, shape)[1] == notes
-
-
-def test_containers_may_differ_in_type_and_hold_none() -> None:
-    class Pair(NamedTuple):
-        w: Any
-        b: Any
-        nothing: Any = None
-
-    shapes = Pair(leaf(8), (leaf(4), leaf(2)))
-    axes = {"w": None, "b": [P("a"), None], "nothing": None}
-    layout = logical_to_mesh(axes, {"a": "data"}, MESH, shapes)
-    assert isinstance(layout.leaves, Pair)
-    assert [(row.path, tuple(row.spec)) for row in layout.rows] == [
-        ("w", (None,)),
-        ("b/0", ("data",)),
-        ("b/1", (None,)),
-    ]
 
 
 @pytest.mark.parametrize(
