@@ -1,12 +1,13 @@
 """The names and signatures of T5X's module, and what works without Optax."""
 
 import inspect
+import pickle
 import subprocess
 import sys
 
 import opt_adafactor
 import pytest
-from opt_adafactor import Adafactor, t5x
+from opt_adafactor import Adafactor, errors, t5x
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 
 # What T5X's own tests, and code that was modelled on them, import besides.
@@ -40,6 +41,21 @@ def test_the_facade_has_the_names_of_t5x() -> None:
     for name in {*t5x.__all__, *PRIVATE} - {"Adafactor", "OptimizerDef", "OptimizerState"}:
         assert getattr(t5x, name) is getattr(opt_adafactor, name)
     assert issubclass(t5x.Adafactor, Adafactor)
+
+
+def test_errors_are_the_builtins_that_callers_catch() -> None:
+    expected = {
+        "ParamAxesError": ValueError,
+        "FactorRuleError": ValueError,
+        "StateConversionError": ValueError,
+        "UnknownNameError": KeyError,
+    }
+    for name, builtin in expected.items():
+        assert issubclass(getattr(errors, name), (errors.AdafactorError, builtin))
+        assert issubclass(getattr(errors, name), builtin)
+    error = errors.UnknownNameError("a\nb")
+    assert str(error) == "a\nb"  # a KeyError would quote it
+    assert str(pickle.loads(pickle.dumps(error))) == "a\nb"
 
 
 def test_protocols() -> None:
