@@ -252,11 +252,12 @@ def audit(event, args):
     if event == "os.rename" and str(args[1]).endswith("-sealed"):
         os.kill(os.getpid(), signal.SIGKILL)
 checkpointer = Checkpointer(root, max_to_keep=1)
-if checkpointer.latest_step() is None:
-    checkpointer.save(0, state(0)); checkpointer.save(1, state(1)); checkpointer.wait()
 sys.addaudithook(audit)
 checkpointer.save(2 + int(sys.argv[2]), state(2)); checkpointer.wait()
 """
+    with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+        checkpointer.save(0, state(0))
+        save_now(checkpointer, 1, state(1))
     for crash in range(crashes):
         with child(code, tmp_path, crash) as process:
             assert process.wait(timeout=120) == -signal.SIGKILL
