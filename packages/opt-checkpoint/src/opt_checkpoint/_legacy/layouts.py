@@ -10,7 +10,6 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
 
-from opt_checkpoint._legacy.msgpack import sequence_of
 from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import LoadError, VersionError
 
@@ -116,6 +115,13 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
         states |= zip(names, own, strict=True)
     state = {"step": entries[0]["step"], "param_states": unflatten_dict(states)}
     return {"target": part["target"], "state": state}
+
+
+def sequence_of(value: Any) -> list[Any] | None:
+    """Returns the items of a list, or of `{'0': ..., '1': ...}`; `None` for anything else."""
+    if isinstance(value, Mapping) and set(value) == {str(i) for i in range(len(value))}:
+        value = [value[str(i)] for i in range(len(value))]
+    return value if isinstance(value, list) else None
 
 
 def step_of(state: Mapping[str, Any], path: str = "state/step") -> int:
