@@ -8,7 +8,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,13 +84,6 @@ def find_steps(text: str) -> dict[str, Place]:
             number = str(int(digits[0]))
             places.setdefault(number, Place(f"{text}@{number}", root / name))
     return {number: places[number] for number in sorted(places, key=int)}
-
-
-def parse_step(text: str) -> int:
-    """Reads `--step`."""
-    if not (re.fullmatch(_INTEGER, text) and int(text) >= 0):
-        raise InputError(f"`--step` must be a non-negative integer, found `{text:.40}`")
-    return int(text)
 
 
 def make_optimizer(target: str, *, allocate: bool) -> Any:
@@ -180,19 +173,3 @@ def parse_rule(text: str) -> Rule:
         case "pad", [int(), int(size)] if size >= 0:
             return pattern, Pad(*values)
     raise InputError(f"`--rule`: expected {ACTIONS}, found `{action:.200}`")
-
-
-def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
-    """Reads `NAME`, or `GROUP=NAME` for every group.
-
-    Examples:
-      >>> parse_writers(['Adam']), parse_writers(['kernels=LAMB', 'rest=Adam'])
-      ('Adam', {'kernels': 'LAMB', 'rest': 'Adam'})
-    """
-    pairs = [text.rpartition("=") for text in texts]
-    if len(pairs) == 1 and not pairs[0][1]:
-        return pairs[0][2]
-    if not all(group and name for group, _, name in pairs):
-        found = " ".join(texts)
-        raise InputError(f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{found}`")
-    return {group: name for group, _, name in pairs} or None
