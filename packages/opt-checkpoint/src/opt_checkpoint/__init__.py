@@ -26,12 +26,7 @@ __version__ = _version("opt-checkpoint")
 if TYPE_CHECKING:
     from opt_checkpoint._disk.checkpointer import Checkpointer
     from opt_checkpoint._disk.foreign import open_foreign
-    from opt_checkpoint._disk.handler import (
-        OptimizerHandler,
-        OptimizerHandlerV1,
-        OptimizerRestore,
-        OptimizerSave,
-    )
+    from opt_checkpoint._disk.handler import OptimizerHandler, OptimizerRestore, OptimizerSave
     from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
     from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
     from opt_checkpoint._legacy.read import read_legacy
@@ -49,7 +44,6 @@ __all__ = [
     "Map",
     "NamedState",
     "OptimizerHandler",
-    "OptimizerHandlerV1",
     "OptimizerRestore",
     "OptimizerSave",
     "Pad",
@@ -80,12 +74,7 @@ __all__ = [
 _LATER = {
     "_disk.checkpointer": ["Checkpointer"],
     "_disk.foreign": ["open_foreign"],
-    "_disk.handler": [
-        "OptimizerHandler",
-        "OptimizerHandlerV1",
-        "OptimizerRestore",
-        "OptimizerSave",
-    ],
+    "_disk.handler": ["OptimizerHandler", "OptimizerRestore", "OptimizerSave"],
     "_disk.saved_step": ["SavedStep", "StepReport", "open_step"],
     "_legacy.flax_optim": ["flax_optim_equivalent"],
     "_legacy.read": ["read_legacy"],

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from opt_checkpoint._disk.background import at_exit, not_at_exit
 from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
@@ -94,7 +93,6 @@ class Checkpointer:
         self._state = "open for reading: make a `Checkpointer` without `read_only=True` to save"
         if not read_only and not self._is_foreign():
             self._writer = Writer(self.directory, async_save=async_save, **steps)
-            at_exit(self._close_at_exit)
 
     def save(self, step: int, target: Any, *, metadata: Any = None, extras: Any = None) -> None:
         """Saves a step, or raises an error: no step is skipped silently.
@@ -149,7 +147,6 @@ class Checkpointer:
                 finally:
                     if self._writer.is_closed:
                         self._writer, self._state = None, "closed"
-                        not_at_exit(self._close_at_exit)
 
     def __enter__(self) -> Self:
         return self
@@ -382,13 +379,3 @@ class Checkpointer:
             check_own(self.directory)
             raise SaveError(f"`{self.directory}` is {self._state}")
         return self._writer
-
-    def _close_at_exit(self) -> bool:
-        try:
-            self.close()
-        except SaveError as error:
-            _log.error("%s", error)
-            return False
-        finally:
-            self._state = "closed, because the main thread has ended: let it wait for this one"
-        return True

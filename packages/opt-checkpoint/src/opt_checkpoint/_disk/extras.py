@@ -21,7 +21,6 @@ from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint.errors import LeafError, LoadError
 
 EXTRA: Final = "extra"
-_MOST: Final = 50  # levels: JSON nests three times as deep
 
 
 def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
@@ -44,14 +43,12 @@ def _extra_info(path: Names, leaf: Any) -> LeafInfo:
     raise LeafError(f"`{'/'.join(path)}`: expected {expected}, found {type(leaf).__name__}")
 
 
-def structure_of(tree: Any, depth: int = 0) -> Any:
+def structure_of(tree: Any) -> Any:
     """Returns the structure of a pytree as JSON data.
 
     Nodes other than dicts, lists and tuples become dicts by the names of their children; so do keys
     that JSON does not have become strings.
     """
-    if depth > _MOST:
-        raise LeafError(f"`extras`: nested more than {_MOST} deep")
     opened = children(tree)
     if tree is None:
         return None
@@ -62,10 +59,10 @@ def structure_of(tree: Any, depth: int = 0) -> Any:
     if isinstance(tree, dict):
         named = [(_key(key), child) for key, child in tree.items()]
     elif type(tree) in (list, tuple):
-        return {type(tree).__name__: [structure_of(child, depth + 1) for child in tree]}
+        return {type(tree).__name__: [structure_of(child) for child in tree]}
     else:
         named = list(opened.children)
-    return {"dict": [[key, structure_of(child, depth + 1)] for key, child in named]}
+    return {"dict": [[key, structure_of(child)] for key, child in named]}
 
 
 def _key(key: Any) -> Any:

@@ -65,6 +65,11 @@ class ForeignStep:
                 stored |= {name: read[key] for name, key in at.items()}
         return {name: _leaf(infos[name], stored[name], place) for name, place in wanted.items()}
 
+    def same(self, names: Iterable[str]) -> bool | None:
+        """Returns whether leaves are the same, bit for bit; `None` of other leaves than counts."""
+        counts = {self.schema.by_name[name].value for name in names}
+        return None if None in counts else len(counts) == 1
+
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as it is known."""
         keys = {name: self.keys[name] for name in names if name in self.keys}

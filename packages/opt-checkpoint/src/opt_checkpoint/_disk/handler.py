@@ -7,7 +7,7 @@ manifest as an additional file in its folder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,12 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
-from opt_checkpoint._disk.processes import is_first, sync_errors
+from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving, view_to_save
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
-from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import SaveError
 
 
@@ -114,7 +113,7 @@ class OptimizerSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(OptimizerHandler, for_restore=True)
 @dataclasses.dataclass
 class OptimizerRestore(ocp.args.CheckpointArgs):
-    """Says how `OptimizerHandler`, and that of Orbax v1, restores an item.
+    """Says how `OptimizerHandler` restores an item.
 
     Attributes:
       target: an optimizer of any kind that `named_state` takes; its leaves may be abstract. Without
@@ -128,62 +127,6 @@ class OptimizerRestore(ocp.args.CheckpointArgs):
     allow: Iterable[str] = ()
     rules: Sequence[Rule] = ()
     placement: Any = None
-
-
-class OptimizerHandlerV1:
-    """The same for Orbax v1: a `CheckpointableHandler` for `save_checkpointables`.
-
-    Register it for a name, or for every optimizer: with `handlers.register_handler`, or with a
-    `local_registry()` in a `Context`. The checkpointable is the optimizer itself; to load, give an
-    abstract one, or an `OptimizerRestore` with what is admitted.
-    """
-
-    __module__ = "opt_checkpoint"  # Orbax writes it into checkpoints.
-
-    async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Copies the arrays off the devices; the result writes them and the manifest."""
-        from orbax.checkpoint.experimental import v1  # takes a second
-
-        saving, manifest = _prepare(directory.path, checkpointable), ManifestHandler()
-        arrays = await v1.handlers.PyTreeHandler().save(directory, saving.tree())
-
-        async def write() -> None:
-            folder = await directory.await_creation()
-            manifest.save(folder, ManifestSave(saving))
-            await arrays  # until every process has written its own
-            if is_first():
-                manifest.finalize(folder)
-
-        return write()
-
-    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """Restores the target; without one, opens the item."""
-        given = abstract_checkpointable
-        # Not awaited: Orbax would turn every error into a `NoEntryError`.
-        args = given if isinstance(given, OptimizerRestore) else OptimizerRestore(given)
-        restored = _restore(directory, args)
-
-        async def result() -> Any:
-            return restored
-
-        return result()
-
-    async def metadata(self, directory: Any) -> SavedStep:
-        """Returns the item as a source of plans; only its manifest is read."""
-        return _open(directory)
-
-    def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether it is an optimizer of any kind."""
-        try:
-            view_of(checkpointable)
-        except TypeError:
-            return False
-        return True
-
-    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
-        """Whether it is an optimizer of any kind, or says how to restore one."""
-        given = abstract_checkpointable
-        return isinstance(given, OptimizerRestore) or self.is_handleable(given)
 
 
 def _prepare(directory: Any, target: Any) -> Saving:

@@ -20,9 +20,9 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
+from orbax.checkpoint.path import atomicity_types
 from orbax.checkpoint.path import step as step_lib
 
-from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._disk.steps import LEAVES, MANIFEST, list_steps
@@ -30,6 +30,7 @@ from opt_checkpoint._naming.names import is_wide
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
 TRASH = "trash"
+TEMPORARY = atomicity_types.TMP_DIR_SUFFIX
 _SUMS = "sums.{}"
 _T = TypeVar("_T")
 
@@ -103,20 +104,35 @@ class StepNames(step_lib.NameFormat[step_lib.Metadata]):
         return step_lib.Metadata(step=step, path=base_path / str(step))
 
 
-def open_manager(directory: Path, *, is_async: bool, **policy: Any) -> ocp.CheckpointManager:
-    """Returns Orbax's manager of a folder; `policy` says which steps it keeps."""
+def open_manager(
+    directory: Path, before_commit: Callable[[], None], **policy: Any
+) -> ocp.CheckpointManager:
+    """Returns Orbax's manager of a folder.
+
+    Args:
+      directory: the folder.
+      before_commit: called in the first process once a step is written, before it gets its name.
+      **policy: which steps are kept.
+    """
     options = ocp.CheckpointManagerOptions(
         **policy,
-        enable_async_checkpointing=is_async,
-        # Threads that wait for a folder that cannot be created keep the process alive.
-        async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+        async_options=ocp.options.AsyncOptions(
+            # Threads that wait for a folder that cannot be created keep the process alive.
+            create_directories_asynchronously=False,
+            # It is called after the handlers' `finalize`, and before the rename (Orbax 0.12).
+            post_finalization_callback=before_commit,
+        ),
         cleanup_tmp_directories=True,
         step_name_format=StepNames(),
-        temporary_path_class=DurablePath,
         todelete_subdir=TRASH,
     )
     handlers = {LEAVES: ocp.PyTreeCheckpointHandler(), MANIFEST: ManifestHandler()}
     return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
+
+
+def temporary_path(directory: Path, step: int) -> Path:
+    """Returns where Orbax writes a step before it gets its name."""
+    return directory / f"{step}{TEMPORARY}"
 
 
 def _leaves(folder: Path) -> Path:

@@ -111,6 +111,19 @@ class SavedStep:
             for name, place in places.items()
         }
 
+    def same(self, names: Iterable[str]) -> bool | None:
+        """Returns whether leaves are the same, bit for bit, by their digests; reads no array.
+
+        `None` if one has no digest: empty arrays and Python scalars.
+        """
+        leaves = set()
+        for name in names:
+            info, digest = self.schema.by_name[name], self.manifest.records[name].digest
+            if digest is None:
+                return None
+            leaves.add((info.shape, info.dtype, bound(name, digest)))
+        return len(leaves) == 1
+
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
         keys = {name: _storage.store_key(self.schema.by_name[name].path) for name in names}

@@ -13,8 +13,8 @@ from opt_core import describe_state
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
-from opt_checkpoint._disk.extras import EXTRA, extra_leaves, structure_of
-from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
+from opt_checkpoint._disk.extras import extra_leaves, structure_of
+from opt_checkpoint._disk.manifest import encode, encode_schema, encode_step
 from opt_checkpoint._disk.processes import are_equal
 from opt_checkpoint._naming.names import NamedState, count_of
 from opt_checkpoint._naming.schema import LeafInfo, Schema
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Layout:
-    """What all steps of one structure share, computed once.
+    """What all steps of one structure share, computed once: it takes a third of a save.
 
     `source` is what the schema was made from: the same object has the same structure. `rest` is
     what else it depends on.
@@ -34,20 +34,12 @@ class Layout:
 
     def __init__(self, schema: Schema, source: object = None, rest: object = None) -> None:
         self.schema, self.source, self.rest = schema, source, rest
-        leaves = schema.leaves
         self.text = encode_schema(schema)
-        self.names = [leaf.name for leaf in leaves]
-        if len(set(self.names)) != len(leaves):
+        self.names = [leaf.name for leaf in schema.leaves]
+        if len(set(self.names)) != len(self.names):
             raise LeafError("`schema` has a name twice")
-        self.stored = [i for i, leaf in enumerate(leaves) if _storage.is_stored(leaf)]
-        self.keys = [_storage.store_key(leaves[i].path) for i in self.stored]
-        self.counts = [i for i, leaf in enumerate(leaves) if leaf.value is not None]
-        # all but plain arrays of JAX
-        self.special = [
-            i
-            for i, leaf in enumerate(leaves)
-            if leaf.kind == EXTRA or leaf.is_key or not _storage.is_stored(leaf)
-        ]
+        self.stored = [i for i, leaf in enumerate(schema.leaves) if _storage.is_stored(leaf)]
+        self.keys = [_storage.store_key(schema.leaves[i].path) for i in self.stored]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,25 +78,21 @@ class Saving:
         else:
             layout, values = _of_view(target, infos, known)
         values += extra_values
-        leaves = layout.schema.leaves
-        checked = range(len(leaves)) if layout is not known else _to_check(layout, values)
-        kept = {i: values[i] for i in layout.counts}
-        impls = {}
-        for i in checked:
-            info, leaf = leaves[i], values[i]
-            values[i] = _storage.to_store(info, leaf)
+        kept: dict[str, Any] = {}
+        impls: dict[str, str] = {}
+        arrays = []
+        for info, leaf in zip(layout.schema.leaves, values, strict=True):
+            array = _storage.to_store(info, leaf)
+            if info.dtype == _storage.PYTHON:
+                kept[info.name] = leaf
+            elif info.value is not None:
+                kept[info.name] = count_of(leaf)
             if info.is_key:
                 impls[info.name] = str(jax.random.key_impl(leaf))
-            elif info.dtype == _storage.PYTHON:
-                kept[i] = leaf
-        named: dict[str, Any] = {
-            layout.names[i]: leaf if _storage.is_scalar(leaf) else count_of(leaf)
-            for i, leaf in kept.items()
-        }
-        number = int(named.get("state/step", 0)) if step is None else step
-        text = encode_step(number, metadata, named, impls, structure_of(extras))
-        check_size(layout.text, text, len(leaves))
-        arrays = [_to_save(values[i]) for i in layout.stored]
+            if _storage.is_stored(info):
+                arrays.append(_to_save(array))
+        number = int(kept.get("state/step", 0)) if step is None else step
+        text = encode_step(number, metadata, kept, impls, structure_of(extras))
         if jax.process_count() > 1:
             # What follows communicates: on CPU, Gloo's collectives of several programs can
             # deadlock. The arrays are copied next anyway.
@@ -165,7 +153,6 @@ def _of_named(named: NamedState, infos: list[LeafInfo]) -> tuple[Layout, list[An
 
 def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[Layout, list[Any]]:
     optimizer, others = view.optimizer, view.others
-    params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
     # the same object for equal definitions and structures
     source = describe_state(optimizer)
     steps = jax.tree.leaves(optimizer.state.step)
@@ -176,17 +163,8 @@ def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[L
         known = Layout(
             dataclasses.replace(schema, leaves=(*schema.leaves, *infos)), source, depends
         )
+    params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
     return known, [*params, *others.values(), *state]
-
-
-def _to_check(layout: Layout, values: Sequence[Any]) -> list[int]:
-    """The leaves that may differ from the previous step in more than their values."""
-    is_array = {
-        kind: issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
-        for kind in set(map(type, values))
-    }
-    odd = [i for i, x in enumerate(values) if not is_array[type(x)] or x.is_deleted()]
-    return sorted({*layout.special, *odd})
 
 
 def _to_save(array: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from opt_checkpoint._naming.names import is_wide
 from opt_checkpoint._naming.schema import DTYPES, LeafInfo, Names, shown
-from opt_checkpoint.errors import CheckpointError, LeafError, LoadError
+from opt_checkpoint.errors import LeafError, LoadError
 
 PYTHON = "python"
 _SCALARS = (bool, int, float, str)
 _MAX_BITS = 14_284  # of 4,300 digits
-_MAX_DIMS = 64  # NumPy's
-_INT64_MAX = 2**63 - 1
-_WALKED = 2**31  # on CPU, JAX iterates over the other sizes of an empty array
-# The data of a PRNG key in whole words, as of the largest of JAX's implementations.
-_KEY_DATA, _KEY_DTYPE = (4,), "uint32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +64,7 @@ def to_store(info: LeafInfo, leaf: Any) -> Any:
     A `LeafError` says that it cannot be saved, or does not match the schema.
     """
     if info.dtype == PYTHON:
-        if type(leaf) is int and not is_readable(leaf):
+        if type(leaf) is int and leaf.bit_length() > _MAX_BITS:
             raise LeafError(f"`{info.name}`: Python could not read so many digits again")
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
@@ -81,7 +77,6 @@ def to_store(info: LeafInfo, leaf: Any) -> Any:
     if isinstance(leaf, np.ma.MaskedArray):
         raise LeafError(f"`{info.name}`: a masked array loses its mask. Save `.data` and `.mask`")
     if info.is_key:
-        _check_shape(info, LeafError)
         if not isinstance(jax.random.key_impl(leaf), str):
             raise LeafError(
                 f"`{info.name}`: this type of PRNG keys has no name: register it, or save "
@@ -90,7 +85,7 @@ def to_store(info: LeafInfo, leaf: Any) -> Any:
         return jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray):
         leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)
-    dtype = "float0" if leaf.dtype == jax.dtypes.float0 else str(leaf.dtype)
+    dtype = _dtype_name(leaf.dtype)
     if dtype not in DTYPES:
         raise LeafError(
             f"`{info.name}`: {dtype} cannot be saved. Convert it, or keep it out of the state. "
@@ -100,9 +95,13 @@ def to_store(info: LeafInfo, leaf: Any) -> Any:
         raise LeafError(
             f"`{info.name}`: expected {shown(info)} as the schema says, found {shown(leaf)}"
         )
-    _check_shape(info, LeafError)
     # a copy: the caller may write to it later
     return np.array(leaf, order="C") if isinstance(leaf, np.ndarray) else leaf
+
+
+@functools.cache  # NumPy makes these names anew every time
+def _dtype_name(dtype: Any) -> str:
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 
 
 def stored_shape(info: LeafInfo, record: Record) -> jax.ShapeDtypeStruct:
@@ -138,57 +137,9 @@ def _key(impl: str | None) -> jax.Array:
         raise LoadError(f"this JAX has no PRNG keys of `{impl!s:.40}`: {error!s:.200}") from None
 
 
-def check(info: LeafInfo, record: Record) -> None:
-    """Raises a `LoadError` unless a record matches its leaf."""
-    where = f"`{info.name:.200}`"
-    _check_shape(info, LoadError)
-    if (info.dtype == PYTHON) != is_scalar(record.scalar):
-        raise LoadError(f"{where}: {info.dtype:.40} with a value of {type(record.scalar).__name__}")
-    if info.is_key != (record.impl is not None):
-        raise LoadError(f"{where}: {info.dtype:.40} with the key type `{record.impl!s:.40}`")
-    if is_stored(info) != (record.digest is not None):
-        raise LoadError(
-            f"{where}: expected a digest if and only if {list(info.shape)!s:.80} has bits"
-        )
-
-
-def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
-    """Raises an `error` unless NumPy can hold an array of the shape and dtype.
-
-    NumPy counts bytes as if no size were 0, so empty arrays have limits too.
-    """
-    sizes, dtype = info.shape, info.dtype
-    if info.dtype == PYTHON:
-        if sizes:
-            raise error(f"`{info.name:.200}`: expected a Python scalar, found {len(sizes)} sizes")
-        return
-    if info.is_key:
-        sizes, dtype = (*sizes, *_KEY_DATA), _KEY_DTYPE
-    if len(sizes) > _MAX_DIMS:
-        most = _MAX_DIMS - len(sizes) + len(info.shape)
-        raise error(
-            f"`{info.name:.200}`: expected at most {most} dimensions, found {len(info.shape)}"
-        )
-    nbytes = jnp.dtype(dtype).itemsize
-    is_walked = 0 in info.shape and sum(size > 0 for size in info.shape) > 1
-    most = _WALKED if is_walked else _INT64_MAX
-    for size in sizes:  # one at a time: the product of many large integers is slow
-        nbytes *= max(size, 1)
-        if nbytes > most:
-            raise error(
-                f"`{info.name:.200}`: {info.dtype:.40}{list(info.shape)!s:.80} is larger than any "
-                f"memory: expected at most {most:,} bytes, not counting sizes of 0"
-            )
-
-
 def is_scalar(leaf: Any) -> bool:
     """Whether it is a Python scalar, which the manifest holds."""
     return type(leaf) in _SCALARS
-
-
-def is_readable(number: int) -> bool:
-    """Whether an integer has few enough digits for Python to read them by default."""
-    return number.bit_length() <= _MAX_BITS
 
 
 def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:

@@ -61,6 +61,11 @@ class NamedState(Mapping[str, Any]):
         """Returns leaves in the given shardings; see `Source.read`."""
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
+    def same(self, names: Iterable[str]) -> bool | None:
+        """Returns whether leaves are the same, bit for bit; `None` if it cannot be known here."""
+        bits = {_bits(self.leaves[name]) for name in names}
+        return None if None in bits else len(bits) == 1
+
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves are on a mesh, by name; memory kinds are left out, as on disk."""
         found = {name: committed_sharding(self.leaves[name]) for name in names}
@@ -69,6 +74,19 @@ class NamedState(Mapping[str, Any]):
             for name, place in found.items()
             if isinstance(place, NamedSharding)
         }
+
+
+def _bits(leaf: Any) -> tuple[str, tuple[int, ...], bytes] | None:
+    """What two leaves have in common if they are the same; `None` of one that is not here."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        return None
+    shape, dtype = tuple(np.shape(leaf)), _dtype(leaf)
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted() or not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            return None
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    return dtype, shape, local(leaf).tobytes()
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:

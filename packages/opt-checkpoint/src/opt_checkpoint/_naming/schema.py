@@ -182,26 +182,7 @@ class Schema:
         Raises:
           LoadError: they are not those of a schema; says where.
         """
-        schema = read_record(cls, data, "schema", LoadError)
-        _check_leaves(schema.leaves)
-        return schema
-
-
-def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
-    seen: set[Names] = set()
-    for i, leaf in enumerate(leaves):
-        where = f"schema/leaves/{i}"
-        if not leaf.path:
-            raise LoadError(f"`{where}/path`: expected a name, found nothing")
-        if leaf.path in seen:
-            raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
-        for k, size in enumerate(leaf.shape):
-            if size < 0:
-                raise LoadError(f"`{where}/shape/{k}`: expected a non-negative size, found {size}")
-        is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
-        if not leaf.is_key and not is_scalar and leaf.dtype not in DTYPES:
-            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is not a dtype of checkpoints")
-        seen.add(leaf.path)
+        return read_record(cls, data, "schema", LoadError)
 
 
 @runtime_checkable
