@@ -162,7 +162,7 @@ def test_verify_finds_a_flipped_bit(cli: Cli, root: Path, tmp_path: Path) -> Non
     assert cli("verify", root) == (0, f"{root}@0: ok, 11 leaves\n{root}@1: ok, 8 leaves\n", "")
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
-    manifest = copy / "1" / "manifest" / "manifest.json"
+    manifest = copy / "1" / "leaves" / "manifest.json"
     data = bytearray(manifest.read_bytes())
     data[len(data) // 2] ^= 1
     manifest.write_bytes(data)

@@ -20,7 +20,7 @@ import pytest
 from checkpoint_testing import WIDE, bits, everything, files, random_bits, same, small_state, state
 from opt_checkpoint import Checkpointer, NamedState, named_state, open_step
 from opt_checkpoint._disk import writer as _writer
-from opt_checkpoint._disk.orbax import ManifestHandler
+from opt_checkpoint._disk.handler import OptimizerHandler
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._naming.schema import DTYPES
 from opt_checkpoint.errors import LeafError, LockError, MissingError, SaveError
@@ -111,7 +111,7 @@ def test_e5_what_is_no_step(tmp_path: Path) -> None:
     """Empty folders, links and files in the root are ignored and never followed."""
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "manifest").mkdir()
+    (outside / "leaves").mkdir()
     (outside / "precious").write_text("precious")
     root = tmp_path / "root"
     root.mkdir()
@@ -120,7 +120,7 @@ def test_e5_what_is_no_step(tmp_path: Path) -> None:
     (root / "11").write_text("no step")
     for name in ("abc", "007", "-1", "1_000", "²"):
         (root / name).mkdir()
-        (root / name / "manifest").mkdir()
+        (root / name / "leaves").mkdir()
     (root / "8.orbax-checkpoint-tmp").symlink_to(outside)
     with Checkpointer(root, max_to_keep=2) as checkpointer:
         assert checkpointer.steps() == []
@@ -474,7 +474,7 @@ def test_ctrl_c_cuts_no_save_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     is_waiting = threading.Event()
-    async_save, encode = ManifestHandler.async_save, Saving.encode
+    async_save, encode = OptimizerHandler.async_save, Saving.encode
 
     def ctrl_c() -> None:
         is_waiting.wait()
@@ -482,7 +482,7 @@ def test_ctrl_c_cuts_no_save_short(
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
 
-    async def slow_save(self: ManifestHandler, directory: Any, args: Any) -> Any:
+    async def slow_save(self: OptimizerHandler, directory: Any, args: Any) -> Any:
         ctrl_c()
         return await async_save(self, directory, args)
 
@@ -493,7 +493,7 @@ def test_ctrl_c_cuts_no_save_short(
     checkpointer = Checkpointer(tmp_path)
     with monkeypatch.context() as patch:
         if when == "save":
-            patch.setattr(ManifestHandler, "async_save", slow_save)
+            patch.setattr(OptimizerHandler, "async_save", slow_save)
             act = partial(checkpointer.save, 1, small_state(1))
         else:
             patch.setattr(Saving, "encode", slow_encode)

@@ -156,8 +156,8 @@ def _latest(text: str, options: argparse.Namespace) -> SavedStep | ForeignStep:
 
 
 def _optimizer(source: SavedStep | ForeignStep) -> str:
-    made = source.schema.transformations
-    names = (":".join(filter(None, ("/".join(x.group), x.name))) for x in made)
+    acting = source.schema.transformations
+    names = (":".join(filter(None, ("/".join(x.group), x.name))) for x in acting)
     return ", ".join(names) or "unknown"
 
 

@@ -318,19 +318,19 @@ class Checkpointer:
           >>> type(restored).__name__, checkpointer.restored_step
           ('TrainingState', 10)
         """
-        kinds, given = tuple(allow), tuple(rules)
+        kinds, in_order = tuple(allow), tuple(rules)
 
         def restore(step: int) -> tuple[_Target]:
-            restored, saved = self._restore(step, target, kinds, given, placement)
+            restored, saved = self._restore(step, target, kinds, in_order, placement)
             saved.check_extras()
             return (restored,)
 
         self.restored_step = None
         self.wait()
-        found = newest(self.directory, restore, self._pass_over)
-        if found is None:
+        result = newest(self.directory, restore, self._pass_over)
+        if result is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
-        return found[0]
+        return result[0]
 
     def delete(self, step: int) -> None:
         """Deletes a step: it is renamed first, so that it is never partly there.
@@ -357,18 +357,18 @@ class Checkpointer:
         """
         with self._alone:
             self.wait()
-            later = [found for found in self.steps() if found > step]
-            for found in later:
-                self.delete(found)
+            later = [number for number in self.steps() if number > step]
+            for number in later:
+                self.delete(number)
         return later
 
     def _is_foreign(self) -> bool:
         """Whether the folder holds another program's steps: then a writer takes no lock there."""
-        found = foreign_steps(self.directory)
-        check_equal(self.directory, found)
-        if found:
+        names = foreign_steps(self.directory)
+        check_equal(self.directory, names)
+        if names:
             self._state = "not written to: it held another program's checkpoints when it was opened"
-        return bool(found)
+        return bool(names)
 
     def _pass_over(self, step: int) -> None:
         if self._writer is not None:

@@ -91,8 +91,8 @@ def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)
         case "scalar":
             return np.asarray(leaf(path))[()]
         case {"list": list(members)} | {"tuple": list(members)}:
-            made = [rebuilt(x, leaf, (*path, str(i))) for i, x in enumerate(members)]
-            return made if "list" in structure else tuple(made)
+            nodes = [rebuilt(x, leaf, (*path, str(i))) for i, x in enumerate(members)]
+            return nodes if "list" in structure else tuple(nodes)
         case {"dict": list(members)}:
             return dict(_item(member, leaf, path) for member in members)
     raise LoadError(f"`extras`: {structure!s:.40} is not the structure of a pytree")

@@ -1,4 +1,4 @@
-"""The optimizer as one item of the checkpoints that a program writes with its own Orbax.
+"""The optimizer as one item of a checkpoint of Orbax: a `Checkpointer`'s, or a program's own.
 
 The item is an Orbax tree by the names of this package, which any reader of Orbax opens, with the
 manifest as an additional file in its folder.
@@ -12,17 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
-from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
-from opt_checkpoint._disk.processes import sync_errors
+from opt_checkpoint._disk.manifest import FILE_NAME
+from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving, view_to_save
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
 from opt_checkpoint.errors import SaveError
+
+_SUMS = "sums.{}"  # files: what each process contributes to the digests
 
 
 class OptimizerHandler(ocp.AsyncCheckpointHandler):
@@ -52,27 +56,49 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._arrays = ocp.PyTreeCheckpointHandler()
-        self._manifest = ManifestHandler()
+        self._saving: Saving | None = None
 
     async def async_save(self, directory: Any, args: OptimizerSave) -> list[Future]:
-        """Copies the arrays off the devices, and starts to write them and the manifest."""
+        """Copies the arrays off the devices, and starts to write them and to sum their digests."""
         try:
-            saving = _prepare(directory, args.target)
+            saving = self._saving = _prepare(directory, args.target)
         except Exception:
             with suppress(Exception):
                 # The threads of other items wait for folders that Orbax creates in the background.
                 # If the program ended before, these threads would keep the process alive.
                 CommitFutureAwaitingContractedSignals(_nothing(), timeout_secs=60).result()
             raise
-        tree = ocp.args.PyTreeSave(saving.tree())
-        arrays = await self._arrays.async_save(directory, args=tree)
-        return [*(arrays or []), *await self._manifest.async_save(directory, ManifestSave(saving))]
+        arrays = None
+        if saving.tree:
+            tree = ocp.args.PyTreeSave(saving.tree)
+            arrays = await self._arrays.async_save(directory, args=tree)
+
+        async def write_sums() -> None:
+            _write_sums(directory, saving)
+
+        sums = CommitFutureAwaitingContractedSignals(write_sums(), name="digests")
+        return [*(arrays or []), sums]
 
     def save(self, directory: Any, args: OptimizerSave) -> None:
-        """Writes the arrays and the manifest."""
-        saving = _prepare(directory, args.target)
-        self._arrays.save(directory, args=ocp.args.PyTreeSave(saving.tree()))
-        self._manifest.save(directory, ManifestSave(saving))
+        """Writes the arrays and their digests."""
+        saving = self._saving = _prepare(directory, args.target)
+        if saving.tree:
+            self._arrays.save(directory, args=ocp.args.PyTreeSave(saving.tree))
+        _write_sums(directory, saving)
+
+    def finalize(self, directory: Any) -> None:
+        """Merges what the processes have written; Orbax calls it in the first, once all have."""
+        saving, self._saving = self._saving, None
+        if saving is None or not is_first():
+            return
+        if saving.tree:
+            self._arrays.finalize(directory)
+        files = [Path(directory) / _SUMS.format(i) for i in range(jax.process_count())]
+        parts = [np.frombuffer(file.read_bytes(), np.uint32).reshape(-1, 2) for file in files]
+        sums = np.stack(parts).sum(axis=0, dtype=np.uint32)
+        (Path(directory) / FILE_NAME).write_bytes(saving.encode(sums))
+        for file in files:
+            file.unlink()
 
     def restore(self, directory: Any, args: OptimizerRestore | None = None) -> Any:
         """Returns the restored target; without one, the item as a source of plans."""
@@ -81,11 +107,6 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
     def metadata(self, directory: Any) -> SavedStep:
         """Returns the item as a source of plans; only its manifest is read."""
         return _open(directory)
-
-    def finalize(self, directory: Any) -> None:
-        """Merges what the processes have written."""
-        self._arrays.finalize(directory)
-        self._manifest.finalize(directory)
 
     def close(self) -> None:
         """Closes the handler of the arrays."""
@@ -131,6 +152,8 @@ class OptimizerRestore(ocp.args.CheckpointArgs):
 
 def _prepare(directory: Any, target: Any) -> Saving:
     """Names the leaves and starts their digests; all processes call it."""
+    if isinstance(target, Saving):
+        return target
     with sync_errors():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
@@ -142,6 +165,12 @@ def _prepare(directory: Any, target: Any) -> Saving:
 
 async def _nothing() -> None:
     pass
+
+
+def _write_sums(directory: Any, saving: Saving) -> None:
+    """Writes the sums of this process: collectives would interfere with those of the training."""
+    file = Path(directory) / _SUMS.format(jax.process_index())
+    file.write_bytes(saving.sums().tobytes())
 
 
 def _open(directory: Any) -> SavedStep:

@@ -17,6 +17,7 @@ from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingErr
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
+ITEM = "leaves"  # Orbax's item of a step: the arrays, with the manifest next to them
 NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
 
 
@@ -107,8 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
       MissingError: the folder does not exist.
       VersionError: a newer format.
     """
-    path = folder / FILE_NAME
-    path = path if path.is_file() else folder / "manifest" / FILE_NAME
+    path = item_folder(folder) / FILE_NAME
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -116,6 +116,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise MissingError(f"`{folder}` has been deleted") from None
         raise DamagedError(f"`{path}` cannot be read: {error.strerror}") from error
     return decode(data, where=str(path))
+
+
+def item_folder(folder: Path) -> Path:
+    """Returns where the manifest and the arrays are: in a step of a `Checkpointer`, or here."""
+    return folder / ITEM if (folder / ITEM).is_dir() else folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""Orbax's handlers and options: a manifest next to the arrays, and which folders are steps."""
+"""What Orbax stores, read and described: parts of trees, their shardings, and its errors."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,132 +18,19 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
-from orbax.checkpoint.path import atomicity_types
-from orbax.checkpoint.path import step as step_lib
 
-from opt_checkpoint._disk.manifest import FILE_NAME
-from opt_checkpoint._disk.saving import Saving
-from opt_checkpoint._disk.steps import LEAVES, MANIFEST, list_steps
+from opt_checkpoint._disk.manifest import item_folder
 from opt_checkpoint._naming.names import is_wide
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
-TRASH = "trash"
-TEMPORARY = atomicity_types.TMP_DIR_SUFFIX
-_SUMS = "sums.{}"
 _T = TypeVar("_T")
-
-
-class ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes a manifest once every process has summed its shards of the arrays.
-
-    The sums go through files: collectives in the background would interfere with the training's.
-    """
-
-    def __init__(self) -> None:
-        self._saving: Saving | None = None
-
-    async def async_save(self, directory: Any, args: ManifestSave) -> list[Future]:
-        """Starts to sum the shards of this process."""
-        self._saving = args.saving
-
-        async def sums() -> None:
-            self.save(directory, args)
-
-        return [CommitFutureAwaitingContractedSignals(sums(), name="digests")]
-
-    def save(self, directory: Any, args: ManifestSave) -> None:
-        """Sums the shards of this process."""
-        self._saving = args.saving
-        path = Path(directory) / _SUMS.format(jax.process_index())
-        path.write_bytes(args.saving.sums().tobytes())
-
-    def finalize(self, directory: Any) -> None:
-        """Writes the manifest: Orbax calls it in the first process, once all have saved."""
-        saving, self._saving = self._saving, None
-        if saving is None or jax.process_index() > 0:
-            return
-        paths = [Path(directory) / _SUMS.format(i) for i in range(jax.process_count())]
-        parts = [np.frombuffer(path.read_bytes(), np.uint32).reshape(-1, 2) for path in paths]
-        sums = np.stack(parts).sum(axis=0, dtype=np.uint32)
-        (Path(directory) / FILE_NAME).write_bytes(saving.encode(sums))
-        for path in paths:
-            path.unlink()
-
-    def restore(self, directory: Any, args: Any = None) -> bytes:
-        """Returns its bytes."""
-        return (Path(directory) / FILE_NAME).read_bytes()
-
-
-# Orbax does not accept a handler with arguments for saving only.
-@ocp.args.register_with_handler(ManifestHandler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class ManifestSave(ocp.args.CheckpointArgs):
-    """What to write."""
-
-    saving: Saving
-
-
-class StepNames(step_lib.NameFormat[step_lib.Metadata]):
-    """Steps are the folders named by a number that hold a manifest."""
-
-    def build_name(self, step: int) -> str:
-        """Returns the name of a step's folder."""
-        return str(step)
-
-    def find_all(self, base_path: Any) -> Iterator[step_lib.Metadata]:
-        """Yields the steps that are there."""
-        for step in list_steps(Path(base_path)):
-            yield step_lib.Metadata(step=step, path=base_path / str(step))
-
-    def find_step(self, base_path: Any, step: int) -> step_lib.Metadata:
-        """Returns where a step is; Orbax expects a `ValueError` if it does not exist."""
-        if step not in list_steps(Path(base_path)):
-            raise ValueError(f"no step {step} in `{base_path}`")
-        return step_lib.Metadata(step=step, path=base_path / str(step))
-
-
-def open_manager(
-    directory: Path, before_commit: Callable[[], None], **policy: Any
-) -> ocp.CheckpointManager:
-    """Returns Orbax's manager of a folder.
-
-    Args:
-      directory: the folder.
-      before_commit: called in the first process once a step is written, before it gets its name.
-      **policy: which steps are kept.
-    """
-    options = ocp.CheckpointManagerOptions(
-        **policy,
-        async_options=ocp.options.AsyncOptions(
-            # Threads that wait for a folder that cannot be created keep the process alive.
-            create_directories_asynchronously=False,
-            # It is called after the handlers' `finalize`, and before the rename (Orbax 0.12).
-            post_finalization_callback=before_commit,
-        ),
-        cleanup_tmp_directories=True,
-        step_name_format=StepNames(),
-        todelete_subdir=TRASH,
-    )
-    handlers = {LEAVES: ocp.PyTreeCheckpointHandler(), MANIFEST: ManifestHandler()}
-    return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
-
-
-def temporary_path(directory: Path, step: int) -> Path:
-    """Returns where Orbax writes a step before it gets its name."""
-    return directory / f"{step}{TEMPORARY}"
-
-
-def _leaves(folder: Path) -> Path:
-    """Where the arrays are: an item of `OptimizerHandler` has them next to the manifest."""
-    return folder / LEAVES if (folder / MANIFEST).is_dir() else folder
 
 
 def restore_arrays(folder: Path, item: Any, restore_args: Any) -> Any:
     """Reads some arrays of a step into the given shardings."""
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
     with closing(ocp.PyTreeCheckpointHandler()) as handler:  # after a failure it cannot be reused
-        return handler.restore(_leaves(folder), args=args)
+        return handler.restore(item_folder(folder), args=args)
 
 
 def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
@@ -173,19 +59,10 @@ def sharding_of(metadata: Any) -> NamedSharding | None:
         return NamedSharding(AbstractMesh(sizes, tuple(saved.axis_names), **types), spec)
 
 
-def stored_shardings(folder: Path) -> dict[tuple[str, ...], NamedSharding]:
-    """Returns where the arrays of a step were on a mesh when they were saved, by key."""
+def array_metadata(folder: Path) -> dict[tuple[str, ...], Any]:
+    """Returns Orbax's metadata of every array of a step, without reading it, by its key."""
     with closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = handler.metadata(_leaves(folder)).tree
-    found = {key: sharding_of(array) for key, array in flatten_dict(tree).items()}
-    return {key: sharding for key, sharding in found.items() if sharding is not None}
-
-
-def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:
-    """Returns shape and dtype of every array of a step, without reading them, by its key."""
-    with closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = handler.metadata(_leaves(folder)).tree
-    return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten_dict(tree).items()}
+        return dict(flatten_dict(handler.metadata(item_folder(folder)).tree))
 
 
 def tried(folder: Path, read: Callable[[], _T]) -> _T:

@@ -30,9 +30,9 @@ def raise_synced(error: CheckpointError | None) -> None:
         for process, message in enumerate(every if error is None else ()):
             kind, _, text = message.tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
             if kind:
-                own = kind != "PlanError"  # that one carries a plan
-                found = getattr(errors, kind, CheckpointError) if own else CheckpointError
-                raise found(f"process {process}: {text}")
+                is_plain = kind != "PlanError"  # that one carries a plan
+                error_type = getattr(errors, kind, CheckpointError) if is_plain else CheckpointError
+                raise error_type(f"process {process}: {text}")
     if error is not None:
         raise error
 
@@ -43,8 +43,8 @@ def sync_errors() -> Iterator[None]:
     error = None
     try:
         yield
-    except CheckpointError as found:
-        error = found
+    except CheckpointError as caught:
+        error = caught
     raise_synced(error)
 
 

@@ -20,7 +20,7 @@ from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.extras import EXTRA, rebuilt
 from opt_checkpoint._disk.manifest import Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, sync_errors
-from opt_checkpoint._disk.steps import describe, is_orbax, own_item
+from opt_checkpoint._disk.steps import describe, is_orbax, item_with_manifest
 from opt_checkpoint._disk.storage import is_stored
 from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, shown
@@ -126,10 +126,11 @@ class SavedStep:
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
-        keys = {name: _storage.store_key(self.schema.by_name[name].path) for name in names}
         with sync_errors():
-            found = _orbax.tried(self.path, lambda: _orbax.stored_shardings(self.path))
-        return {name: found[key] for name, key in keys.items() if key in found}
+            arrays = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
+        keys = {name: _storage.store_key(self.schema.by_name[name].path) for name in names}
+        places = {name: _orbax.sharding_of(arrays.get(key)) for name, key in keys.items()}
+        return {name: place for name, place in places.items() if place is not None}
 
     def read_extras(self, like: Any = None) -> Any:
         """Reads what was saved as `extras`.
@@ -174,8 +175,8 @@ class SavedStep:
                     self._read_stored(batch)
         except MissingError:
             raise
-        except CheckpointError as found:
-            return dataclasses.replace(report, error=str(found))
+        except CheckpointError as error:
+            return dataclasses.replace(report, error=str(error))
         return report
 
     def check_extras(self) -> None:
@@ -184,14 +185,14 @@ class SavedStep:
 
     def _check_stored_shapes(self) -> None:
         expected = {info: self._struct(info) for info in self.schema.leaves if is_stored(info)}
-        stored = {}
+        stored: dict[Names, Any] = {}
         if expected:
-            stored = _orbax.tried(self.path, lambda: _orbax.stored_arrays(self.path))
+            stored = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
         for info, struct in expected.items():
-            found = stored.pop(_storage.store_key(info.path), None)
-            if found != (struct.shape, struct.dtype):
-                what = f"{found[1]}{list(found[0])}" if found else "nothing"
-                text = f"`{info.name}`: expected {shown(struct)}, found {what}"
+            array = stored.pop(_storage.store_key(info.path), None)
+            if array is None or (tuple(array.shape), array.dtype) != (struct.shape, struct.dtype):
+                text = "nothing" if array is None else shown(array)
+                text = f"`{info.name}`: expected {shown(struct)}, found {text}"
                 raise _orbax.damaged(self.path, text)
         if stored:
             raise _orbax.damaged(self.path, f"`{next(iter(stored))}` is not in the manifest")
@@ -207,31 +208,33 @@ class SavedStep:
                 _check_sharding(info, sharding)
             stored = self._read_unchecked({x: s for x, s in places.items() if is_stored(x)})
         with sync_errors():
-            for name, digest in zip(stored, digests(list(stored.values())), strict=True):
-                expected, found = self.manifest.records[name].digest, bound(name, digest)
-                if found != expected:
-                    text = f"`{name}`: expected the digest {expected}, found {found}"
+            for name, sums in zip(stored, digests(list(stored.values())), strict=True):
+                expected, digest = self.manifest.records[name].digest, bound(name, sums)
+                if digest != expected:
+                    text = f"`{name}`: expected the digest {expected}, found {digest}"
                     raise _orbax.damaged(self.path, text)
         return stored
 
     def _read_unchecked(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
         if not places:
             return {}
-        item: dict[Names, Any] = {}
-        restore_args: dict[Names, Any] = {}
-        for info, sharding in places.items():
-            key, struct = _storage.store_key(info.path), self._struct(info)
-            if info.is_key:
-                sharding = _storage.data_sharding(sharding, len(struct.shape))
-            item[key] = struct
-            restore_args[key] = _orbax.restore_args(struct.shape, struct.dtype, sharding)
-        nested = _storage.nest(item), _storage.nest(restore_args)
+        keys = [_storage.store_key(info.path) for info in places]
+        structs = [self._struct(info) for info in places]
+        how = [
+            _orbax.restore_args(
+                struct.shape,
+                struct.dtype,
+                _storage.data_sharding(place, len(struct.shape)) if info.is_key else place,
+            )
+            for struct, (info, place) in zip(structs, places.items(), strict=True)
+        ]
+        nested = [_storage.nest(dict(zip(keys, x, strict=True))) for x in (structs, how)]
         read = _orbax.tried(self.path, lambda: _orbax.restore_arrays(self.path, *nested))
-        tree = flatten_dict(read)
-        for info, key in zip(places, item, strict=True):
-            if not isinstance(tree.get(key), jax.Array | np.ndarray):
+        arrays = flatten_dict(read)
+        for info, key in zip(places, keys, strict=True):
+            if not isinstance(arrays.get(key), jax.Array | np.ndarray):
                 raise _orbax.damaged(self.path, f"`{info.name}` is missing")
-        return {info.name: tree[key] for info, key in zip(places, item, strict=True)}
+        return {info.name: arrays[key] for info, key in zip(places, keys, strict=True)}
 
 
 def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
@@ -240,22 +243,22 @@ def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
     Args:
       path: the folder; or, in another program's checkpoint, the item that `OptimizerHandler` wrote,
         or the step with that item.
-      step: the number it must have been saved under, if given.
+      step: the number it must have been saved under.
 
     Raises:
       DamagedError: its manifest has changed since it was written.
       ForeignError: another program wrote it; see `open_foreign`.
-      LoadError: it has no manifest, or one that is not safe to read.
+      LoadError: it has no manifest, or one that cannot be read.
       MissingError: the folder does not exist.
       VersionError: a newer version wrote it.
     """
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise MissingError(f"`{folder}` is not a folder")
-    own = own_item(folder)
-    if own is None and is_orbax(folder):
+    item = item_with_manifest(folder)
+    if item is None and is_orbax(folder):
         raise ForeignError(describe(folder, ["."]))
-    saved = SavedStep(own or folder)
+    saved = SavedStep(item or folder)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved

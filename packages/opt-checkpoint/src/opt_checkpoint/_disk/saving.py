@@ -50,12 +50,14 @@ class Saving:
       layout: what its leaves are.
       step: what the manifest says of this step alone, as JSON.
       arrays: to be stored, in the order of `layout.stored`.
+      tree: the arrays as a nested dictionary, by the keys of the store.
       digests: of them.
     """
 
     layout: Layout
     step: bytes
     arrays: Sequence[Any]
+    tree: Mapping[str, Any]
     digests: _digest.Digests
 
     @classmethod
@@ -93,15 +95,12 @@ class Saving:
                 arrays.append(_to_save(array))
         number = int(kept.get("state/step", 0)) if step is None else step
         text = encode_step(number, metadata, kept, impls, structure_of(extras))
+        tree = _storage.nest(dict(zip(layout.keys, arrays, strict=True)))
         if jax.process_count() > 1:
             # What follows communicates: on CPU, Gloo's collectives of several programs can
             # deadlock. The arrays are copied next anyway.
             jax.block_until_ready(arrays)
-        return cls(layout, text, arrays, _digest.Digests(arrays))
-
-    def tree(self) -> dict[str, Any]:
-        """Returns the arrays as a nested dictionary, by the keys of the store."""
-        return _storage.nest(dict(zip(self.layout.keys, self.arrays, strict=True)))
+        return cls(layout, text, arrays, tree, _digest.Digests(arrays))
 
     def sums(self) -> _digest.Sums:
         """Waits for the digests; returns what this process contributes to the sums of all."""
@@ -112,10 +111,10 @@ class Saving:
 
     def encode(self, sums: _digest.Sums) -> bytes:
         """Returns the manifest's bytes; the sums are those of all processes together."""
-        found: list[str | None] = [None] * len(self.layout.names)
+        digests: list[str | None] = [None] * len(self.layout.names)
         for i, pair in zip(self.layout.stored, sums, strict=True):
-            found[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
-        return encode(self.layout.text, self.step, found)
+            digests[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
+        return encode(self.layout.text, self.step, digests)
 
     def check_equal(self, where: str) -> None:
         """Raises a `LeafError` unless all processes have the same manifest; all must call it."""
@@ -132,8 +131,8 @@ class Saving:
 def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> View:
     """Returns what to save of a target; warns of fields that are not saved."""
     view = view_of(target)
-    given = extras if isinstance(extras, Mapping) else {}
-    if missing := [name for name in view.unsaved if name not in given]:
+    saved = extras if isinstance(extras, Mapping) else {}
+    if missing := [name for name in view.unsaved if name not in saved]:
         fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
         _log.warning(
             "%s: `%s` is not saved, because it is not the optimizer's: %s",

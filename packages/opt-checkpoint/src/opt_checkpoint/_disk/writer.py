@@ -18,18 +18,22 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint.path import atomicity_types
+from orbax.checkpoint.path import step as step_lib
 
-from opt_checkpoint._disk import orbax as _orbax
+from opt_checkpoint._disk.handler import OptimizerHandler, OptimizerSave
 from opt_checkpoint._disk.lock import WriterLock
+from opt_checkpoint._disk.manifest import ITEM
 from opt_checkpoint._disk.processes import is_first, raise_synced, sync_errors
 from opt_checkpoint._disk.saving import Layout, Saving
-from opt_checkpoint._disk.steps import LEAVES, MANIFEST, check_new, list_steps
+from opt_checkpoint._disk.steps import check_new, list_steps
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import CheckpointError, LockError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_TRASH = "trash"
 
 
 def integer(step: Any) -> Any:
@@ -70,7 +74,7 @@ class Writer:
         try:
             self._pool.submit(int).result()  # the thread exists before anything is interrupted
             with self._failing(f"`{directory}` cannot be written"):
-                self._manager = _orbax.open_manager(directory, self._sync_saving, **options)
+                self._manager = _open_manager(directory, self._sync_saving, **options)
         except BaseException:
             self._pool.shutdown()
             self._release()
@@ -82,12 +86,10 @@ class Writer:
         with sync_errors():
             self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)
-            tree = saving.tree()
         saving.check_equal(f"step {step} is not saved")
         if self._failed:
             self._clean()
-        args: dict[str, Any] = {LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
-        args |= {MANIFEST: _orbax.ManifestSave(saving)}
+        args = ocp.args.Composite(**{ITEM: OptimizerSave(saving)})
         self._saving = step
         where = f"step {step} in `{self._directory}`"
         with self._failing(f"{where}: not saved", step):
@@ -96,7 +98,7 @@ class Writer:
                 self._call(self._manager.reload)
                 self._is_stale = False
             # Orbax's own policy would skip steps; callers ask `should_save`.
-            save = partial(self._manager.save, step, args=ocp.args.Composite(**args), force=True)
+            save = partial(self._manager.save, step, args=args, force=True)
             is_saved = self._call(save)
         if not is_saved:
             raise SaveError(f"{where}: not saved: Orbax left it out")
@@ -197,7 +199,7 @@ class Writer:
         """Creates the folder and takes its lock; returns the error if it cannot."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            trash = self._directory / _orbax.TRASH
+            trash = self._directory / _TRASH
             if trash.is_symlink() or (trash.exists() and not trash.is_dir()):
                 return LockError(f"`{trash}`: expected a folder for deleted steps: move it away")
             self._lock = WriterLock(self._directory)
@@ -218,8 +220,8 @@ class Writer:
             return  # another process may hold it now
         failed, self._failed = self._failed, set()
         for step in failed:
-            shutil.rmtree(_orbax.temporary_path(self._directory, step), ignore_errors=True)
-        trash = self._directory / _orbax.TRASH
+            shutil.rmtree(_temporary(self._directory, step), ignore_errors=True)
+        trash = self._directory / _TRASH
         if deleted := list(trash.iterdir()) if trash.is_dir() else []:
             sync(self._directory)  # the renames are on the disk before anything is deleted
             for path in deleted:
@@ -231,7 +233,7 @@ class Writer:
         Orbax and TensorStore sync the arrays, but neither the metadata files nor the directories.
         """
         if self._saving is not None:
-            folder = _orbax.temporary_path(self._directory, self._saving)
+            folder = _temporary(self._directory, self._saving)
             folder = folder if folder.is_dir() else self._directory / str(self._saving)
             for parent, _, _ in os.walk(folder, topdown=False):
                 sync_entries(Path(parent))
@@ -248,6 +250,47 @@ class Writer:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+class _StepNames(step_lib.NameFormat[step_lib.Metadata]):
+    """Steps are the folders named by a number that hold the item."""
+
+    def build_name(self, step: int) -> str:
+        return str(step)
+
+    def find_all(self, base_path: Any) -> Iterator[step_lib.Metadata]:
+        for step in list_steps(Path(base_path)):
+            yield step_lib.Metadata(step=step, path=base_path / str(step))
+
+    def find_step(self, base_path: Any, step: int) -> step_lib.Metadata:
+        if step not in list_steps(Path(base_path)):
+            raise ValueError(f"no step {step} in `{base_path}`")  # as Orbax expects
+        return step_lib.Metadata(step=step, path=base_path / str(step))
+
+
+def _open_manager(
+    directory: Path, before_commit: Callable[[], None], **policy: Any
+) -> ocp.CheckpointManager:
+    """Orbax's manager of a folder; `policy` says which steps it keeps."""
+    options = ocp.CheckpointManagerOptions(
+        **policy,
+        async_options=ocp.options.AsyncOptions(
+            # Threads that wait for a folder that cannot be created keep the process alive.
+            create_directories_asynchronously=False,
+            # It is called after the handlers' `finalize`, and before the rename (Orbax 0.12).
+            post_finalization_callback=before_commit,
+        ),
+        cleanup_tmp_directories=True,
+        step_name_format=_StepNames(),
+        todelete_subdir=_TRASH,
+    )
+    handlers = {ITEM: OptimizerHandler()}
+    return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
+
+
+def _temporary(directory: Path, step: int) -> Path:
+    """Where Orbax writes a step before it gets its name."""
+    return directory / f"{step}{atomicity_types.TMP_DIR_SUFFIX}"
 
 
 def sync_entries(folder: Path) -> None:

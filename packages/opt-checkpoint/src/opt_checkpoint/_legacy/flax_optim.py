@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
@@ -159,21 +159,35 @@ _WITHOUT_EQUAL = {
     "MultiOptimizer": "it is `opt_core.MultiOptimizer`: build it of the equals of its parts",
     "DynamicScale": DYNAMIC_SCALE,
 }
-# What Optax's equals lack: the hyper-parameter, its default, and why it can have no other value.
-_FIXED = {"LARS": ("weight_decay", 0.0), "Adagrad": ("eps", 1e-8), "Adafactor": ("epsilon2", 1e-3)}
-_WHY_FIXED = {
-    "LARS": (
+
+
+class _Fixed(NamedTuple):
+    """What an equal lacks: the hyper-parameter, its default, and why it can have no other value."""
+
+    param: str
+    default: float
+    why: str
+
+
+_FIXED = {
+    "LARS": _Fixed(
+        "weight_decay",
+        0.0,
         "its trust ratio is |p| / (|g| + decay |p|), that of `optax.lars` |p| / |g + decay p|. "
         "Steps differ by up to a half. Restore without `weight_decay`, or into "
-        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to continue with that"
+        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to continue with that",
     ),
-    "Adagrad": (
+    "Adagrad": _Fixed(
+        "eps",
+        1e-8,
         "it divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to 1e-8 steps differ by "
-        "`eps` in the size of the gradients, which is nothing in float32"
+        "`eps` in the size of the gradients, which is nothing in float32",
     ),
-    "Adafactor": (
+    "Adafactor": _Fixed(
+        "epsilon2",
+        1e-3,
         "`optax.adafactor` has fixed it at 0.001. `opt_adafactor.Adafactor` takes it, and its "
-        "checkpoints"
+        "checkpoints",
     ),
 }
 
@@ -209,18 +223,18 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
             f"`flax.optim` has no `{name}`; its optimizers are {', '.join(EQUALS)}."
         )
     equal = EQUALS[name]
-    given = _checked(name, dict(hyper_params))
+    hyper_params = _checked(name, hyper_params)
     known = inspect.signature(equal.constructor).parameters
-    if unknown := sorted(set(given) - set(known)):
+    if unknown := sorted(set(hyper_params) - set(known)):
         raise EquivalenceError(
             f"`flax.optim.{name}` has no `{'`, `'.join(unknown)}`; it has `{'`, `'.join(known)}`."
         )
-    if given.get("learning_rate") is None:
+    if hyper_params.get("learning_rate") is None:
         raise EquivalenceError(
             "`learning_rate` is missing. Where every step was given one, give the first one here, "
             "or the schedule: `apply_gradient(grads, learning_rate=...)` still acts."
         )
-    return wrap_optax_optimizer(equal.constructor)(**given)
+    return wrap_optax_optimizer(equal.constructor)(**hyper_params)
 
 
 def equal_of(definition: OptaxWrapper) -> Equal | None:
@@ -233,12 +247,12 @@ def equal_of(definition: OptaxWrapper) -> Equal | None:
 
 def _checked(name: str, hyper_params: dict[str, Any]) -> dict[str, Any]:
     """The hyper-parameters that Optax's equal takes, without the one that must have its default."""
-    if name in _FIXED:
-        param, default = _FIXED[name]
-        value = hyper_params.pop(param, default)
-        if value > default or (value < default and name != "Adagrad"):
-            raise EquivalenceError(
-                f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: "
-                f"{_WHY_FIXED[name]}."
-            )
-    return hyper_params
+    if name not in _FIXED:
+        return hyper_params
+    param, default, why = _FIXED[name]
+    value = hyper_params.get(param, default)
+    if value > default or (value < default and name != "Adagrad"):
+        raise EquivalenceError(
+            f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: {why}."
+        )
+    return {key: x for key, x in hyper_params.items() if key != param}

@@ -33,16 +33,16 @@ def get_at(tree: Any, names: Names) -> Any:
 def is_per_parameter(target: Any, param_states: Any) -> bool:
     """Whether states have, at each parameter's path, what `flax.optim` kept for it, or `None`."""
     entries = [get_at(param_states, names) for names, _ in flatten_with_paths(target)]
-    found = [entry for entry in entries if entry is not None]
-    return bool(found) and all(
-        isinstance(entry, Mapping) and frozenset(entry) in _FIELDS for entry in found
+    kept = [entry for entry in entries if entry is not None]
+    return bool(kept) and all(
+        isinstance(entry, Mapping) and frozenset(entry) in _FIELDS for entry in kept
     )
 
 
 def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
     """Returns the dict that a state dict has for each parameter of an optimizer, or `None`."""
-    found = {path: get_at(param_states, path) for path, _ in named_leaves(optimizer.target)}
-    return {path: entry if isinstance(entry, Mapping) else None for path, entry in found.items()}
+    entries = {path: get_at(param_states, path) for path, _ in named_leaves(optimizer.target)}
+    return {path: entry if isinstance(entry, Mapping) else None for path, entry in entries.items()}
 
 
 def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:

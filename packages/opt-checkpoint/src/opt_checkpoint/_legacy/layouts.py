@@ -53,10 +53,10 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
 def _unknown(contents: Mapping[str, Any]) -> str:
     if set(contents) == {"fin_steps", "scale"}:
         return f"this is a `flax.optim.DynamicScale`: {DYNAMIC_SCALE}."
-    found = ", ".join(sorted(contents)[:10]) or "nothing"
+    keys = ", ".join(sorted(contents)[:10]) or "nothing"
     return (
         "expected the keys `target` and `state` (`flax.optim`), `params`, `opt_state` and `step` "
-        f"(`TrainState`), or `optimizer` (T5X); found {found}. Restore a part of it: "
+        f"(`TrainState`), or `optimizer` (T5X); found {keys}. Restore a part of it: "
         "`restore_legacy(optimizer, read_legacy(file)['...'])`."
     )
 
@@ -106,13 +106,13 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
         if step_of(entry, f"state/{i}/step") != step_of(entries[0], "state/0/step"):
             steps = f"{entry['step']}, and {entries[0]['step']} in the first group"
             raise LoadError(f"`state/{i}/step`: {steps}; groups share one step.")
-        own = sequence_of(entry.get("param_states", {}))
+        listed = sequence_of(entry.get("param_states", {}))
         names = sorted(names for names, _ in flatten_with_paths(group.target))
-        if own is None or len(own) != len(names):
+        if listed is None or len(listed) != len(names):
             expected = f"expected one state for each of {len(names)} parameters"
-            count = "something else" if own is None else len(own)
+            count = "something else" if listed is None else len(listed)
             raise LoadError(f"`state/{i}/param_states`: {expected}, found {count}.")
-        states |= zip(names, own, strict=True)
+        states |= zip(names, listed, strict=True)
     state = {"step": entries[0]["step"], "param_states": unflatten_dict(states)}
     return {"target": part["target"], "state": state}
 

@@ -68,10 +68,10 @@ class NamedState(Mapping[str, Any]):
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves are on a mesh, by name; memory kinds are left out, as on disk."""
-        found = {name: committed_sharding(self.leaves[name]) for name in names}
+        places = {name: committed_sharding(self.leaves[name]) for name in names}
         return {
             name: NamedSharding(place.mesh, place.spec)
-            for name, place in found.items()
+            for name, place in places.items()
             if isinstance(place, NamedSharding)
         }
 
@@ -228,17 +228,17 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     """The parameters of each group; those without one are frozen."""
-    found = {
+    groups = {
         leaf_name(group): tuple(path for path, _ in named_leaves(part.target))
         for group, part in leaf_groups(optimizer)
         if group
     }
-    trained = {path for paths in found.values() for path in paths}
+    trained = {path for paths in groups.values() for path in paths}
     frozen = [path for path, _ in named_leaves(optimizer.target) if path not in trained]
-    if found and frozen:
+    if groups and frozen:
         # no group can have this name: `~` is escaped in the names of groups
-        found["frozen" if "frozen" not in found else "~frozen"] = tuple(frozen)
-    return found
+        groups["frozen" if "frozen" not in groups else "~frozen"] = tuple(frozen)
+    return groups
 
 
 @functools.cache  # the metadata of a distribution take milliseconds to parse
