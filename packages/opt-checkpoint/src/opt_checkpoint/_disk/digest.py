@@ -160,7 +160,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _is_large_on_device(part: Any) -> bool:
-    if not isinstance(part, jax.Array) or part.nbytes < _LARGE:
+    if not isinstance(part, jax.Array) or part.ndim == 0 or part.nbytes < _LARGE:
         return False
     (device,) = part.devices()
     return part.sharding.memory_kind in (None, device.default_memory().kind)
