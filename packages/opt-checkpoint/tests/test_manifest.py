@@ -11,10 +11,9 @@ from checkpoint_testing import sealed, small_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_name, leaf_path
-from opt_checkpoint._disk.manifest import Manifest
+from opt_checkpoint._disk.manifest import Manifest, Record
 from opt_checkpoint._disk.manifest import decode as _decode
 from opt_checkpoint._disk.saving import Saving
-from opt_checkpoint._disk.storage import Record, stored_shape
 from opt_checkpoint.errors import CheckpointError, DamagedError, LoadError, VersionError
 from opt_core import Bearing, TransformationDescription
 
@@ -170,9 +169,7 @@ def test_e12_mutated_manifests(seed: int) -> None:
         if i % 100 < 2:  # Slow: not every time.
             tracemalloc.start()
         try:
-            manifest = decode(mutated)
-            for info in manifest.schema.leaves:
-                stored_shape(info, manifest.records[info.name])
+            decode(mutated)
             accepted += 1
         except CheckpointError:
             refused += 1

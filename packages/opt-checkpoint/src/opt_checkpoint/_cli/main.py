@@ -20,8 +20,8 @@ from opt_checkpoint._cli.inputs import (
 )
 from opt_checkpoint._cli.text import amount, one_line, say, say_folded, say_lines, say_table
 from opt_checkpoint._disk.foreign import ForeignStep
+from opt_checkpoint._disk.manifest import Record
 from opt_checkpoint._disk.saved_step import SavedStep
-from opt_checkpoint._disk.storage import Record
 from opt_checkpoint._naming.schema import LeafInfo
 from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint._planning.match import plan_restore

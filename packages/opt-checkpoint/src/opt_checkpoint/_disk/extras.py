@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from opt_core import children
 
-from opt_checkpoint._disk import storage as _storage
+from opt_checkpoint._disk.manifest import PYTHON, is_scalar
 from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint.errors import LeafError, LoadError
@@ -35,8 +35,8 @@ def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
 
 
 def _extra_info(path: Names, leaf: Any) -> LeafInfo:
-    if _storage.is_scalar(leaf):
-        return LeafInfo(path, (), _storage.PYTHON, EXTRA)
+    if is_scalar(leaf):
+        return LeafInfo(path, (), PYTHON, EXTRA)
     if isinstance(leaf, np.generic | np.ndarray) or hasattr(leaf, "dtype"):
         return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
     expected = "an array, a typed PRNG key or a Python scalar"
@@ -55,7 +55,7 @@ def structure_of(tree: Any) -> Any:
     if opened is None:
         if isinstance(tree, np.generic | np.ndarray):
             return "numpy" if isinstance(tree, np.ndarray) else "scalar"
-        return "python" if _storage.is_scalar(tree) else "jax"
+        return "python" if is_scalar(tree) else "jax"
     if isinstance(tree, dict):
         named = [(_key(key), child) for key, child in tree.items()]
     elif type(tree) in (list, tuple):

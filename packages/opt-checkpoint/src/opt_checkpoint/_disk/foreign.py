@@ -19,10 +19,10 @@ from jax.sharding import Sharding
 
 from opt_checkpoint._disk.foreign_layout import STEP, Keys, find
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
+from opt_checkpoint._disk.orbax import data_sharding, placed
 from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.steps import foreign_steps, is_orbax, item_with_manifest
-from opt_checkpoint._disk.storage import data_sharding, placed
 from opt_checkpoint._naming.names import update_counts
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
 from opt_checkpoint._planning.functions import abstract, key_kind

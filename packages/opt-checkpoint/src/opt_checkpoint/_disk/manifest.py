@@ -11,7 +11,6 @@ from typing import Any
 
 from opt_core.json_records import read_record
 
-from opt_checkpoint._disk.storage import PYTHON, Record, is_scalar, is_stored
 from opt_checkpoint._naming.schema import DTYPES, LeafInfo, Schema, shown
 from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingError, VersionError
 
@@ -19,6 +18,25 @@ FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
 ITEM = "leaves"  # Orbax's item of a step: the arrays, with the manifest next to them
 NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
+
+
+PYTHON = "python"  # the dtype of Python scalars, which the manifest holds
+_SCALARS = (bool, int, float, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What the manifest says about one leaf in addition to the schema.
+
+    Attributes:
+      digest: 16 hexadecimal digits over its bits and its name; `None` if it is not in the store.
+      impl: of a PRNG key.
+      scalar: of a Python scalar.
+    """
+
+    digest: str | None = None
+    impl: str | None = None
+    scalar: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +56,16 @@ class Manifest:
     records: Mapping[str, Record]
     metadata: Any = None
     extras: Any = None
+
+
+def is_stored(info: LeafInfo) -> bool:
+    """Whether a leaf is in the store: an array with elements."""
+    return info.dtype != PYTHON and 0 not in info.shape
+
+
+def is_scalar(leaf: Any) -> bool:
+    """Whether it is a Python scalar, which the manifest holds."""
+    return type(leaf) in _SCALARS
 
 
 def encode_schema(schema: Schema) -> bytes:

@@ -1,13 +1,15 @@
-"""What Orbax stores, read and described: parts of trees, their shardings, and its errors."""
+"""Arrays as Orbax stores them: their keys, how they are read, where they were, its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import urllib.parse
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
@@ -21,9 +23,42 @@ from jax.sharding import (
 
 from opt_checkpoint._disk.manifest import item_folder
 from opt_checkpoint._naming.names import is_wide
-from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
+from opt_checkpoint._naming.schema import Names
+from opt_checkpoint.errors import CheckpointError, DamagedError, LeafError, MissingError
 
 _T = TypeVar("_T")
+
+
+def store_key(path: Names) -> Names:
+    """Returns the components of the key in the store: letters, digits, `_`, `-`, and `%` escapes.
+
+    Examples:
+      >>> store_key(('params', 'a.b', '../x', ''))
+      ('params', 'a%2Eb', '%2E%2E%2Fx', '%')
+    """
+    return tuple(
+        urllib.parse.quote(part, safe="", errors="surrogatepass")
+        .replace(".", "%2E")
+        .replace("~", "%7E")
+        or "%"
+        for part in path
+    )
+
+
+def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
+    """Returns a nested dictionary; raises a `LeafError` if one key is the beginning of another."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        inner: Any = tree
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or path[-1] in inner:
+            raise LeafError(
+                f"`{'/'.join(path)}`: another leaf has the same name, or its name is the beginning "
+                "of this one: rename one of them"
+            )
+        inner[path[-1]] = value
+    return tree
 
 
 def restore_arrays(folder: Path, item: Any, restore_args: Any) -> Any:
@@ -39,6 +74,21 @@ def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) 
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
     place = sharding or SingleDeviceSharding(jax.local_devices()[0])
     return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype)
+
+
+def data_sharding(sharding: Sharding | None, rank: int) -> Sharding | None:
+    """Returns the sharding of the data of PRNG keys: the words of a key are not split."""
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
+    """Returns it as a JAX array, if JAX can hold it."""
+    if is_wide(array.dtype):
+        return array
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
 def sharding_of(metadata: Any) -> NamedSharding | None:

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.extras import EXTRA, rebuilt
-from opt_checkpoint._disk.manifest import Manifest, read_manifest
+from opt_checkpoint._disk.manifest import PYTHON, Manifest, is_scalar, is_stored, read_manifest
 from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.steps import describe, is_orbax, item_with_manifest
-from opt_checkpoint._disk.storage import is_stored
 from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, shown
 from opt_checkpoint._planning.functions import abstract
@@ -30,6 +29,7 @@ from opt_checkpoint.errors import (
     DamagedError,
     ForeignError,
     LeafError,
+    LoadError,
     MissingError,
 )
 
@@ -101,14 +101,13 @@ class SavedStep:
           LeafError: a sharding does not divide its leaf; nothing was read.
           MissingError: a leaf is not there, or the step has been deleted.
         """
-        infos, records = self.schema.by_name, self.manifest.records
+        infos = self.schema.by_name
         if unknown := sorted(wanted.keys() - infos.keys()):
             raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
         places = {name: place.sharding for name, place in wanted.items()}
         stored = self._read_stored({infos[name]: place for name, place in places.items()})
         return {
-            name: _storage.from_store(infos[name], records[name], stored.get(name), place)
-            for name, place in places.items()
+            name: self._leaf(infos[name], stored.get(name), place) for name, place in places.items()
         }
 
     def same(self, names: Iterable[str]) -> bool | None:
@@ -128,7 +127,7 @@ class SavedStep:
         """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
         with sync_errors():
             arrays = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
-        keys = {name: _storage.store_key(self.schema.by_name[name].path) for name in names}
+        keys = {name: _orbax.store_key(self.schema.by_name[name].path) for name in names}
         places = {name: _orbax.sharding_of(arrays.get(key)) for name, key in keys.items()}
         return {name: place for name, place in places.items() if place is not None}
 
@@ -189,7 +188,7 @@ class SavedStep:
         if expected:
             stored = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
         for info, struct in expected.items():
-            array = stored.pop(_storage.store_key(info.path), None)
+            array = stored.pop(_orbax.store_key(info.path), None)
             if array is None or (tuple(array.shape), array.dtype) != (struct.shape, struct.dtype):
                 text = "nothing" if array is None else shown(array)
                 text = f"`{info.name}`: expected {shown(struct)}, found {text}"
@@ -198,7 +197,31 @@ class SavedStep:
             raise _orbax.damaged(self.path, f"`{next(iter(stored))}` is not in the manifest")
 
     def _struct(self, info: LeafInfo) -> jax.ShapeDtypeStruct:
-        return _storage.stored_shape(info, self.manifest.records[info.name])
+        """What is stored of a leaf."""
+        if not info.is_key:
+            return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
+        data = jax.eval_shape(lambda: jax.random.key_data(self._any_key(info)))
+        return jax.ShapeDtypeStruct((*info.shape, *data.shape), data.dtype)
+
+    def _leaf(self, info: LeafInfo, stored: Any, sharding: Sharding | None) -> Any:
+        """The leaf of what is stored of it."""
+        record = self.manifest.records[info.name]
+        if info.dtype == PYTHON:
+            return record.scalar
+        if is_stored(info):
+            return jax.random.wrap_key_data(stored, impl=record.impl) if info.is_key else stored
+        if info.is_key:
+            return jax.random.split(self._any_key(info), info.shape)
+        return _orbax.placed(np.zeros(info.shape, jnp.dtype(info.dtype)), sharding)
+
+    def _any_key(self, info: LeafInfo) -> jax.Array:
+        impl = self.manifest.records[info.name].impl
+        try:
+            return jax.random.key(0, impl=impl)
+        except ValueError as error:
+            raise LoadError(
+                f"`{info.name}`: this JAX has no PRNG keys of `{impl}`: {error}"
+            ) from None
 
     def _read_stored(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
         """Reads the stored arrays of some leaves, by name, and compares the digests."""
@@ -218,17 +241,17 @@ class SavedStep:
     def _read_unchecked(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
         if not places:
             return {}
-        keys = [_storage.store_key(info.path) for info in places]
+        keys = [_orbax.store_key(info.path) for info in places]
         structs = [self._struct(info) for info in places]
         how = [
             _orbax.restore_args(
                 struct.shape,
                 struct.dtype,
-                _storage.data_sharding(place, len(struct.shape)) if info.is_key else place,
+                _orbax.data_sharding(place, len(struct.shape)) if info.is_key else place,
             )
             for struct, (info, place) in zip(structs, places.items(), strict=True)
         ]
-        nested = [_storage.nest(dict(zip(keys, x, strict=True))) for x in (structs, how)]
+        nested = [_orbax.nest(dict(zip(keys, x, strict=True))) for x in (structs, how)]
         read = _orbax.tried(self.path, lambda: _orbax.restore_arrays(self.path, *nested))
         arrays = flatten_dict(read)
         for info, key in zip(places, keys, strict=True):
@@ -291,7 +314,7 @@ def _spread(shape: tuple[int, ...]) -> Sharding:
 
 
 def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
-    if sharding is None or info.dtype == _storage.PYTHON:
+    if sharding is None or info.dtype == PYTHON:
         return
     try:
         sharding.shard_shape(info.shape)
@@ -304,7 +327,7 @@ def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
 
 
 def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = _storage.PYTHON if _storage.is_scalar(leaf) else str(leaf.dtype)
+    dtype = PYTHON if is_scalar(leaf) else str(leaf.dtype)
     if (tuple(np.shape(leaf)), dtype) != (info.shape, info.dtype):
         like = f"{dtype}{list(np.shape(leaf))}"
         raise LeafError(f"`{info.name}`: expected {like} as in `like`, found {shown(info)}")

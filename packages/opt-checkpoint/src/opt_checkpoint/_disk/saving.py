@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,17 +13,18 @@ import numpy as np
 from opt_core import describe_state
 
 from opt_checkpoint._disk import digest as _digest
-from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.extras import extra_leaves, structure_of
-from opt_checkpoint._disk.manifest import encode, encode_schema, encode_step
+from opt_checkpoint._disk.manifest import PYTHON, encode, encode_schema, encode_step, is_stored
+from opt_checkpoint._disk.orbax import nest, store_key
 from opt_checkpoint._disk.processes import are_equal
 from opt_checkpoint._naming.names import NamedState, count_of
-from opt_checkpoint._naming.schema import LeafInfo, Schema
+from opt_checkpoint._naming.schema import DTYPES, LeafInfo, Schema, shown
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError
 
 _log = logging.getLogger(__name__)
+_MAX_BITS = 14_284  # of 4,300 digits
 
 
 class Layout:
@@ -38,8 +40,8 @@ class Layout:
         self.names = [leaf.name for leaf in schema.leaves]
         if len(set(self.names)) != len(self.names):
             raise LeafError("`schema` has a name twice")
-        self.stored = [i for i, leaf in enumerate(schema.leaves) if _storage.is_stored(leaf)]
-        self.keys = [_storage.store_key(schema.leaves[i].path) for i in self.stored]
+        self.stored = [i for i, leaf in enumerate(schema.leaves) if is_stored(leaf)]
+        self.keys = [store_key(schema.leaves[i].path) for i in self.stored]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +86,18 @@ class Saving:
         impls: dict[str, str] = {}
         arrays = []
         for info, leaf in zip(layout.schema.leaves, values, strict=True):
-            array = _storage.to_store(info, leaf)
-            if info.dtype == _storage.PYTHON:
+            array = _to_store(info, leaf)
+            if info.dtype == PYTHON:
                 kept[info.name] = leaf
             elif info.value is not None:
                 kept[info.name] = count_of(leaf)
             if info.is_key:
                 impls[info.name] = str(jax.random.key_impl(leaf))
-            if _storage.is_stored(info):
+            if is_stored(info):
                 arrays.append(_to_save(array))
         number = int(kept.get("state/step", 0)) if step is None else step
         text = encode_step(number, metadata, kept, impls, structure_of(extras))
-        tree = _storage.nest(dict(zip(layout.keys, arrays, strict=True)))
+        tree = nest(dict(zip(layout.keys, arrays, strict=True)))
         if jax.process_count() > 1:
             # What follows communicates: on CPU, Gloo's collectives of several programs can
             # deadlock. The arrays are copied next anyway.
@@ -164,6 +166,49 @@ def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[L
         )
     params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
     return known, [*params, *others.values(), *state]
+
+
+def _to_store(info: LeafInfo, leaf: Any) -> Any:
+    """The array to store for a leaf; a `LeafError` says why it cannot be saved."""
+    if info.dtype == PYTHON:
+        if type(leaf) is int and leaf.bit_length() > _MAX_BITS:
+            raise LeafError(f"`{info.name}`: Python could not read so many digits again")
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`, which has no value")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise LeafError(
+            f"`{info.name}`: the array has been donated or deleted: save it before the step that "
+            "donates it"
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise LeafError(f"`{info.name}`: a masked array loses its mask. Save `.data` and `.mask`")
+    if info.is_key:
+        if not isinstance(jax.random.key_impl(leaf), str):
+            raise LeafError(
+                f"`{info.name}`: this type of PRNG keys has no name: register it, or save "
+                "`jax.random.key_data`"
+            )
+        return jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)
+    dtype = _dtype_name(leaf.dtype)
+    if dtype not in DTYPES:
+        raise LeafError(
+            f"`{info.name}`: {dtype} cannot be saved. Convert it, or keep it out of the state. "
+            f"These can: {', '.join(sorted(DTYPES))}, and typed PRNG keys"
+        )
+    if (tuple(leaf.shape), dtype) != (info.shape, info.dtype):
+        raise LeafError(
+            f"`{info.name}`: expected {shown(info)} as the schema says, found {shown(leaf)}"
+        )
+    # a copy: the caller may write to it later
+    return np.array(leaf, order="C") if isinstance(leaf, np.ndarray) else leaf
+
+
+@functools.cache  # NumPy makes these names anew every time
+def _dtype_name(dtype: Any) -> str:
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 
 
 def _to_save(array: Any) -> Any:
