@@ -40,12 +40,7 @@ class Place(NamedTuple):
     step: int | None = None
 
     def open(self, written_by: str | None = None) -> SavedStep | ForeignStep:
-        """Opens it, whoever wrote it.
-
-        Args:
-          written_by: the function that makes the optimizer that wrote it; without it, a checkpoint
-            without manifest is leaves by path.
-        """
+        """Opens it; without a manifest and `written_by` it is leaves by path."""
         path = self.path.absolute()  # as Orbax wants it
         try:
             if item_with_manifest(path) is not None:
@@ -87,12 +82,7 @@ def find_steps(text: str) -> dict[str, Place]:
 
 
 def make_optimizer(target: str, *, allocate: bool) -> Any:
-    """Calls `MODULE:FUNCTION`, which takes no arguments and returns an optimizer.
-
-    Args:
-      target: module and function.
-      allocate: whether to run it; otherwise it is traced for its shapes.
-    """
+    """Calls `MODULE:FUNCTION`, or traces it for the shapes of the optimizer that it returns."""
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise InputError(f"expected MODULE:FUNCTION, found `{target}`")

@@ -71,16 +71,7 @@ def _key(key: Any) -> Any:
 
 
 def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)) -> Any:
-    """Returns a pytree; the inverse of `structure_of`.
-
-    Args:
-      structure: JSON data.
-      leaf: returns the leaf at a path.
-      path: of this node.
-
-    Raises:
-      LoadError: the data are not a structure.
-    """
+    """Returns a pytree of the leaves at its paths; the inverse of `structure_of`."""
     match structure:
         case None:
             return None

@@ -105,7 +105,7 @@ def encode(schema: bytes, step: bytes, digests: Sequence[str | None]) -> bytes:
 
 
 def decode(data: bytes, *, where: str) -> Manifest:
-    """Reads the bytes of a file, which errors call `where`; raises as `read_manifest` does."""
+    """Reads the bytes of a file, which errors call `where`."""
     try:
         whole = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -128,14 +128,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote.
-
-    Raises:
-      DamagedError: it has changed since it was written, or is missing.
-      LoadError: it is not a manifest.
-      MissingError: the folder does not exist.
-      VersionError: a newer format.
-    """
+    """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote."""
     path = item_folder(folder) / FILE_NAME
     try:
         data = path.read_bytes()

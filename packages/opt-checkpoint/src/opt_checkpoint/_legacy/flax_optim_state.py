@@ -62,11 +62,7 @@ def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
 def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any], step: int) -> Any:
     """Returns the entry `param_states` that a wrapped Optax optimizer restores.
 
-    Args:
-      optimizer: the target.
-      equal: which optimizer of `flax.optim` wrote the entries.
-      entries: what it kept for each parameter of `optimizer`.
-      step: how many updates it had made: Optax's counts.
+    The `entries` are what `equal` kept for each parameter, `step` becomes Optax's counts.
     """
     values: list[Any] = []
     problems = list(_entry_problems(equal, entries))

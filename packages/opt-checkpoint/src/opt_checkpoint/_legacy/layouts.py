@@ -25,10 +25,9 @@ DYNAMIC_SCALE = (
 def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}` of a checkpoint.
 
-    Args:
-      contents: of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or of a
-        `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. Others, such as
-        `flax_mutables` or `batch_stats`, are left out.
+    The contents are those of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or
+    of a `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. Others, such as
+    `flax_mutables` or `batch_stats`, are left out.
     """
     if "optimizer" in contents:
         version = contents.get("version", _T5X_VERSION)

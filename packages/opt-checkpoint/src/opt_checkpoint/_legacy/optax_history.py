@@ -28,14 +28,9 @@ class Change(NamedTuple):
 
 
 def migrate(state: Any, saved: Any, path: tuple[str, ...] = ()) -> Any:
-    """Returns an entry of a state dict in the layout that today's state has.
+    """Returns what a checkpoint has in place of a state, in the layout of the installed Optax.
 
     States that are not known to have changed are returned as they are: `restore_state` checks them.
-
-    Args:
-      state: an Optax state as the installed Optax makes it, or any pytree of such.
-      saved: what a checkpoint has in its place.
-      path: where that is, for messages.
     """
     node = children(state)
     if node is None or not isinstance(saved, Mapping):

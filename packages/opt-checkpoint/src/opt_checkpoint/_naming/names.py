@@ -107,11 +107,7 @@ def is_wide(dtype: Any) -> bool:
 def named_state(
     optimizer: Optimizer, others: Mapping[Names, Any] = FrozenDict(), param_axes: Any = None
 ) -> NamedState:
-    """Returns the leaves by name: parameters, others of the model by path, then the state.
-
-    Raises:
-      LeafError: two leaves would have the same name.
-    """
+    """Returns the leaves by name: parameters, others of the model by path, then the state."""
     params = named_leaves(optimizer.target)
     infos = [*_model_infos(params), *_state_infos(optimizer)]
     if param_axes is not None:
