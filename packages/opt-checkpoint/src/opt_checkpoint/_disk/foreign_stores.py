@@ -16,8 +16,9 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from opt_checkpoint._disk.manifest import ITEM_MARK
 from opt_checkpoint._disk.orbax import restore_args, sharding_of, tried
-from opt_checkpoint._disk.steps import INDEX, ITEM_MARK
+from opt_checkpoint._disk.steps import INDEX
 from opt_checkpoint._legacy.layouts import PLACEHOLDER, is_elsewhere
 from opt_checkpoint._legacy.read import read_legacy
 from opt_checkpoint._naming.names import is_wide, named_leaves
@@ -61,7 +62,7 @@ class OrbaxTree:
         return {names: place for names, place in places.items() if place is not None}
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
-        """Reads with Orbax: each device its share."""
+        """Reads with Orbax: each device its share; what is left out has to keep its container."""
         metas, structure = jax.tree.flatten(self._tree)
         paths = [names for names, _ in named_leaves(self._tree)]
         items = [

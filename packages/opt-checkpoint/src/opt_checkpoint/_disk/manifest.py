@@ -17,6 +17,7 @@ from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingErr
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
 ITEM = "leaves"  # Orbax's item of a step: the arrays, with the manifest next to them
+ITEM_MARK = "_METADATA"  # Orbax's mark of a tree
 NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
 
 
@@ -139,9 +140,14 @@ def read_manifest(folder: Path) -> Manifest:
     return decode(data, where=str(path))
 
 
+def has_item(folder: Path) -> bool:
+    """Whether a folder is a step of a `Checkpointer`; a tree of Orbax may have that name in it."""
+    return (folder / ITEM).is_dir() and not (folder / ITEM_MARK).is_file()
+
+
 def item_folder(folder: Path) -> Path:
     """Returns where the manifest and the arrays are: in a step of a `Checkpointer`, or here."""
-    return folder / ITEM if (folder / ITEM).is_dir() else folder
+    return folder / ITEM if has_item(folder) else folder
 
 
 @dataclasses.dataclass(frozen=True)

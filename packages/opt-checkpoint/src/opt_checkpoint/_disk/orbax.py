@@ -68,6 +68,14 @@ def restore_arrays(folder: Path, item: Any, restore_args: Any) -> Any:
         return handler.restore(item_folder(folder), args=args)
 
 
+def read_arrays(
+    folder: Path, structs: Mapping[Names, Any], how: Mapping[Names, Any]
+) -> dict[Names, Any]:
+    """Reads some arrays of a step by their keys, as `restore_args` say; errors are typed."""
+    nested = nest(structs), nest(how)
+    return dict(flatten_dict(tried(folder, lambda: restore_arrays(folder, *nested))))
+
+
 def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
     """Returns how to read an array; a dtype of `None` is that of the store."""
     if dtype is not None and is_wide(dtype):

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from opt_checkpoint._disk import orbax as _orbax
@@ -241,23 +240,18 @@ class SavedStep:
     def _read_unchecked(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
         if not places:
             return {}
-        keys = [_orbax.store_key(info.path) for info in places]
-        structs = [self._struct(info) for info in places]
-        how = [
-            _orbax.restore_args(
-                struct.shape,
-                struct.dtype,
-                _orbax.data_sharding(place, len(struct.shape)) if info.is_key else place,
-            )
-            for struct, (info, place) in zip(structs, places.items(), strict=True)
-        ]
-        nested = [_orbax.nest(dict(zip(keys, x, strict=True))) for x in (structs, how)]
-        read = _orbax.tried(self.path, lambda: _orbax.restore_arrays(self.path, *nested))
-        arrays = flatten_dict(read)
-        for info, key in zip(places, keys, strict=True):
+        structs, how = {}, {}
+        for info, sharding in places.items():
+            key, struct = _orbax.store_key(info.path), self._struct(info)
+            if info.is_key:
+                sharding = _orbax.data_sharding(sharding, len(struct.shape))
+            structs[key] = struct
+            how[key] = _orbax.restore_args(struct.shape, struct.dtype, sharding)
+        arrays = _orbax.read_arrays(self.path, structs, how)
+        for info, key in zip(places, structs, strict=True):
             if not isinstance(arrays.get(key), jax.Array | np.ndarray):
                 raise _orbax.damaged(self.path, f"`{info.name}` is missing")
-        return {info.name: arrays[key] for info, key in zip(places, keys, strict=True)}
+        return {info.name: arrays[key] for info, key in zip(places, structs, strict=True)}
 
 
 def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:

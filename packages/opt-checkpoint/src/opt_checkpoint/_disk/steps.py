@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from opt_checkpoint._disk.manifest import FILE_NAME, ITEM
+from opt_checkpoint._disk.manifest import FILE_NAME, ITEM_MARK, has_item
 from opt_checkpoint._disk.processes import are_equal, sync_errors
 from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
 
-# Orbax's markers of a checkpoint, and of an item in one
-CHECKPOINT_MARK, ITEM_MARK = "_CHECKPOINT_METADATA", "_METADATA"
+CHECKPOINT_MARK = "_CHECKPOINT_METADATA"  # of Orbax
 INDEX = "checkpoint"  # of T5X's own layout, and of Orbax 0.1
 _STEP = re.compile(r"(?:.*[_.-])?\d+", re.DOTALL)
 _LISTED = 5
@@ -34,7 +33,7 @@ def _step(path: Path) -> int | None:
     name = path.name
     if not (name.isascii() and name.isdecimal() and str(int(name)) == name):
         return None
-    if path.is_symlink() or not (path / ITEM).is_dir():
+    if path.is_symlink() or not has_item(path):
         return None
     return int(name)
 
@@ -104,7 +103,7 @@ def foreign_steps(root: Path) -> list[str]:
     """Returns the names of steps that another program wrote; `.` if the folder itself is a step."""
     if not root.is_dir():
         return []
-    if is_orbax(root) and not _is_own(root):
+    if is_orbax(root) and not has_item(root):
         return ["."]
     return sorted(path.name for path in root.iterdir() if _is_foreign(path))
 
@@ -114,7 +113,7 @@ def item_with_manifest(folder: Path) -> Path | None:
 
     A `ForeignError` names the items if several have a manifest.
     """
-    if _is_own(folder) or _is_item(folder):
+    if has_item(folder) or _is_item(folder):
         return folder
     items = sorted(path for path in folder.iterdir() if _is_item(path))
     if len(items) > 1:
@@ -143,10 +142,6 @@ def describe(root: Path, names: Sequence[str]) -> str:
     )
 
 
-def _is_own(folder: Path) -> bool:
-    return (folder / ITEM).is_dir()
-
-
 def _is_item(folder: Path) -> bool:
     """Whether `OptimizerHandler` wrote it: its manifest is next to Orbax's description."""
     return (folder / FILE_NAME).is_file() and (folder / ITEM_MARK).is_file()
@@ -159,7 +154,7 @@ def _is_foreign(path: Path) -> bool:
         return False
     if path.is_file():
         return name.startswith("checkpoint_")  # Flax's msgpack
-    if not path.is_dir() or _is_own(path):
+    if not path.is_dir() or has_item(path):
         return False
     if is_orbax(path) or (path / INDEX).is_file():
         return True
