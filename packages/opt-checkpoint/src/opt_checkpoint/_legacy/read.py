@@ -19,7 +19,8 @@ from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import LoadError
 
 _CHUNKED = "__msgpack_chunked_array__"  # Flax's key for an array too large for one entry
-_MOST_ENTRIES = 1_000_000  # of one dict or list
+# entries of a dict, and of a list, for which msgpack 1.1 allocates memory when it is announced
+_MOST_KEYS, _MOST_LISTED = 1_000_000, 10_000
 _PICKLED = (
     "this is a pickle, which runs whatever code is in it, and is never loaded here. Load it where "
     "it was written, and write it again with `flax.serialization.to_bytes`"
@@ -93,8 +94,8 @@ def _decoded(data: bytes) -> dict[str, Any]:
             data,
             ext_hook=_extension,
             object_pairs_hook=_unique,
-            max_array_len=_MOST_ENTRIES,
-            max_map_len=_MOST_ENTRIES,
+            max_array_len=_MOST_LISTED,
+            max_map_len=_MOST_KEYS,
         )
     except (ValueError, msgpack.UnpackException) as error:
         text = str(error) or type(error).__name__
