@@ -286,15 +286,17 @@ class HeldState(NamedState):
         return {name: place for name, place in found.items() if isinstance(place, NamedSharding)}
 
 
-def _bits(leaf: Any) -> bytes | None:
+def _bits(leaf: Any) -> tuple[str, tuple[int, ...], bytes] | None:
+    """What two leaves have in common if they are the same; `None` of one that is not here."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         return None
+    dtype, shape = _dtype(leaf), tuple(np.shape(leaf))
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted() or not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             return None
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-    return local(leaf).tobytes()
+    return dtype, shape, local(leaf).tobytes()
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:
