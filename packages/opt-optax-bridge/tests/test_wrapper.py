@@ -163,6 +163,53 @@ def test_a_missing_extra_argument_is_named(name: str, said: str) -> None:
         optimizer.apply_gradient(jax.grad(loss)(make_params()))
 
 
+def counted(count: Any) -> Any:
+    return 0.1 / (1 + count)
+
+
+@pytest.mark.parametrize(
+    ("tx", "name"),
+    [
+        (optax.sgd(counted), "count"),  # an argument of the schedule
+        (optax.inject_hyperparams(optax.adam)(0.1), "learning_rate"),  # and of the constructor
+        (optax.inject_hyperparams(optax.adam)(0.1), "nesterov"),
+        (optax.adamw(0.1, mask=lambda tree: jax.tree.map(bool, {"b": 0, "w": 1})), "tree"),
+        (optax.lbfgs(), "count"),
+        (optax.MultiSteps(TX, 1), "mini_step"),
+    ],
+    ids=["schedule", "inject", "inject, keyword", "mask", "lbfgs", "MultiSteps"],
+)
+def test_arguments_of_other_functions_are_not_those_of_an_update(tx: Any, name: str) -> None:
+    optimizer = OptaxWrapper(tx).create(make_params())
+    with pytest.raises(HyperParamError, match=f"`{name}`: neither a hyper-parameter"):
+        optimizer.apply_gradient(make_params(), **{name: 0.5})
+
+
+class Halved:
+    """A transformation that is an object, with a compiled update."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, updates: Any, state: Any, params: Any = None, *, by: Any = 2.0) -> Any:
+        return jax.tree.map(lambda u: -u / by, updates), state
+
+
+@pytest.mark.parametrize(
+    "tx", [Halved(), optax.GradientTransformationExtraArgs(Halved().init, jax.jit(Halved().update))]
+)
+def test_an_update_of_any_kind_is_asked(tx: Any) -> None:
+    optimizer = OptaxWrapper(tx).create({"w": jnp.ones(2)})
+    stepped = optimizer.apply_gradient({"w": jnp.ones(2)}, by=4.0)
+    assert stepped.target["w"].tolist() == [0.75, 0.75]
+
+
+def test_a_class_is_named_in_the_line_that_makes_it_overridable() -> None:
+    optimizer = OptaxWrapper(Halved()).create({"w": jnp.ones(2)})
+    with pytest.raises(HyperParamError, match=rf"`wrap_optax_optimizer\({__name__}.Halved\)"):
+        optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.5)
+
+
 # Gradients.
 
 

@@ -101,8 +101,8 @@ def _scaled(used: Any, factor: Any, name: str) -> dict[str, Any]:
             raise HyperParamError(
                 f"`factor` names {sorted(unknown)}; the groups that are updated are {list(used)}"
             )
-        by_group = {group: _scaled(used[group], own, name) for group, own in factors.items()}
-        by_group = {group: overrides for group, overrides in by_group.items() if overrides}
+        scaled = {group: _scaled(used[group], factors[group], name) for group in factors}
+        by_group = {group: overrides for group, overrides in scaled.items() if overrides}
         return {"group_overrides": by_group} if by_group else {}
     values = {
         field: value

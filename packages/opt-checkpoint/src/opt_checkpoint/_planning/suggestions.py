@@ -45,10 +45,7 @@ def _suggestion(old: TransformationDescription, new: TransformationDescription) 
     was, now = numbered(old.name, old.number), numbered(new.name, new.number)
     pattern = re.escape(leaf_name(state_path(new.group, now))).replace("\\#", "#") + "/(.*)"
     source = leaf_name(state_path(old.group, was)).replace("\\", "\\\\") + "/\\1"
-    text = (
+    return (
         f"`{now}` may be the former `{was}`: their states look the same. If so, say: "
         f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
     )
-    if new.name != old.name:
-        text += f", or `aliases={{'{new.name}': '{old.name}'}}` in the definition"
-    return text
