@@ -53,7 +53,7 @@ BY_ARGUMENTS: dict[str, Callable[[], OptaxWrapper]] = {
     "mechanize": lambda: opt.mechanize(opt.sgd(0.1)),
     "masked": lambda: opt.masked(opt.sgd(0.1), {"b": False, "w": True}),
     "t5x": lambda: t5x.adamw(0.1),
-    "t5x chain": lambda: t5x.chain([t5x.sgd(0.1)]),
+    "t5x, decorated": lambda: t5x.wrap_optax_optimizer(plain)(0.1),
 }
 
 

@@ -195,8 +195,38 @@ class Halved:
         return jax.tree.map(lambda u: -u / by, updates), state
 
 
+def halved_by_key(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    return jax.tree.map(lambda u: -u / extra_args["by"], updates), state
+
+
+class HalvedByAsking:
+    """It says which keywords it takes, as `opt_accumulate.MultiSteps` does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def extra_arg_names(self, names: Any) -> frozenset[str]:
+        return frozenset(names) & {self._name}
+
+    def update(self, updates: Any, state: Any, params: Any = None, **rest: Any) -> Any:
+        return jax.tree.map(lambda u: -u / rest[self._name], updates), state
+
+
+EXTRA = optax.GradientTransformationExtraArgs
+
+
 @pytest.mark.parametrize(
-    "tx", [Halved(), optax.GradientTransformationExtraArgs(Halved().init, jax.jit(Halved().update))]
+    "tx",
+    [
+        Halved(),
+        EXTRA(Halved().init, jax.jit(Halved().update)),
+        optax.chain(EXTRA(Halved().init, halved_by_key), optax.scale(1.0)),
+        HalvedByAsking("by"),
+    ],
+    ids=["object", "compiled", "by key", "by asking"],
 )
 def test_an_update_of_any_kind_is_asked(tx: Any) -> None:
     optimizer = OptaxWrapper(tx).create({"w": jnp.ones(2)})

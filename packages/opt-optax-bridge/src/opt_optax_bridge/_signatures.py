@@ -1,13 +1,15 @@
 """The extra arguments of a transformation's update, such as `value`.
 
 A chain accepts any keyword and passes it on to its parts. What counts is whether one of them names
-it: the functions that `update` has captured are read, nothing is called.
+it, as a parameter or a key of its `**extra_args`, or by `extra_arg_names`: the functions and
+objects that `update` has captured are read, no update is called.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,11 +23,21 @@ def taken_keywords(update: Callable[..., Any], names: Collection[str]) -> frozen
     """Returns those of `names` that an update takes, or one that it has captured."""
     taken = {parameter.name for parameter in _extra_parameters(update)}
     for value in reached(update):
-        if isinstance(value, OptimizerDef):  # that of an `as_transformation`
-            taken.update(name for name in names if value.has_hyper_param(name))
-        if isinstance(value, MultiOptimizer):
+        owner: Any = value.__self__ if isinstance(value, types.MethodType) else value
+        if hasattr(type(owner), "extra_arg_names"):  # `opt_core.protocols.TakesExtraArgs`
+            taken.update(owner.extra_arg_names(names))
+        if isinstance(owner, OptimizerDef):  # that of an `as_transformation`
+            taken.update(name for name in names if owner.has_hyper_param(name))
+        if isinstance(owner, MultiOptimizer):
             taken.add("group_overrides")
+        if isinstance(value, types.FunctionType) and takes_any_keyword(value):
+            taken.update(_constants(value.__code__) & {*names})  # `extra_args['value']`
     return frozenset(taken.intersection(names))
+
+
+def _constants(code: types.CodeType) -> set[str]:
+    nested = (_constants(value) for value in code.co_consts if isinstance(value, types.CodeType))
+    return {value for value in code.co_consts if isinstance(value, str)}.union(*nested)
 
 
 def accepted_keywords(update: Callable[..., Any], extra_args: Mapping[str, Any]) -> frozenset[str]:
