@@ -39,29 +39,17 @@ _STRUCTURAL = "it decides a Python branch, shapes or structure"
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One update of a definition, with overridden hyper-parameters.
-
-    Attributes:
-      definition: builds the transformation.
-      grads: gradients.
-      state: the transformation's state.
-      params: parameters.
-      extra_args: keyword arguments: pytrees of arrays, functions, or anything static.
-      applies: whether to call the transformation's `apply`, which returns parameters.
-    """
+    """One update of a definition, with overridden hyper-parameters."""
 
     definition: OptaxWrapper
     grads: Any
-    state: Any
+    state: Any  # the transformation's own
     params: Any
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    applies: bool = False
+    applies: bool = False  # call the transformation's `apply`, which returns parameters
 
     def run(self, overrides: Mapping[str, Any]) -> Any:
         """Returns the updates (with `applies` the parameters) and the state.
-
-        Args:
-          overrides: numbers or scalar arrays by hyper-parameter; a schedule may replace a schedule.
 
         Raises:
           HyperParamError: an override is not a scalar, or has no effect at run time; says why. Or
@@ -74,14 +62,9 @@ class Update:
     ) -> dict[str, Any]:
         """Returns the value of each schedule in the update that `run` would make.
 
-        Args:
-          overrides: see `run`, which raises the same errors.
-          schedules: schedules by hyper-parameter, overriding ones included.
-
-        Returns:
-          A scalar per schedule; `None` for one that the update does not evaluate, NaN for one that
-          it evaluates at several counts with different results. For a branch that this step does
-          not take (`optax.MultiSteps`), the value that the branch would use.
+        `None` for one that the update does not evaluate, NaN for one that it evaluates at several
+        counts with different results. In a branch that this step does not take (of
+        `optax.MultiSteps`) it is the value that the branch would use.
 
         Raises:
           HyperParamError: see `run`; or a schedule has many values in one update.

@@ -33,19 +33,12 @@ def weakly_typed(number: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function.
+    """A traced function."""
 
-    Attributes:
-      function: the function; compiled as part of its caller.
-      jaxpr: the traced program; its inputs are the leaves of the operands.
-      operands: the structure of the tuple of operands.
-      output: the structure of the result.
-    """
-
-    function: Callable[..., Any]
-    jaxpr: ClosedJaxpr
-    operands: Any
-    output: Any
+    function: Callable[..., Any]  # compiled as part of its caller
+    jaxpr: ClosedJaxpr  # its inputs are the leaves of the operands
+    operands: Any  # the structure of the tuple of operands
+    output: Any  # the structure of the result
 
     @classmethod
     def trace(cls, function: Callable[..., Any], *operands: Any) -> Program:
