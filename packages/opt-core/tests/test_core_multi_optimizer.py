@@ -245,13 +245,16 @@ class WritesUnderAName(Momentum):
     """Has a state dict that is not laid out as its state is, and a way back."""
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
-        written = {"step": state.step, "param_states": {"momenta": state.param_states}}
-        return {"target": target, "state": written}
+        written = super().state_dict(target, state)
+        momenta = {"momenta": written["state"]["param_states"]}
+        return {**written, "state": {**written["state"], "param_states": momenta}}
 
-    def restore_state(self, target: Any, state: Any, written: Any, **options: Any) -> Any:
-        momenta = written["state"]["param_states"]["momenta"]
-        unnamed = {**written, "state": {**written["state"], "param_states": momenta}}
-        return super().restore_state(target, state, unnamed, **options)
+    def restore_state(
+        self, opt_target: Any, opt_state: Any, state_dict: Any, *, strict: bool = True
+    ) -> Any:
+        momenta = state_dict["state"]["param_states"]["momenta"]
+        unnamed = {**state_dict, "state": {**state_dict["state"], "param_states": momenta}}
+        return super().restore_state(opt_target, opt_state, unnamed, strict=strict)
 
 
 @pytest.mark.parametrize("definition", [WritesBackwards(), WritesUnderAName()])

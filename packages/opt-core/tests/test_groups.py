@@ -132,12 +132,17 @@ def created_by(pattern: Any) -> Any:
     return MultiOptimizer.from_rules([(pattern, Momentum())], rest=FROZEN).create(PARAMS)
 
 
+def pairs_of(*values: Any) -> Any:
+    """What type checkers would refuse."""
+    return values
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda: MultiOptimizer([]), GroupError, "there is no group"),
-    "no pair": (lambda: MultiOptimizer("a", "b"), TypeError, "got a str"),
-    "no rule": (lambda: MultiOptimizer.from_rules(["a"]), TypeError, "rule 0 must be"),
+    "no pair": (lambda: MultiOptimizer(*pairs_of("a", "b")), TypeError, "got a str"),
+    "no rule": (lambda: MultiOptimizer.from_rules(pairs_of("a")), TypeError, "rule 0 must be"),
     "transformation": (
-        lambda: MultiOptimizer(("a", Transformation())),
+        lambda: MultiOptimizer(*pairs_of(("a", Transformation()))),
         TypeError,
         r"OptaxWrapper\(tx\)",
     ),

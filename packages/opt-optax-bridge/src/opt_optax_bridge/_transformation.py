@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from opt_core.errors import UnusedArgumentError
-from opt_core.protocols import TakesExtraArgs, Transformation
+from opt_core.protocols import Transformation
 
 from opt_optax_bridge._wrapper import OptaxWrapper
 
@@ -90,10 +90,8 @@ def _update(
         whole.add("group_overrides")
         overrides["missing"] = "ignore"
     overrides |= {k: v for k, v in given.items() if k in whole or definition.has_hyper_param(k)}
-    taken = {}
-    if isinstance(definition, TakesExtraArgs):
-        names = definition.extra_arg_names(given.keys() - overrides.keys())
-        taken = {name: given[name] for name in names}
+    names = definition.extra_arg_names(given.keys() - overrides.keys())
+    taken = {name: given[name] for name in names}
     hyper_params = definition.update_hyper_params(**overrides)
     while True:
         try:
