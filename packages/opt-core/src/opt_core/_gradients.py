@@ -13,6 +13,14 @@ from opt_core._paths import Names, children, flatten_with_paths, path_str
 from opt_core.errors import TreeMismatchError
 
 _ABSENT: Any = object()
+_ADVICE = (
+    "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
+    "containers to those of the parameters."
+)
+_OF_EXAMPLES = (
+    "Groups do not take the gradients of every example: give these to a definition alone, and "
+    "divide the parameters inside it, with `optax.partition`."
+)
 
 
 def check_gradients(params: Any, grads: Any) -> None:
@@ -41,9 +49,7 @@ def check_gradients(params: Any, grads: Any) -> None:
         raise _mismatch(problems)
 
 
-def gradient_leaves(
-    params: Any, grads: Any, *, optional: frozenset[int] = frozenset()
-) -> list[Any]:
+def gradient_leaves(params: Any, grads: Any, *, optional: frozenset[int]) -> list[Any]:
     """Returns the gradient of every leaf of `params`, in order.
 
     Args:
@@ -60,7 +66,9 @@ def gradient_leaves(
     gradients, problems = _align(params, grads, optional)
     problems += _lines(params, gradients, _shape)
     if problems:
-        raise _mismatch(problems)
+        pairs = zip(jax.tree.leaves(params), gradients, strict=True)
+        are_stacked = all(np.shape(x)[1:] == np.shape(param) for param, x in pairs if _is_there(x))
+        raise _mismatch(problems, _OF_EXAMPLES if are_stacked else _ADVICE)
     return gradients
 
 
@@ -116,7 +124,7 @@ def _lines(params: Any, gradients: list[Any], check: Callable[[Any, Any], str]) 
     lines = {
         i: line
         for i, (param, grad) in enumerate(pairs)
-        if grad is not None and grad is not _ABSENT and (line := check(param, grad))
+        if _is_there(grad) and (line := check(param, grad))
     }
     if not lines:
         return []
@@ -124,13 +132,13 @@ def _lines(params: Any, gradients: list[Any], check: Callable[[Any, Any], str]) 
     return [f"{path_str(paths[i])}: {line}" for i, line in lines.items()]
 
 
-def _mismatch(problems: list[str]) -> TreeMismatchError:
-    return TreeMismatchError(
-        "`grads` do not match the parameters:\n"
-        + "\n".join(f"  {line}" for line in sorted(problems))
-        + "\nDifferentiate with respect to the optimizer's own `target`, or convert the gradients' "
-        "containers to those of the parameters."
-    )
+def _is_there(grad: Any) -> bool:
+    return grad is not None and grad is not _ABSENT
+
+
+def _mismatch(problems: list[str], advice: str = _ADVICE) -> TreeMismatchError:
+    lines = [f"  {line}" for line in sorted(problems)]
+    return TreeMismatchError("\n".join(["`grads` do not match the parameters:", *lines, advice]))
 
 
 def _shape(param: Any, grad: Any) -> str:

@@ -147,15 +147,12 @@ class MultiOptimizer(opt_core.MultiOptimizer):
         updated = super().update_hyper_params(missing=missing, **overrides)
         given = overrides.get("hyper_params") or (None,) * len(updated)
         by_group = overrides.get("group_overrides") or {}
+        acting = []
         rows = zip(self.group_names, self.sub_optimizers, updated, given, strict=True)
-        return tuple(
-            _with_rate(
-                definition,
-                hyper_params,
-                by_group.get(name, {}).get("learning_rate", getattr(own, "learning_rate", None)),
-            )
-            for name, definition, hyper_params, own in rows
-        )
+        for name, definition, hyper_params, own in rows:
+            rate = by_group.get(name, {}).get("learning_rate", getattr(own, "learning_rate", None))
+            acting.append(_with_rate(name, definition, hyper_params, rate))
+        return tuple(acting)
 
     def restore_reference(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
@@ -164,14 +161,14 @@ class MultiOptimizer(opt_core.MultiOptimizer):
         return lenient_references(target, state, state_dict)
 
 
-def _with_rate(definition: OptimizerDef, hyper_params: Any, rate: Any) -> Any:
+def _with_rate(group: str, definition: OptimizerDef, hyper_params: Any, rate: Any) -> Any:
     """The hyper-parameters of a wrapped optimizer with a learning rate for its group alone."""
     if rate is None or not isinstance(definition, OptaxWrapper):
         return hyper_params
     if definition.recipe is None:
         raise HyperParamError(
-            "`learning_rate` cannot be given to a transformation that is already built: "
-            "make it with a wrapped constructor (`wrap_optax_optimizer`)"
+            f"group `{group}`: `learning_rate` cannot be given to a transformation that is already "
+            "built: make it with a wrapped constructor (`wrap_optax_optimizer`)"
         )
     return replace_hyper_params(definition.built_with, learning_rate=rate)
 
