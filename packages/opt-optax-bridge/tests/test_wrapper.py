@@ -24,7 +24,7 @@ from bridge_testing import (
     third_step_by_optax,
     transformation,
 )
-from opt_core import OptimizerDef, protocols
+from opt_core import OptimizerDef
 from opt_core.errors import HyperParamError
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
@@ -54,9 +54,6 @@ def test_the_state_is_that_of_optax_and_nothing_else(name: str) -> None:
 def test_it_offers_what_the_protocols_ask_for() -> None:
     wrapper = opt_optax_bridge.adamw(0.1)
     assert isinstance(wrapper, OptimizerDef)
-    assert isinstance(wrapper, protocols.DerivesLogicalAxes)
-    assert isinstance(wrapper, protocols.TakesExtraArgs)
-    assert not isinstance(wrapper, protocols.TakesParamAxes)
 
 
 def test_abstract_parameters_give_an_abstract_optimizer() -> None:
@@ -288,7 +285,6 @@ def test_a_precision_is_around_the_transformation() -> None:
     again = pickle.loads(pickle.dumps(scaled))
     assert again == scaled
     assert again.precision == Scaled(2.0)
-    assert isinstance(scaled, protocols.HasPrecision)
     assert scaled.hyper_params.learning_rate == plain.hyper_params.learning_rate
     built = OptaxWrapper(optax.adam(0.5), precision=Scaled(2.0)).create(params)
     assert_close(built.apply_gradient(grads).target, step(scaled.create(params), 0.5).target)

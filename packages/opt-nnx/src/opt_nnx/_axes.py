@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str
-from opt_core.protocols import DerivesLogicalAxes
-from opt_partition import derive_logical_axes, logical_to_mesh
+from opt_partition import logical_to_mesh
 from opt_partition.errors import AxesError
 
 from opt_nnx._variables import Rules, names_in, rules_in
@@ -174,11 +173,9 @@ def state_axes(
 
 
 def _derive(definition: OptimizerDef, params: Any, state: Any, axes: Any) -> Any:
-    if isinstance(definition, DerivesLogicalAxes):
-        step = jax.ShapeDtypeStruct((), jnp.int32)
-        optimizer = Optimizer(definition, OptimizerState(step, state), params)
-        return definition.derive_logical_axes(optimizer, axes).state.param_states
-    return derive_logical_axes(lambda p: definition.init_state(p).param_states, params, axes)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    optimizer = Optimizer(definition, OptimizerState(step, state), params)
+    return definition.derive_logical_axes(optimizer, axes).state.param_states
 
 
 def _padded(spec: Any, rank: int) -> tuple[Entry, ...]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import optax
 import optax.contrib
 from opt_core import OptimizerDef
-from opt_core.protocols import HasPrecision, Transformation
+from opt_core.protocols import Transformation
 
 from opt_optax_bridge._recipe import Recipe
 from opt_optax_bridge._transformation import as_optax
@@ -109,7 +109,7 @@ def chain(*parts: Part | Sequence[Part], **named_parts: Part) -> OptaxWrapper:
                 "`chain` takes definitions and transformations; got a "
                 f"{type(part).__name__}. Call its constructor first."
             )
-        if isinstance(part, HasPrecision) and part.precision is not None:
+        if isinstance(part, OptimizerDef) and part.precision is not None:
             raise ValueError(
                 f"`chain`: a part has a precision ({part.precision}), and what follows it would "
                 "change updates that are rounded. Write `chain(...).with_precision(...)`."

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
-from opt_core.protocols import TakesExtraArgs, Transformation
+from opt_core.protocols import Transformation
 
 from opt_optax_bridge._signatures import accepted_keywords
 
@@ -116,10 +116,8 @@ def _update(
         for name, value in keywords.items()
         if name in by_definition or definition.has_hyper_param(name)
     }
-    extra_args = {}
-    if isinstance(definition, TakesExtraArgs):
-        names = definition.extra_arg_names(keywords.keys() - overrides.keys())
-        extra_args = {name: keywords[name] for name in names}
+    names = definition.extra_arg_names(keywords.keys() - overrides.keys())
+    extra_args = {name: keywords[name] for name in names}
     if (tx := _wrapped(definition)) is not None:
         names = accepted_keywords(tx.update, extra_args)
         extra_args = {name: extra_args[name] for name in names}

@@ -72,8 +72,6 @@ class OptaxWrapper(OptimizerDef):
       [0.9, 0.9]
     """
 
-    whole_tree: ClassVar[bool] = True  # one state for all parameters; masks may refer to their keys
-
     _ignored: ClassVar[Any] = None  # hyper-parameters that T5X accepts and ignores
 
     optax_optimizer: Any

@@ -14,7 +14,6 @@ import numpy as np
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding, Sharding
 from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
-from opt_core.protocols import DerivesLogicalAxes
 from opt_core.state_changes import committed_sharding
 from opt_core.storage import storages, stored_as
 
@@ -195,10 +194,7 @@ def local(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> list[LeafInfo]:
-    definition = optimizer.optimizer_def
-    if not isinstance(definition, DerivesLogicalAxes):
-        return infos
-    axes = definition.derive_logical_axes(optimizer, param_axes)
+    axes = optimizer.optimizer_def.derive_logical_axes(optimizer, param_axes)
     ours, theirs = ((o.target, o.state.step, o.state.param_states) for o in (optimizer, axes))
     structure: Any = jax.tree.structure(ours)
     flat = structure.flatten_up_to(theirs)  # `None` stands for no axes, and for no leaf
