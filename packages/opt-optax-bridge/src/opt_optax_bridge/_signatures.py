@@ -24,7 +24,7 @@ def taken_keywords(update: Callable[..., Any], names: Collection[str]) -> frozen
     taken = {parameter.name for parameter in _extra_parameters(update)}
     for value in reached(update):
         owner: Any = value.__self__ if isinstance(value, types.MethodType) else value
-        if hasattr(type(owner), "extra_arg_names"):  # `opt_core.protocols.TakesExtraArgs`
+        if hasattr(type(owner), "extra_arg_names"):  # a definition, or a transformation
             taken.update(owner.extra_arg_names(names))
         if isinstance(owner, OptimizerDef):  # that of an `as_transformation`
             taken.update(name for name in names if owner.has_hyper_param(name))
