@@ -27,7 +27,6 @@ from opt_core.errors import (
     HyperParamError,
     RestoreError,
     TreeMismatchError,
-    UnusedArgumentError,
 )
 
 
@@ -55,13 +54,11 @@ class Whole(OptimizerDef):
         return OptimizerState(jnp.zeros((), jnp.int32), state)
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(names) & {"value", "other"}
+        return frozenset(names) & {"value"}
 
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra: Any
     ) -> tuple[Any, OptimizerState]:
-        if "other" in extra:
-            raise UnusedArgumentError("`other` is not used", ["other"])
         rate = hyper_params.learning_rate * extra.get("value", 1.0)
         old = state.param_states
         new = {"count": old["count"] + 1, "sum": jax.tree.map(jnp.add, old["sum"], grads)}
@@ -404,8 +401,11 @@ def test_extra_arguments_go_where_they_are_used() -> None:
     plain = optimizer.apply_gradient(GRADS).target
     assert float(found["a"]["bias"][0]) == np.float32(1 - 0.1 * 2 * 2)
     assert_same(found["a"]["kernel"], plain["a"]["kernel"])
-    with pytest.raises(UnusedArgumentError, match="`other`: neither a hyper-parameter nor"):
-        optimizer.apply_gradient(GRADS, other=2.0)
+    definition = mixed()
+    with pytest.raises(HyperParamError, match="`other`: neither a hyper-parameter nor"):
+        definition.compute_updates(
+            definition.hyper_params, optimizer.target, optimizer.state, GRADS, other=2.0
+        )
     with pytest.raises(HyperParamError, match="group `kernels`: no such hyper-parameter: `value`"):
         both().create(make_params()).apply_gradient(GRADS, value=1.0)
 

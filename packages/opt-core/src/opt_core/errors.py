@@ -7,7 +7,6 @@ OptimizerError
 ├── GroupError (ValueError)         groups that do not partition the parameters
 │   └── SurgeryError                trained state that would be lost or misread
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
-│   └── UnusedArgumentError         an extra argument that the update does not use
 ├── RestoreError (ValueError)       a state dict that does not fit; carries the report
 ├── StateDictError (ValueError)     a tree that has no faithful state dict
 ├── StateChangedError (TypeError)   an update that would change the shape or structure of the state
@@ -19,7 +18,6 @@ Each is also the builtin that callers of Flax and T5X already catch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ __all__ = [
     "StateDictError",
     "SurgeryError",
     "TreeMismatchError",
-    "UnusedArgumentError",
 ]
 
 
@@ -65,21 +62,6 @@ class SurgeryError(GroupError):
 
 class HyperParamError(OptimizerError, TypeError):
     """An override does not name a hyper-parameter, or one that cannot change at run time."""
-
-
-class UnusedArgumentError(HyperParamError):
-    """An extra argument is neither a hyper-parameter nor used by the update.
-
-    Attributes:
-      names: the arguments that are not used.
-    """
-
-    def __init__(self, message: str, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[UnusedArgumentError], tuple[str, list[str]]]:
-        return UnusedArgumentError, (str(self), sorted(self.names))
 
 
 class StateDictError(OptimizerError, ValueError):

@@ -42,9 +42,7 @@ _BUILT = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
 _DERIVED = _BUILT | {"_built", "_origin", "_fingerprint_cache"}
 _READ_ONLY = _BUILT | {"precision"}
 _RESERVED = frozenset({"hyper_params", "missing", "updates", "state", "params", "grads"})
-# Arguments of line searches, `sophia`, `sam`: functions of the parameters, and a gradient.
-_FUNCTIONS = frozenset({"value_fn", "obj_fn", "grad_fn"})
-_OF_PARAMS = _FUNCTIONS | {"grad"}
+_FUNCTIONS = frozenset({"value_fn", "obj_fn", "grad_fn"})  # of line searches, `sophia`, `sam`
 
 
 class OptaxWrapper(OptimizerDef):
@@ -356,10 +354,6 @@ class OptaxWrapper(OptimizerDef):
     def _is_own(self, name: str) -> bool:
         """Whether a name is that of an argument of the constructor, and so not of the update."""
         return self.has_hyper_param(name) or self._has_argument(name)
-
-    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` by which Optax passes the loss or its gradient to an update."""
-        return _OF_PARAMS.intersection(names)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns the state dict in T5X's layout: containers without leaves vanish from `state`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +40,7 @@ from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increme
 from opt_core._paths import flatten_with_paths, parts_at
 from opt_core._report import RestoreReport
 from opt_core._state_dict import to_state_dict
-from opt_core.errors import GroupError, HyperParamError, UnusedArgumentError
-
-T = TypeVar("T")
+from opt_core.errors import GroupError, HyperParamError
 
 
 class MultiOptimizer(OptimizerDef):
@@ -317,17 +314,11 @@ class MultiOptimizer(OptimizerDef):
         rows = zip(self.group_names, self.sub_optimizers, hyper_params, strict=True)
         for name, definition, hyper in rows:
             own_state = OptimizerState(state.step, state.param_states[name])
-            update = functools.partial(
-                getattr(definition, method),
-                hyper,
-                division.cut(name, params),
-                own_state,
-                division.cut(name, given),
-            )
+            operands = hyper, division.cut(name, params), own_state, division.cut(name, given)
             with naming(name):
                 taken = _taken(definition, extra_args, division, name)
-                (new, own_state), acted = _call_with(update, taken)
-            used |= acted
+                new, own_state = getattr(definition, method)(*operands, **taken)
+            used |= taken.keys()
             division.paste(name, new, results)
             states[name] = own_state.param_states
         _check_used(extra_args, used)
@@ -415,13 +406,12 @@ class MultiOptimizer(OptimizerDef):
         used = frozenset[str]()
         for (name, part), hyper in zip(parts.items(), hyper_params, strict=True):
             definition = part.optimizer_def
-            resolve = functools.partial(
-                definition.resolve_hyper_params, hyper, part.target, part.state
-            )
             with naming(name):
                 taken = _taken(definition, extra_args, division, name)
-                resolved[name], acted = _call_with(resolve, taken)
-            used |= acted
+                resolved[name] = definition.resolve_hyper_params(
+                    hyper, part.target, part.state, **taken
+                )
+            used |= taken.keys()
         _check_used(extra_args, used)
         return resolved
 
@@ -615,29 +605,9 @@ def _taken(
     return taken
 
 
-def _call_with(
-    function: Callable[..., T], extra_args: Mapping[str, Any]
-) -> tuple[T, frozenset[str]]:
-    """Returns the result of a method, and the names of the extra arguments that it used.
-
-    A transformation that accepts any keyword shows only when traced that it does not use one.
-    Another group may.
-    """
-    taken = dict(extra_args)
-    while True:
-        try:
-            return function(**taken), frozenset(taken)
-        except UnusedArgumentError as error:
-            if not error.names & taken.keys():
-                raise
-            taken = {name: value for name, value in taken.items() if name not in error.names}
-
-
 def _check_used(extra_args: Mapping[str, Any], used: frozenset[str]) -> None:
-    """Raises an `UnusedArgumentError` for arguments that no group used."""
+    """Raises a `HyperParamError` for arguments that no group takes."""
     if unused := sorted(extra_args.keys() - used):
-        raise UnusedArgumentError(
-            f"{listed(unused)}: neither a hyper-parameter nor an extra argument that any group "
-            "uses",
-            unused,
+        raise HyperParamError(
+            f"{listed(unused)}: neither a hyper-parameter nor an extra argument of any group"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from opt_core._groups.table import Group
 from opt_core._hyper_params import hyper_param_names
-from opt_core.errors import HyperParamError, UnusedArgumentError
+from opt_core.errors import HyperParamError
 
 RESERVED = frozenset({"hyper_params", "group_overrides", "missing"})
 
@@ -64,8 +64,6 @@ def naming(group: str) -> Iterator[None]:
     """Adds the name of the group to errors about hyper-parameters."""
     try:
         yield
-    except UnusedArgumentError:
-        raise
     except HyperParamError as error:
         raise HyperParamError(f"group `{group}`: {error}") from error
 
