@@ -17,9 +17,7 @@ from flax_optim import (
 )
 from opt_core import Optimizer
 
-OLD_LAYOUT = "Multi_kernel_bias_032"  # read by opt-checkpoint
 TOLERANCE = 2e-6  # of the largest entry of an array; what reordered float32 sums were measured at
-CASES = [c for c in case_ids() if c != OLD_LAYOUT]
 
 
 def overrides_at(definition: Any, given: Any, t: int) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(found[path], value, rtol=0, atol=atol, err_msg=path)
 
 
-@pytest.mark.parametrize("case_id", CASES)
+@pytest.mark.parametrize("case_id", case_ids())
 def test_trajectories(case_id: str) -> None:
     optimizers = run(case_id)
     for t, optimizer in enumerate(optimizers):
@@ -64,7 +62,7 @@ def test_trajectories(case_id: str) -> None:
         assert type(optimizer.target) is type(inputs(case_id)[0])  # a `FrozenDict`, or a dict
 
 
-@pytest.mark.parametrize("case_id", [c for c in CASES if "checkpoint" in case(c)])
+@pytest.mark.parametrize("case_id", [c for c in case_ids() if "checkpoint" in case(c)])
 def test_checkpoints_restore_and_continue(case_id: str) -> None:
     last = len(inputs(case_id)[1])
     restored = run(case_id, 0)[0].restore_state(checkpoint(case_id))

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 
 def axes_of_leaves(paths: Sequence[Names], param_axes: Any) -> list[Any]:
-    """Returns the axes of every parameter, in order.
-
-    Args:
-      paths: of the parameters.
-      param_axes: the same paths; a `PartitionSpec` or `None` at each, containers of any kind.
-
-    Raises:
-      TreeMismatchError: a path is missing or extra; lists them all.
-    """
+    """Returns the axes of every parameter, in order; lists the paths that are missing or extra."""
     axes = dict(flatten_with_paths(param_axes))
     problems = {
         path_str(names): "expected a `PartitionSpec`, found nothing"

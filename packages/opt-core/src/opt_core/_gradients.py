@@ -50,18 +50,9 @@ def check_gradients(params: Any, grads: Any) -> None:
 
 
 def gradient_leaves(params: Any, grads: Any, *, optional: frozenset[int]) -> list[Any]:
-    """Returns the gradient of every leaf of `params`, in order.
+    """Returns the gradient of every leaf of `params`, in order, of its shape.
 
-    Args:
-      params: the parameters.
-      grads: a tree like them.
-      optional: the positions of leaves that need no gradient: they may have `None`, or nothing.
-
-    Returns:
-      One gradient per leaf, of its shape; `None` for optional ones that are not there.
-
-    Raises:
-      TreeMismatchError: containers, keys or shapes differ; lists every path.
+    Leaves at the `optional` positions may have `None`, or nothing at all: then it is `None`.
     """
     gradients, problems = _align(params, grads, optional)
     problems += _lines(params, gradients, _shape)

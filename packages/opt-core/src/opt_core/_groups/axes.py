@@ -22,11 +22,6 @@ def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> l
 
     A group whose pattern reads the shape of leaves gets the axes of all leaves that it may have:
     those that paths and axes assign to no other group.
-
-    Args:
-      groups: the table.
-      param_axes: a tree like the parameters with a `PartitionSpec`, or `None`, per leaf.
-      known: the names in them by path.
     """
     axes = dict(flatten_with_paths(param_axes))
     tree = jax.tree.map(lambda _: _NO_ARRAY, param_axes, is_leaf=lambda x: x is None)

@@ -59,14 +59,7 @@ class Division:
         return tuple(i for i, owner in enumerate(self.owners) if is_frozen[owner])
 
     def leaves(self, tree: Any) -> list[Any]:
-        """Returns what a tree has at the places of the parameters, in order.
-
-        Args:
-          tree: the parameters, or anything in their containers: gradients, axes, `None`.
-
-        Raises:
-          GroupError: it has other containers; lists the paths that differ.
-        """
+        """Returns what a tree has at the places of the parameters: arrays, axes, `None`."""
         leaves, structure = jax.tree.flatten(tree)
         if structure == self.treedef:
             return leaves

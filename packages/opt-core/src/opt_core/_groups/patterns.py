@@ -49,12 +49,7 @@ class Traversal(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Except:
-    """The leaves that `pattern` matches and `excluded` does not.
-
-    Attributes:
-      pattern: any pattern.
-      excluded: another.
-    """
+    """The leaves that one pattern matches and another does not."""
 
     pattern: Any
     excluded: Any
@@ -69,13 +64,7 @@ def has_shape(leaf: Any) -> bool:
 
 
 class Leaf:
-    """The properties of a leaf that a pattern may read.
-
-    Attributes:
-      names: the names along its path.
-      path: the same, joined by `/`.
-      info: a `jax.ShapeDtypeStruct`, or a placeholder if the shape is not known yet.
-    """
+    """What a pattern may read of a leaf: its path, and `info`, its shape and dtype if known."""
 
     __slots__ = ("info", "names", "path")
 
@@ -156,17 +145,10 @@ def check_pattern(pattern: Any) -> None:
 
 
 def described(tree: Any) -> tuple[list[Leaf], Any]:
-    """Returns the properties of leaves that patterns may read, in order, and the structure.
-
-    Raises:
-      GroupError: two keys of one container have the same name, such as `1` and `'1'`.
-    """
+    """Returns what patterns may read of every leaf, in order, and the structure."""
     _check_names(tree)
-    values, structure = jax.tree.flatten(tree)
-    treedef: Any = structure
-    positions = flatten_with_paths(treedef.unflatten(range(len(values))))
-    names = {position: names for names, position in positions if position is not None}
-    return [Leaf(names[i], value) for i, value in enumerate(values)], treedef
+    treedef: Any = jax.tree.structure(tree)
+    return [Leaf(names, x) for names, x in flatten_with_paths(tree) if x is not None], treedef
 
 
 def _check_names(tree: Any) -> None:
@@ -193,14 +175,7 @@ def positions_of(pattern: Any, tree: Any, axes: LogicalAxes | None) -> frozenset
 def matched(
     pattern: Any, treedef: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
 ) -> frozenset[int]:
-    """Returns the positions of the leaves that a pattern matches.
-
-    Args:
-      pattern: any pattern but `REST`.
-      treedef: the parameters' containers.
-      leaves: what the pattern may read of each leaf, in order.
-      axes: logical axes by path; needed for a set of them.
-    """
+    """Returns the positions of the leaves that a pattern, any but `REST`, matches."""
     match pattern:
         case Except(inner, excluded):
             return matched(inner, treedef, leaves, axes) - matched(excluded, treedef, leaves, axes)
@@ -255,9 +230,6 @@ def _traversed(traversal: Traversal, treedef: Any, leaves: Sequence[Leaf]) -> fr
 
 def logical_axes_by_path(param_axes: Any) -> dict[Names, frozenset[str]]:
     """Returns the names of the logical axes of every leaf.
-
-    Args:
-      param_axes: nested containers with a `PartitionSpec`, or `None`, per parameter.
 
     Examples:
       >>> from jax.sharding import PartitionSpec as P

@@ -73,17 +73,7 @@ def divide(
     *,
     may_be_empty: Callable[[Group], bool],
 ) -> Division:
-    """Returns how the patterns of a table divide a tree.
-
-    Args:
-      groups: the table; at most one pattern is `REST`.
-      tree: the parameters.
-      axes: logical axes by path, if known.
-      may_be_empty: whether a group may have no leaf. A typo in a pattern must be reported.
-
-    Raises:
-      GroupError: a leaf is matched twice or never, or a pattern matches nothing; lists them all.
-    """
+    """Returns how the patterns of a table divide the parameters; lists all that is wrong."""
     leaves, treedef = described(tree)
     matches = [
         frozenset[int]()
