@@ -15,7 +15,7 @@ from opt_core.errors import (
     StateChangedError,
     TreeMismatchError,
 )
-from opt_optax_bridge import OptaxWrapper, resolve_hyper_params, t5x
+from opt_optax_bridge import OptaxWrapper, overridable_hyper_params, resolve_hyper_params, t5x
 from opt_partition.errors import AxesError
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
     ),
     "not asked of a wrapper": (
-        lambda: resolve_hyper_params(SGD.replace(optimizer_def=None)),
+        lambda: overridable_hyper_params(SGD.replace(optimizer_def=None)),
         TypeError,
         "`optimizer` must be one of an `OptaxWrapper`; its definition is a NoneType",
     ),
@@ -118,8 +118,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TreeMismatchError,
         (
             "`grads` do not match the parameters:\n"
-            "  w: expected an array of shape (2,), found nothing\n"
             "  v: expected nothing, found an array of shape (2,)\n"
+            "  w: expected an array of shape (2,), found nothing\n"
             "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
             "containers to those of the parameters."
         ),
