@@ -13,6 +13,7 @@ from opt_core.errors import HyperParamError
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
 PARAMS = {"b": jnp.ones(3), "w": jnp.eye(3)}
+SGD: Any = opt.sgd(0.1)  # Optax declares a transformation where this goes
 MATRICES = opt_matrix.Matrices.by_rank2()
 
 CASES: dict[str, tuple[Any, str, Any, Any]] = {
@@ -31,7 +32,7 @@ CASES: dict[str, tuple[Any, str, Any, Any]] = {
     "optax.MultiSteps": (
         optax.MultiSteps(optax.sgd(0.1), 1),
         "wrap_optax_optimizer(optax.MultiSteps)(...)",
-        wrap_optax_optimizer(optax.MultiSteps)(opt.sgd(0.1), 1),
+        wrap_optax_optimizer(optax.MultiSteps)(SGD, 1),
         optax.MultiSteps(optax.sgd(0.5), 1),
     ),
     "optax.adamw": (
