@@ -22,8 +22,8 @@ from checkpoint_testing import WIDE, bits, everything, files, random_bits, same,
 from opt_checkpoint import Checkpointer, NamedState, named_state, open_step
 from opt_checkpoint._disk import writer as _writer
 from opt_checkpoint._disk.handler import OptimizerHandler
-from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._disk.manifest import DTYPES
+from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint.errors import LeafError, LockError, MissingError, SaveError
 
 

@@ -159,6 +159,11 @@ def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts() -> None:
         assert_same_bits(found.target["b"], plain.target["b"])
 
 
+def test_t5xs_configurations_bind_the_pairs_by_name() -> None:
+    pairs = [("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))]
+    assert t5x.MultiOptimizer(traversals_and_optimizers=pairs) == both()
+
+
 def traversal(keep: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -20,7 +20,6 @@ from opt_core._optimizer import Optimizer
 from opt_core._paths import Names, flatten_with_paths
 from opt_core._shardings import committed_sharding
 from opt_core.errors import LeafError
-from opt_core.protocols import DerivesLogicalAxes
 from opt_core.storage import PlainOptimizer, storages, stored_as
 
 Kind: TypeAlias = Literal["params", "state", "extra"]
@@ -427,10 +426,7 @@ def local(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> list[LeafInfo]:
-    definition = optimizer.optimizer_def
-    if not isinstance(definition, DerivesLogicalAxes):
-        return infos
-    axes = definition.derive_logical_axes(optimizer, param_axes)
+    axes = optimizer.optimizer_def.derive_logical_axes(optimizer, param_axes)
     ours, theirs = ((o.target, o.state.step, o.state.param_states) for o in (optimizer, axes))
     structure: Any = jax.tree.structure(ours)
     flat = structure.flatten_up_to(theirs)  # `None` stands for no axes, and for no leaf

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from opt_core._groups.leaf_groups import members
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.patterns import Except, Rest, pattern_str
-from opt_core._groups.selection import GroupSelection, positions_of
+from opt_core._groups.patterns import Except, Rest, pattern_str, positions_of
 from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import Optimizer, OptimizerDef
 from opt_core._paths import Names, path_str
@@ -313,34 +312,33 @@ def carved(
     definition: MultiOptimizer, target: Any, pattern: Any, chosen: frozenset[int]
 ) -> list[Group]:
     """Returns the table without the chosen leaves; empty groups other than the rest are removed."""
-    selection = definition.select(target)
-    leaves = jax.tree.leaves(target)
+    members = definition.select(target).members
     groups = []
-    for part in selection.parts:
-        group, taken = part.group, chosen.intersection(part.members)
+    for group in definition.groups:
+        taken = chosen.intersection(members[group.name])
         if not taken or isinstance(group.pattern, Rest):
-            groups.append(_carve_inside(group, part, leaves, taken))
-        elif len(taken) < len(part.members):
-            inside = _carve_inside(group, part, leaves, taken)
+            groups.append(_carve_inside(group, definition, target, taken))
+        elif len(taken) < len(members[group.name]):
+            inside = _carve_inside(group, definition, target, taken)
             groups.append(dataclasses.replace(inside, pattern=Except(group.pattern, pattern)))
     return groups
 
 
 def _carve_inside(
-    group: Group, part: GroupSelection, leaves: Sequence[Any], taken: frozenset[int]
+    group: Group, definition: MultiOptimizer, target: Any, taken: frozenset[int]
 ) -> Group:
     """The group; a nested definition loses the groups without leaves."""
     nested = group.definition
     if not isinstance(nested, MultiOptimizer) or not taken:
         return group
-    own = [leaves[i] for i in part.members]
-    inner = nested.select(part.cut(leaves))
+    outer = definition.select(target)
+    part = outer.cut(group.name, target)
+    own = frozenset(outer.members[group.name].index(i) for i in taken)
     kept = []
-    for selection in inner.parts:
-        left = [i for i in selection.members if part.members[i] not in taken]
-        if left or isinstance(selection.group.pattern, Rest):
-            inside = frozenset(i for i in selection.members if part.members[i] in taken)
-            kept.append(_carve_inside(selection.group, selection, own, inside))
+    for inner in nested.groups:
+        members = frozenset(nested.select(part).members[inner.name])
+        if members - own or isinstance(inner.pattern, Rest):
+            kept.append(_carve_inside(inner, nested, part, members & own))
     return dataclasses.replace(group, definition=nested.with_groups(kept))
 
 
