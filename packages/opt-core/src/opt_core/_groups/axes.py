@@ -27,10 +27,11 @@ def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> l
     tree = jax.tree.map(lambda _: _NO_ARRAY, param_axes, is_leaf=lambda x: x is None)
     leaves, treedef = described(tree)
     decided = [_decided(group, treedef, leaves, known) for group in groups]
-    free = frozenset(range(len(leaves))).difference(*(own for own in decided if own is not None))
+    taken = frozenset[int]().union(*(members for members in decided if members is not None))
+    free = frozenset(range(len(leaves))) - taken
     told = []
-    for group, own in zip(groups, decided, strict=True):
-        names = [leaves[i].names for i in sorted(free if own is None else own)]
+    for group, members in zip(groups, decided, strict=True):
+        names = [leaves[i].names for i in sorted(free if members is None else members)]
         definition = copy.copy(group.definition)
         definition.set_param_axes(_nested(names, axes))
         told.append(dataclasses.replace(group, definition=definition))
