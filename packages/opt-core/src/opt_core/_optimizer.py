@@ -181,15 +181,6 @@ class OptimizerDef:
         """
         return frozenset()
 
-    def set_param_axes(self, param_axes: Any) -> None:
-        """Sets the logical axes of the parameters, before `create`.
-
-        For definitions whose update depends on them; the default does nothing.
-
-        Args:
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
-        """
-
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns an `Optimizer` whose leaves are axes instead of arrays.
 
