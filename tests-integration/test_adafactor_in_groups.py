@@ -110,9 +110,11 @@ def subtree(name: str, tree: Mapping[str, Any]) -> Any:
 
 def alone(mixture: str, name: str) -> Optimizer:
     """One group without the others."""
-    definition = definitions(mixture)[name]
-    definition.set_param_axes(subtree(name, AXES))
-    return definition.create(subtree(name, make_params()))
+    definition: Any = definitions(mixture)[name]
+    if hasattr(definition, "set_param_axes"):
+        definition.set_param_axes(subtree(name, AXES))
+    optimizer: Optimizer = definition.create(subtree(name, make_params()))
+    return optimizer
 
 
 def apply(optimizer: Optimizer, t: int, names: Any = tuple(SHAPES), **given: Any) -> Optimizer:

@@ -108,7 +108,7 @@ def test_the_same_pairs_in_every_way(definition: MultiOptimizer) -> None:
 
 
 def test_rows_and_names() -> None:
-    rules = [("tables", "embed", Momentum()), (".*/wi/.*", FROZEN)]
+    rules: list[Any] = [("tables", "embed", Momentum()), (".*/wi/.*", FROZEN)]
     definition = MultiOptimizer.from_rules(rules, rest=Momentum(0.1))
     assert members(definition) == {
         "tables": ["embed"],

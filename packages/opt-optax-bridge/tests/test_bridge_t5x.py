@@ -93,7 +93,7 @@ def test_axes_travel_through_state_dicts() -> None:
     """T5X's partitioner writes the axes into a state dict, changes them and restores them."""
     optimizer = t5x.adam(0.1).create(jax.eval_shape(make_params))
     axes = {"b": P("mlp"), "w": P("embed", "mlp")}
-    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
     written = derived.state_dict()
     assert written["state"]["step"] is None
     assert written["state"]["param_states"]["0"]["count"] is None

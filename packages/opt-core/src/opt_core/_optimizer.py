@@ -181,15 +181,6 @@ class OptimizerDef:
         """
         return frozenset()
 
-    def set_param_axes(self, param_axes: Any) -> None:
-        """Sets the logical axes of the parameters, before `create`.
-
-        For definitions whose update depends on them; the default does nothing.
-
-        Args:
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
-        """
-
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns an `Optimizer` whose leaves are axes instead of arrays.
 
@@ -325,13 +316,13 @@ class OptimizerDef:
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
         like, like_state = self.restore_reference(target, state, state_dict)
         reference = {"target": like, "state": like_state}
-        given = state_dict
+        entries: Any = state_dict
         if isinstance(state_dict, Mapping):
-            given = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
-        restored, report = restore_state_dict(reference, given)
+            entries = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
+        restored, report = restore_state_dict(reference, entries)
         if (step := _negative(restored["state"].step)) is not None:
-            found = Mismatch("state/step", MismatchKind.VALUE, "a non-negative count", str(step))
-            report = dataclasses.replace(report, mismatches=(*report.mismatches, found))
+            mismatch = Mismatch("state/step", MismatchKind.VALUE, "a non-negative count", str(step))
+            report = dataclasses.replace(report, mismatches=(*report.mismatches, mismatch))
             restored["state"] = restored["state"].replace(step=state.step)
         restored = unalias(restored)
         return (restored["target"], restored["state"]), report
@@ -425,11 +416,11 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         if args:
             raise TypeError("`apply_gradient` takes gradients; give all else by name")
         definition = self.optimizer_def
-        given: dict[str, Any] = {**overrides}
-        names = definition.extra_arg_names(given.keys() - {"missing"})
-        extra_args = {name: given.pop(name) for name in names}
+        keywords: dict[str, Any] = {**overrides}
+        names = definition.extra_arg_names(keywords.keys() - {"missing"})
+        extra_args = {name: keywords.pop(name) for name in names}
         target, state = definition.apply_gradient(
-            definition.update_hyper_params(**given),
+            definition.update_hyper_params(**keywords),
             self.target,
             self.state,
             grads,

@@ -18,7 +18,7 @@ _NO_ARRAY: Any = object()
 
 
 def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> list[Group]:
-    """Returns the table with copies of the definitions, which know the axes.
+    """Returns the table with copies of definitions that take axes, which now know them.
 
     A group whose pattern reads the shape of leaves gets the axes of all leaves that it may have:
     those that paths and axes assign to no other group.
@@ -27,13 +27,17 @@ def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> l
     tree = jax.tree.map(lambda _: _NO_ARRAY, param_axes, is_leaf=lambda x: x is None)
     leaves, treedef = described(tree)
     decided = [_decided(group, treedef, leaves, known) for group in groups]
-    free = frozenset(range(len(leaves))).difference(*(own for own in decided if own is not None))
+    taken = frozenset[int]().union(*(members for members in decided if members is not None))
+    free = frozenset(range(len(leaves))) - taken
     told = []
-    for group, own in zip(groups, decided, strict=True):
-        names = [leaves[i].names for i in sorted(free if own is None else own)]
-        definition = copy.copy(group.definition)
-        definition.set_param_axes(_nested(names, axes))
-        told.append(dataclasses.replace(group, definition=definition))
+    for group, members in zip(groups, decided, strict=True):
+        # No method with a default: T5X's trainer asks `hasattr`, and then the model must have axes.
+        if hasattr(group.definition, "set_param_axes"):
+            names = [leaves[i].names for i in sorted(free if members is None else members)]
+            definition = copy.copy(group.definition)
+            definition.set_param_axes(_nested(names, axes))
+            group = dataclasses.replace(group, definition=definition)
+        told.append(group)
     return told
 
 

@@ -12,10 +12,15 @@ import jax.numpy as jnp
 
 from opt_core._axes import axes_of_leaves
 from opt_core._description.describe import describe_state
-from opt_core._description.values import StateDescription
+from opt_core._description.values import (
+    LeafDescription,
+    StateDescription,
+    TransformationDescription,
+)
 from opt_core._gradients import gradient_leaves
 from opt_core._groups.axes import with_axes
 from opt_core._groups.division import Division, GroupStates
+from opt_core._groups.extra_args import check_used, taken_args
 from opt_core._groups.overrides import (
     RESERVED,
     check_group_overrides,
@@ -302,26 +307,26 @@ class MultiOptimizer(OptimizerDef):
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, OptimizerState]:
         check_length(hyper_params, self.group_names)
-        division = self.division(state)
-        results = list(division.leaves(params))
-        gradients = gradient_leaves(params, grads, optional=frozenset(division.frozen))
-        given = division.treedef.unflatten(gradients)
+        division, parts = self.division(state), self.split(Optimizer(self, state, params))
+        gradients = division.treedef.unflatten(
+            gradient_leaves(params, grads, optional=frozenset(division.frozen))
+        )
+        results = division.leaves(params)
         if method == "compute_updates":
             for i in division.frozen:
                 results[i] = jnp.zeros_like(results[i])
         states: dict[str, Any] = {}
         used = frozenset[str]()
-        rows = zip(self.group_names, self.sub_optimizers, hyper_params, strict=True)
-        for name, definition, hyper in rows:
-            own_state = OptimizerState(state.step, state.param_states[name])
-            operands = hyper, division.cut(name, params), own_state, division.cut(name, given)
+        for (name, part), hyper in zip(parts.items(), hyper_params, strict=True):
+            definition = part.optimizer_def
+            operands = hyper, part.target, part.state, division.cut(name, gradients)
             with naming(name):
-                taken = _taken(definition, extra_args, division, name)
-                new, own_state = getattr(definition, method)(*operands, **taken)
+                taken = taken_args(definition, extra_args, division, name)
+                new, new_state = getattr(definition, method)(*operands, **taken)
             used |= taken.keys()
             division.paste(name, new, results)
-            states[name] = own_state.param_states
-        _check_used(extra_args, used)
+            states[name] = new_state.param_states
+        check_used(extra_args, used)
         new_state = OptimizerState(increment_step(state.step), GroupStates(states, division))
         return division.treedef.unflatten(results), new_state
 
@@ -407,12 +412,12 @@ class MultiOptimizer(OptimizerDef):
         for (name, part), hyper in zip(parts.items(), hyper_params, strict=True):
             definition = part.optimizer_def
             with naming(name):
-                taken = _taken(definition, extra_args, division, name)
+                taken = taken_args(definition, extra_args, division, name)
                 resolved[name] = definition.resolve_hyper_params(
                     hyper, part.target, part.state, **taken
                 )
             used |= taken.keys()
-        _check_used(extra_args, used)
+        check_used(extra_args, used)
         return resolved
 
     # Axes and meaning.
@@ -471,18 +476,19 @@ class MultiOptimizer(OptimizerDef):
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
           state: the state that belongs to them.
         """
-        paths = [names for names, x in flatten_with_paths(state.param_states) if x is not None]
-        leaves, transformations = [], []
+        paths = (path for path, x in flatten_with_paths(state.param_states) if x is not None)
+        leaves: list[LeafDescription] = []
+        transformations: list[TransformationDescription] = []
         for name, part in self.split(Optimizer(self, state, params)).items():
             inner = describe_state(part)
-            leaves += [dataclasses.replace(x, group=(name, *x.group)) for x in inner.leaves]
+            leaves += [
+                dataclasses.replace(leaf, group=(name, *leaf.group), path=path)
+                for leaf, path in zip(inner.leaves, paths, strict=False)
+            ]
             transformations += [
                 dataclasses.replace(x, group=(name, *x.group)) for x in inner.transformations
             ]
-        described = (
-            dataclasses.replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)
-        )
-        return StateDescription(tuple(described), tuple(transformations))
+        return StateDescription(tuple(leaves), tuple(transformations))
 
     # State dicts.
 
@@ -515,7 +521,7 @@ class MultiOptimizer(OptimizerDef):
     def _merged(self, state: OptimizerState) -> Any:
         """The states as one tree with an entry per parameter; `None` if they are not laid out so.
 
-        A definition that writes its own state dict has a layout of its own.
+        A definition that writes or restores its own state dict has a layout of its own.
         """
         division = self.division(state)
         positions = division.treedef.unflatten(range(len(division.owners)))
@@ -524,7 +530,7 @@ class MultiOptimizer(OptimizerDef):
             states = state.param_states[name]
             if isinstance(definition, MultiOptimizer):
                 states = definition._merged(OptimizerState(state.step, states))
-            elif type(definition).state_dict is not OptimizerDef.state_dict:
+            elif _writes_itself(definition) or _restores_itself(definition):
                 return None
             structure: Any = jax.tree.structure(division.cut(name, positions))
             if states is None or parts_at(structure, states) is None:
@@ -535,12 +541,12 @@ class MultiOptimizer(OptimizerDef):
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        like = OptimizerState(state.step, self._laid_out(target, state))
+        like = OptimizerState(state.step, self._to_layout(target, state))
         (target, restored), report = super()._match(target, like, state_dict)
-        states = self._taken_back(target, state, restored.param_states)
+        states = self._from_layout(target, state, restored.param_states)
         return (target, OptimizerState(restored.step, states)), report
 
-    def _laid_out(self, target: Any, state: OptimizerState) -> Any:
+    def _to_layout(self, target: Any, state: OptimizerState) -> Any:
         """The states in the containers of a state dict."""
         if (merged := self._merged(state)) is not None:
             return merged
@@ -548,7 +554,7 @@ class MultiOptimizer(OptimizerDef):
         for name, part in self.split(Optimizer(self, state, target)).items():
             definition = part.optimizer_def
             if isinstance(definition, MultiOptimizer):
-                states[name] = definition._laid_out(part.target, part.state)
+                states[name] = definition._to_layout(part.target, part.state)
             elif _restores_itself(definition):
                 written = definition.state_dict(part.target, part.state)["state"]
                 states[name] = written.get("param_states", {})
@@ -556,23 +562,27 @@ class MultiOptimizer(OptimizerDef):
                 states[name] = part.state.param_states
         return GroupStates(states, self.division(state))
 
-    def _taken_back(self, target: Any, state: OptimizerState, laid_out: Any) -> GroupStates:
-        """The inverse of `_laid_out`."""
+    def _from_layout(self, target: Any, state: OptimizerState, layout: Any) -> GroupStates:
+        """The inverse of `_to_layout`."""
         division = self.division(state)
-        is_grouped = isinstance(laid_out, GroupStates)
+        is_grouped = isinstance(layout, GroupStates)
         states: dict[str, Any] = {}
         for name, part in self.split(Optimizer(self, state, target)).items():
             definition = part.optimizer_def
-            states[name] = laid_out[name] if is_grouped else division.cut(name, laid_out)
+            states[name] = layout[name] if is_grouped else division.cut(name, layout)
             if isinstance(definition, MultiOptimizer):
-                states[name] = definition._taken_back(part.target, part.state, states[name])
-            elif is_grouped and _restores_itself(definition):
+                states[name] = definition._from_layout(part.target, part.state, states[name])
+            elif _restores_itself(definition):
                 entry = to_state_dict(states[name])
                 written = {"step": to_state_dict(state.step), "param_states": entry}
                 whole = {"target": to_state_dict(part.target), "state": written}
                 _, restored = definition.restore_state(part.target, part.state, whole)
                 states[name] = restored.param_states
         return GroupStates(states, division)
+
+
+def _writes_itself(definition: OptimizerDef) -> bool:
+    return type(definition).state_dict is not OptimizerDef.state_dict
 
 
 def _restores_itself(definition: OptimizerDef) -> bool:
@@ -585,29 +595,3 @@ def _has_content(entry: Any) -> bool:
 
 def _zero() -> jax.Array:
     return jnp.zeros((), jnp.int32)
-
-
-def _taken(
-    definition: OptimizerDef, extra_args: Mapping[str, Any], division: Division, group: str
-) -> dict[str, Any]:
-    """Returns the extra arguments that the definition of a group takes."""
-    taken = {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
-    if len(division.members[group]) == len(division.owners):
-        return taken
-    for name, value in taken.items():
-        if callable(value) or jax.tree.structure(value) == division.treedef:
-            raise GroupError(
-                f"group `{group}`: `{name}` is about all parameters, and this group has some of "
-                "them. Updates that take the loss or its gradient, such as line searches, work on "
-                "all parameters of an optimizer: divide them with `optax.partition`, inside one "
-                "definition."
-            )
-    return taken
-
-
-def _check_used(extra_args: Mapping[str, Any], used: frozenset[str]) -> None:
-    """Raises a `HyperParamError` for arguments that no group takes."""
-    if unused := sorted(extra_args.keys() - used):
-        raise HyperParamError(
-            f"{listed(unused)}: neither a hyper-parameter nor an extra argument of any group"
-        )

@@ -1,8 +1,4 @@
-"""Patterns, which select leaves of a tree.
-
-They see paths, shapes, dtypes and logical axes, never values, so that a tree has the same groups
-before, inside and after a compiled function.
-"""
+"""Patterns, which select leaves of a tree by paths, shapes, dtypes and logical axes, not values."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.sharding import PartitionSpec
 
 from opt_core._paths import Names, flatten_with_paths, path_names, path_str
 from opt_core._state_dict import to_state_dict
@@ -76,30 +71,23 @@ class Leaf:
         elif isinstance(value, bool | int | float | complex):
             self.info = jax.ShapeDtypeStruct((), jnp.result_type(value))
         else:
-            self.info = _Unknown(self.path, value)
+            self.info = _NotAnArray(self.path, type(value).__name__)
 
 
-class _Unknown:
-    """Stands for a leaf that is not an array, or of which only the path is known."""
+class _NotAnArray:
+    """Stands for a leaf of which only the path can be asked."""
 
     __slots__ = ("_kind", "_path")
 
-    def __init__(self, path: str, value: Any) -> None:
-        is_axes = value is None or isinstance(value, PartitionSpec)
-        self._path, self._kind = path, "" if is_axes else type(value).__name__
+    def __init__(self, path: str, kind: str) -> None:
+        self._path, self._kind = path, kind
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._kind:
-            raise GroupError(
-                f"a pattern asks for `{name}` of `{self._path}`, which is not an array but a "
-                f"{self._kind}: decide by the path"
-            )
         raise GroupError(
-            f"a pattern asks for `{name}` of `{self._path}`, of which only the path is known here. "
-            "Create the optimizer, or call `derive_logical_axes`, with this definition first, or "
-            "decide by the path."
+            f"a pattern asks for `{name}` of `{self._path}`, which is not an array but a "
+            f"{self._kind}: decide by the path"
         )
 
 
