@@ -259,12 +259,14 @@ def distributed_shampoo() -> Any:
     return transformation(init_fn)
 
 
+FIELDS = ("momentum/codes", "momentum/diagonal")
+
+
 @case(
     stats={
-        path: name
+        f"{i}/{field}": name
         for i, name in enumerate(NAMES)
-        for path in [*(f"{i}/statistics/{k}" for k in axes_of(name)), f"{i}/momentum/codes"]
-        + [f"{i}/momentum/diagonal"]
+        for field in (*(f"statistics/{k}" for k in axes_of(name)), *FIELDS)
     },
     count=None,
 )
@@ -481,7 +483,7 @@ class Continual:
 
     def init(self, params: Any) -> Any:
         utilities = jax.tree.map(jnp.ones_like, params)
-        logs = FrozenDict({"mean": jnp.zeros([]), "resets": jnp.int32(0)})
+        logs: Any = FrozenDict({"mean": jnp.zeros([]), "resets": jnp.int32(0)})
         return {"utilities": utilities, "logs": logs, "rng": jax.random.PRNGKey(0)}
 
     def update(self, updates: Any, state: Any, params: Any = None) -> Any:
@@ -667,14 +669,7 @@ def test_the_table_has_every_leaf() -> None:
         assert paths == follows.keys(), name
 
 
-UNKNOWN = ("sharded_shampoo", "parts_of_the_model", "stacked")
-"""Cases of which some leaves are not seen to follow a parameter."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.xfail] if n in UNKNOWN else []) for n in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_leaves_follow_their_parameters(name: str) -> None:
     said = {
         path_str(leaf.path): None if leaf.parameter is None else path_str(leaf.parameter)
@@ -687,6 +682,29 @@ def test_leaves_follow_their_parameters(name: str) -> None:
 def test_states_are_named_after_what_made_them(name: str) -> None:
     names = {leaf.transformation for leaf in described(name).leaves}
     assert {x.removeprefix(f"{MINE}.") for x in names} == CASES[name].names
+
+
+def test_likes_are_found_in_the_order_in_which_they_are_called() -> None:
+    """Variables that a function has captured are sorted by name."""
+    second, first = optax.scale_by_adam(b1=0.5), optax.scale_by_adam(b1=0.9)
+
+    def init_fn(params: Any) -> Any:
+        return {"a": second.init(params), "b": first.init(params)}
+
+    described = describe_state(OptaxWrapper(transformation(init_fn)).create(PARAMS))
+    settings = {leaf.path[0]: described.of(leaf).settings["b1"] for leaf in described.leaves}
+    assert settings == {"a": 0.5, "b": 0.9}
+
+
+def test_what_is_called_twice_keeps_two_states() -> None:
+    inner = optax.scale_by_adam()
+
+    def init_fn(params: Any) -> Any:
+        return {"fast": inner.init(params), "slow": inner.init(params)}
+
+    described = describe_state(OptaxWrapper(transformation(init_fn)).create(PARAMS))
+    names = {(leaf.path[0], leaf.transformation, leaf.number) for leaf in described.leaves}
+    assert names == {("fast", "adam", 1), ("slow", "adam", 2)}
 
 
 @pytest.mark.parametrize("name", CASES)

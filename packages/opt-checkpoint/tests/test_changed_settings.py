@@ -318,15 +318,12 @@ def test_a_rename_is_suggested_where_there_is_one_choice() -> None:
     assert (
         f"rules=[(r'state/{MINE}\\.velocity/(.*)', Rename(r'state/{MINE}.momentum/\\1'))]" in told
     )
-    assert f"aliases={{'{MINE}.velocity': '{MINE}.momentum'}}" in told
     text = str(plan)
     assert text.index(told) < text.index(f"+ state/{MINE}.velocity/m/w")
     rules = [(rf"state/{MINE}.velocity/(.*)", Rename(rf"state/{MINE}.momentum/\1"))]
     renamed = plan_restore(saved, target, allow={"optimizer"}, rules=rules)
     assert renamed.is_ok
     assert not renamed.suggestions
-    aliased = matrix(velocity(), aliases={f"{MINE}.velocity": f"{MINE}.momentum"})
-    assert plan_restore(saved, aliased, allow={"optimizer"}).is_ok
     # None where there are two, or the names are known.
     two = matrix(optax.chain(velocity(), velocity()))
     assert not plan_restore(saved, two).suggestions

@@ -414,39 +414,6 @@ def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
     assert HARMS[name, setting]() > 0.05
 
 
-def only(name: str, tx: Any) -> Any:
-    return optax.masked(tx, {key: key == name for key in PARAMS})
-
-
-# What acts on gradients of one parameter before moments: plans list another mask.
-PARTIAL: dict[str, Callable[[str], Any]] = {
-    "scale": lambda name: only(name, optax.scale(64.0)),
-    "stateless": lambda name: only(
-        name, optax.stateless(lambda g, _: jax.tree.map(lambda x: 64.0 * x, g))
-    ),
-    "partition": lambda name: optax.partition(
-        {"x": optax.scale(64.0), "y": optax.identity()},
-        {key: "x" if key == name else "y" for key in PARAMS},
-    ),
-    "conditionally_mask": lambda name: optax.conditionally_mask(
-        optax.identity(), lambda step: step % 10 == 0 if name == "w" else step >= 0
-    ),
-    "conditionally_transform": lambda name: optax.conditionally_transform(
-        optax.scale(64.0), lambda step: step < 0 if name == "w" else step >= 0
-    ),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("how", PARTIAL)
-@pytest.mark.parametrize("after", ["scale_by_adam", "flatten"])
-def test_another_mask_before_moments_goes_wrong(how: str, after: str) -> None:
-    adam = optax.scale_by_adam()
-    last = optax.chain(optax.flatten(adam) if after == "flatten" else adam, optax.scale(-0.01))
-    one, other = (optax.chain(PARTIAL[how](name), last) for name in PARAMS)
-    assert from_another_state(one, other, steps=20) > 0.05
-
-
 @pytest.mark.internals
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}

@@ -453,7 +453,7 @@ class OptaxWrapper(OptimizerDef):
               nesterov=false
           scale: step_size=-0.1
         """
-        return describe_optax(self.optax_optimizer, params, state.param_states, dict(self.aliases))
+        return describe_optax(self.optax_optimizer, params, state.param_states)
 
     def _identity(self) -> Any:
         return {k: v for k, v in super()._identity().items() if k not in _FIXED}

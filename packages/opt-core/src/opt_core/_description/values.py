@@ -159,8 +159,7 @@ class TransformationDescription:
       source: see `Source`.
       passes_on: whether it at most clips updates, averages them over a window or holds them back,
         so that later moments mean the same without it.
-      parameters: the paths of the parameters that it acts on, if these are a subset that its leaves
-        do not show and that matters: before moments, or if it concatenates parameters.
+      parameters: the paths of the parameters whose state it keeps, if it concatenates some of them.
     """
 
     name: str

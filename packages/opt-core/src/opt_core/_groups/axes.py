@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from opt_core._description.roles import roles
+from opt_core._description.follow import follow
 from opt_core._groups.layout import set_at
 from opt_core._groups.patterns import Leaf, LogicalAxes, Rest, matched
 from opt_core._groups.selection import Selection, described
@@ -151,10 +151,10 @@ def _derive_group_axes(optimizer: Optimizer, param_axes: Any) -> OptimizerState:
     params = dict(_by_path(optimizer.target, optimizer.target))
     axes = dict(_by_path(optimizer.target, param_axes))
     derived = []
-    found = roles(optimizer.target, states, whole_tree=definition.whole_tree)
-    for role, leaf in zip(found, leaves, strict=True):
-        mirrors = role.param is not None and np.shape(params[role.param]) == np.shape(leaf)
-        derived.append(axes[role.param] if mirrors and role.param is not None else None)
+    found = follow(lambda tree: definition.init_state(tree).param_states, optimizer.target, states)
+    for at, leaf in zip(found, leaves, strict=True):
+        mirrors = at.parameter is not None and np.shape(params[at.parameter]) == np.shape(leaf)
+        derived.append(axes[at.parameter] if mirrors and at.parameter is not None else None)
     return OptimizerState(None, jax.tree.unflatten(jax.tree.structure(states), derived))
 
 

@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from opt_core import Role, flatten_with_paths, path_str
 
 from opt_optax_bridge._description.nodes import Names, Node
 
 if TYPE_CHECKING:
-    from opt_partition import Row  # imported lazily: the import takes 0.1 s
+    from opt_partition import Row  # the import takes 0.1 s
 
 Shape: TypeAlias = tuple[int, ...]
 Dims: TypeAlias = tuple[int | None, ...]
-
-
-class Dimensions(NamedTuple):
-    """The dimensions of a leaf.
-
-    Attributes:
-      dims: for each dimension that of the parameter, or `None`; `None` if unknown.
-      is_derived: whether `init` was traced for them.
-    """
-
-    dims: Dims | None
-    is_derived: bool = False
-
-
-def dimensions(
-    leaves: Sequence[Any],
-    given: Sequence[Role],
-    stated: Sequence[Dims | None],
-    explained: Callable[[], Sequence[Row] | None],
-) -> Iterator[Dimensions]:
-    """Yields the dimensions of every leaf of a state; traces `init` only if some are not stated."""
-    rows: Sequence[Row | None] = [None] * len(leaves)
-    if any(r.param is not None and d is None for r, d in zip(given, stated, strict=True)):
-        rows = explained() or rows
-    for role, leaf, row, dims in zip(given, leaves, rows, stated, strict=True):
-        if role.param is None:
-            yield Dimensions((None,) * len(leaf.shape))
-        elif dims is not None:
-            yield Dimensions(dims)
-        elif row is None or row.parameter not in (None, path_str(role.param)):
-            yield Dimensions(None)
-        else:
-            yield Dimensions(row.dims, is_derived=True)
-
-
-def followed(
-    given: Sequence[Role], rows: Sequence[Row], starts: Mapping[int, int], params: Sequence[Names]
-) -> list[Role]:
-    """Returns roles in which entries of lists follow the parameters that `init` makes them of.
-
-    Args:
-      given: the roles by containers alone.
-      rows: the provenance of each leaf in `init`.
-      starts: for leaves that may be in such a list, the depth of the state they belong to.
-      params: the paths of the parameters.
-    """
-    known = {path_str(param): param for param in params}
-    owners = {i: known.get(rows[i].parameter or "") for i in starts}
-    inside: dict[Any, dict[str, set[Names | None]]] = {}
-    for i, role in enumerate(given):
-        for k, (_, name) in enumerate(role.outer):
-            entries = inside.setdefault(role.outer[:k], {})
-            entries.setdefault(name, set()).add(owners.get(i, role.param))
-    found = list(given)
-    for i, start in starts.items():
-        outer, owner = given[i].outer, owners[i]
-        for k in range(start, len(outer)):
-            entries = inside[outer[:k]]
-            is_one_each = len(set().union(*entries.values())) == len(entries)
-            if owner is not None and is_one_each and entries[outer[k][1]] == {owner}:
-                found[i] = Role(outer[:k], owner, outer[k + 1 :])
-                break
-    return found
 
 
 def explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | None:
@@ -89,11 +25,6 @@ def explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | No
     numbers = jax.tree.map(lambda leaf: PartitionSpec(*map(str, range(len(leaf.shape)))), params)
     rows = explain(tx, params, numbers).rows
     return rows if [row.shape for row in rows] == [leaf.shape for leaf in leaves] else None
-
-
-def shapes_of(params: Any) -> dict[Names, Shape]:
-    """Returns the shape of every parameter by path."""
-    return {path: leaf.shape for path, leaf in flatten_with_paths(params) if leaf is not None}
 
 
 def stated_dimensions(node: Node, field: Names, shape: Shape, param_shape: Shape) -> Dims | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import dis
+import functools
 import itertools
 import re
 import types
@@ -13,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from opt_core.closures import (
     attributes,
     closure_vars,
+    code_of,
     definer_of,
     factory_of,
     origin_of,
@@ -56,14 +58,12 @@ class Node:
       package: the package that defines the factory.
       maker: the name of the factory of its `init`; empty if that is not known.
       children: the transformations that it calls.
-      key: the identity of the object that the enclosing transformation has captured.
       factory_argument: for `inject_hyperparams`, the function that builds the nested one.
       injected: the hyper-parameters that an enclosing `inject_hyperparams` injects.
       shares_init: whether its `init` is that of its only child.
       shares_update: whether its update function is that of a child.
       declared: its own description, if it has one: see `opt_core.protocols.DescribesFields`.
       is_stateless: whether `init` returned a state without leaves.
-      given: the structure of the parameters passed to `init`, without those that a mask hides.
     """
 
     tx: Any
@@ -72,16 +72,14 @@ class Node:
     package: str
     maker: str
     children: list[Node]
-    key: int = 0
     factory_argument: Any = None
     injected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shares_init: bool = False
     shares_update: bool = False
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_stateless: bool = False
-    given: Any = None
 
-    @property
+    @functools.cached_property
     def held(self) -> dict[str, Any]:
         """The variables captured by its functions and their helpers, by name."""
         found = _captured_with_helpers(self.tx.init)
@@ -125,6 +123,12 @@ class Node:
         yield self
         for child in self.children:
             yield from child.walk()
+
+    def made_in_order(self) -> Iterator[Node]:
+        """Yields the same in the order in which states are made, innermost first."""
+        for child in self.children:
+            yield from child.made_in_order()
+        yield self
 
 
 def before(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -174,7 +178,6 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
     factory, package = factory_of(made_by, OWN), package_of(made_by)
     says = own_name(init).startswith("init") and not _is_empty(init)
     node = Node(tx, group, factory, package, definer_of(init, OWN) if says else "", [])
-    node.key = id(init) if isinstance(tx, _Half) else id(tx)
     if isinstance(owner := getattr(unwrapped(init), "__self__", None), DescribesFields):
         node.declared = owner.describe_fields()
     above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
@@ -190,7 +193,6 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
         child = open_transformation(member, (*group, *label), above)
         if is_same(child.tx.init, init):
             if node.is_own and factory == "with_extra_args_support":
-                child.key = node.key
                 return child
             node.children, node.shares_init = [child], True
             return node
@@ -271,12 +273,22 @@ def is_same(one: Any, other: Any) -> bool:
 
 def _captured_with_helpers(function: Any, seen: frozenset[int] = frozenset()) -> dict[str, Any]:
     """The variables captured by a function and the helpers of its factory, by name."""
-    factory, found = factory_of(function, OWN), closure_vars(function)
+    factory, found = factory_of(function, OWN), _in_order_read(function)
     for value in list(found.values()):
         is_new = isinstance(value, types.FunctionType) and id(value) not in seen
         if is_new and factory_of(value, OWN) == factory:
             found = _captured_with_helpers(value, seen | {id(value)}) | found
     return found
+
+
+def _in_order_read(function: Any) -> dict[str, Any]:
+    """The variables that a function has captured, in the order in which its code names them."""
+    held, code = closure_vars(function), code_of(function)
+    if code is None or len(held) < 2:
+        return held
+    steps = (step for step in dis.get_instructions(code) if step.opname != "LOAD_CONST")
+    names = [step.argval for step in steps if isinstance(step.argval, str)]
+    return {name: held[name] for name in dict.fromkeys([*names, *held]) if name in held}
 
 
 def injected_by(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,12 +308,3 @@ def _injected(held: Mapping[str, Any]) -> Any:
         return held["inner_factory"](**given)
     except Exception:  # a user's factory may reject the rate that stands in for a schedule
         return None
-
-
-def with_init(tx: Any, init: Any) -> Any:
-    """Returns a copy of a transformation with another `init`."""
-    if hasattr(tx, "_replace"):
-        return tx._replace(init=init)
-    made = copy.copy(tx)
-    object.__setattr__(made, "init", init)
-    return made
