@@ -130,12 +130,11 @@ def slots_of(name: str) -> dict[str, Slot]:
     return dict(zip(names[-len(found) :], found, strict=True)) if found else {}
 
 
-# Rates, masks, and a patience above the saved count may change without a word.
+# Rates and masks may change without a word.
 OF_OTHER_NUMBERS = (
     {"adamw", "adamw: mask"},
     {"scale", "sgd"},
     {"set_to_zero", "freeze"},
-    {"contrib.reduce_on_plateau", "contrib.reduce_on_plateau: patience"},
 )
 
 

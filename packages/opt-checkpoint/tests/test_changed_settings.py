@@ -261,24 +261,15 @@ def plateau(patience: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "field", "limit", "told"),
+    ("old", "new"),
     [
-        (plateau(9), plateau(5), "plateau_count", 4, "which is 5"),
-        (
-            optax.adafactor(0.1),
-            optax.adafactor(0.1, decay_offset=6),
-            "count",
-            6,
-            "it must not be above `count`, which is 5",
-        ),
+        (plateau(9), plateau(5)),
+        (optax.adafactor(0.1), optax.adafactor(0.1, decay_offset=6)),
     ],
 )
-def test_a_number_that_a_count_limits(
-    old: Any, new: Any, field: str, limit: int, told: str
-) -> None:
-    assert planned(old, new, **{field: limit}).is_exact
-    (problem,) = planned(old, new, **{field: 5}).problems
-    assert told in problem
+def test_a_number_that_a_count_limits(old: Any, new: Any) -> None:
+    (problem,) = planned(old, new).problems
+    assert "the saved state means something else under it" in problem
 
 
 def test_what_multiplies_after_moments_may_change() -> None:

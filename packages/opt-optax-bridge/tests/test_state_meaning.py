@@ -508,21 +508,6 @@ def built(maker: str, **options: float) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-@pytest.mark.parametrize("change", [{"accumulation_size": 9}, {"patience": 9}], ids=str)
-def test_a_plateau_above_the_saved_count_still_ends(change: dict[str, int]) -> None:
-    name = next(iter(change))
-    saved = plateau({name: 10}, None, 8)
-    assert float(plateau(change, saved, 300).scale) < 1e-2
-
-
-@pytest.mark.slow
-def test_an_offset_up_to_the_saved_count_may_change() -> None:
-    old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 5))
-    params, state = trained(old, 5)
-    going, _ = go(new, params, state, 5, 40)
-    assert float(loss(going, 45)) < 1.1 * float(loss(trained(old, 45)[0], 45)) + 0.02
-
-
 @pytest.mark.slow
 def test_the_period_of_lookahead_may_change() -> None:
     """What has been looked ahead is in the parameters; the next synchronization comes later."""

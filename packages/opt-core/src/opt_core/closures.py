@@ -17,6 +17,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import re
 import sys
 import types
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ __all__ = [
     "qualified",
     "reached",
     "rebound_names",
+    "slots",
+    "snake_case",
     "unwrapped",
 ]
 
@@ -243,6 +246,17 @@ def qualified(name: str, origin: str) -> str:
       ('adam', 'mine.adam')
     """
     return name if origin in _ONE_NAMESPACE else f"{origin}.{name}"
+
+
+def snake_case(name: str) -> str:
+    """Returns the name of a class or function in descriptions.
+
+    Examples:
+      >>> snake_case('MultiStepsState'), snake_case('SGD')
+      ('multi_steps', 'sgd')
+    """
+    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    return re.sub(words, "_", name).lower().removesuffix("_state").strip("_") or name
 
 
 def factory_of(function: Any, known: Container[str] = ()) -> str:

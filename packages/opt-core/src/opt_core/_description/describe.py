@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from opt_core._description.values import (
 from opt_core._json_settings import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import Names, flatten_with_paths
-from opt_core.closures import origin_of, qualified
+from opt_core.closures import origin_of, qualified, snake_case
 from opt_core.errors import DescriptionError
 from opt_core.protocols import DerivesLogicalAxes, DescribesState
 
@@ -131,7 +130,7 @@ def describe_by_types(
 ) -> StateDescription:
     """Returns a description by placeholders, types and shapes alone."""
     origin = origin_of(type(definition))
-    whole = qualified(type_name(type(definition)), origin)
+    whole = qualified(snake_case(type(definition).__name__), origin)
     shapes = {names: np.shape(x) for names, x in flatten_with_paths(params) if x is not None}
     followed = follow(
         lambda tree: definition.init_state(tree).param_states, params, state.param_states
@@ -176,19 +175,6 @@ def _transformations(
     return TransformationDescription(whole, settings=settings), *others
 
 
-def type_name(kind: type) -> str:
-    """Returns the name of a class in descriptions.
-
-    Examples:
-      >>> class TraceState: ...
-      >>> type_name(TraceState), type_name(OptimizerDef)
-      ('trace', 'optimizer_def')
-    """
-    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-    snake = re.sub(words, "_", kind.__name__).lower()
-    return snake.removesuffix("_state").strip("_") or kind.__name__
-
-
 def _record_of(leaf: StateLeaf, whole: str, origin: str) -> tuple[Names, str, Names]:
     """The place and the name of the innermost record around a leaf, and its field.
 
@@ -198,7 +184,7 @@ def _record_of(leaf: StateLeaf, whole: str, origin: str) -> tuple[Names, str, Na
     for k in reversed(range(len(leaf.outer))):
         kind = leaf.kinds[k]
         if kind not in (tuple, list, dict) and not issubclass(kind, Mapping):
-            name = qualified(type_name(kind), origin)
+            name = qualified(snake_case(kind.__name__), origin)
             return leaf.outer[:k], name, (*leaf.outer[k:], *leaf.inner)
     return (), whole, leaf.field
 

@@ -201,14 +201,8 @@ def _refused(
         )
         if count is None:
             continue
-        field = "/".join(bearing.count)
-        is_above = isinstance(now, int | float) and not isinstance(now, bool) and now > count
         if bearing.effect == "window" and count and (why := _interrupted(name, was, now)):
             yield f"a window is open, `{move.new.names[j]}` is {count}: {why}; {_ADVICE}"
-        elif is_told and was != now and bearing.effect == "at_or_below_count" and not is_above:
-            yield f"{changed}: it must be above `{field}`, which is {count}"
-        elif is_told and was != now and bearing.effect == "above_count" and is_above:
-            yield f"{changed}: it must not be above `{field}`, which is {count}"
 
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from opt_partition import Row  # the import takes 0.1 s
 
 Source: TypeAlias = Literal["stated", "derived", "types"]
+Numbered: TypeAlias = tuple[Names, str, int]
+"""The group, the name and the number of a transformation."""
 
 _PLAIN = (tuple, list, dict)
 _PARTITION_STATES = frozenset({"PartitionState", "MultiTransformState"})
@@ -64,6 +67,16 @@ class _Slot(NamedTuple):
     node: Node | None
 
     @property
+    def is_named(self) -> bool:
+        """Whether the transformation is known by its function, not by the class of its state."""
+        return self.node is not None and bool(self.node.name)
+
+    @property
+    def key(self) -> Any:
+        """The same for leaves of one transformation."""
+        return id(self.node) if self.is_named else (self.group, self.name, self.place)
+
+    @property
     def field(self) -> Names:
         """The path of the leaf within the state of its transformation."""
         return self.at.field[len(self.place) :]
@@ -85,8 +98,8 @@ def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
     explain = functools.cache(functools.partial(explained, tx, params, leaves))
 
     def slots_of(followed: Mapping[Names, tuple[Names, Names]]) -> list[_Slot]:
-        found = zip(leaves_of(state, followed), leaves, strict=True)
-        return [_slot(at, leaf, states.nodes) for at, leaf in found]
+        pairs = zip(leaves_of(state, followed), leaves, strict=True)
+        return [_slot(at, leaf, states.nodes) for at, leaf in pairs]
 
     slots = slots_of(states.followed)
     if more := _followed_by_tracing(slots, states.opaque, shapes, explain):
@@ -94,21 +107,33 @@ def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
     for slot in slots:
         if slot.node is not None and not slot.node.declared:
             slot.node.declared = _declared(_kind(slot))
-    names = _Names(root, slots)
-    described = tuple(_described_leaves(root, slots, names, shapes, explain))
-    kept = list(zip(slots, described, strict=True))
-    keepers = {id(slot.node) for slot, leaf in kept if leaf.role in _IN_UNITS}
-    earlier = [one for one, other in before(root) if id(other) in keepers]
-    factors = {id(one) for one in earlier if _factor(one)}
-    shown = {key: states.shown[key] for key in _unsaid(kept) if key in states.shown}
-    shown = {key: some for key, some in shown.items() if shapes.keys() > {*some}}
-    return StateDescription(described, tuple(names.transformations(factors, shown)))
+    numbers = _numbered(root, slots)
+    described = tuple(_described_leaves(root, slots, numbers, shapes, explain))
+    in_units = zip(slots, described, strict=True)
+    keepers = {id(slot.node) for slot, leaf in in_units if leaf.role in _IN_UNITS}
+    factors = {id(first) for first, then in before(root) if id(then) in keepers and _factor(first)}
+    parameters = _concatenated(described, numbers, states.shown, len(shapes))
+    transformations = (
+        dataclasses.replace(x, parameters=parameters.get((x.group, x.name, x.number)))
+        for x in _transformations(root, slots, numbers, factors)
+    )
+    return StateDescription(described, tuple(transformations))
 
 
-def _unsaid(kept: Sequence[tuple[_Slot, LeafDescription]]) -> set[int]:
-    """The transformations with arrays of which none says which parameters it was made of."""
-    arrays = {id(slot.node) for slot, leaf in kept if leaf.dimensions}
-    return arrays - {id(slot.node) for slot, leaf in kept if leaf.parameter is not None}
+def _concatenated(
+    described: Sequence[LeafDescription],
+    numbers: Mapping[Any, Numbered],
+    shown: Mapping[int, Sequence[Names]],
+    count: int,
+) -> dict[Numbered, tuple[Names, ...]]:
+    """The parameters of transformations whose arrays do not say them, if these are not all."""
+    arrays = {(x.group, x.transformation, x.number) for x in described if x.dimensions}
+    arrays -= {(x.group, x.transformation, x.number) for x in described if x.parameter is not None}
+    return {
+        numbers[key]: tuple(paths)
+        for key, paths in shown.items()
+        if numbers.get(key) in arrays and len(paths) < count
+    }
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -206,74 +231,45 @@ def _entries(owners: Mapping[Names, Names | None], slots: Sequence[_Slot]) -> se
     return {
         path
         for path, entries in inside.items()
-        if all(len(own) == 1 for own in entries.values())
+        if all(len(each) == 1 for each in entries.values())
         and len(set().union(*entries.values())) == len(entries)
         and (len(entries) > 1 or path in lists)
     }
 
 
-class _Names:
-    """The names and numbers of all transformations.
+def _numbered(root: Node, slots: Sequence[_Slot]) -> dict[Any, Numbered]:
+    """The names of all transformations, by `_Slot.key`, numbered as states are made."""
+    named = (x for x in root.made_in_order() if not x.is_container and x.name)
+    keys = [(id(node), node.group, _base(node)) for node in named]
+    keys += [(slot.key, slot.group, slot.name) for slot in slots]
+    counts: Counter[tuple[Names, str]] = Counter()
+    numbers: dict[Any, Numbered] = {}
+    for key, group, name in keys:
+        if key not in numbers:
+            counts[group, name] += 1
+            numbers[key] = group, name, counts[group, name]
+    return numbers
 
-    Args:
-      root: the transformation with everything nested in it.
-      slots: one per leaf, in order.
-    """
 
-    def __init__(self, root: Node, slots: Sequence[_Slot]) -> None:
-        self._root = root
-        self._numbers: dict[Any, tuple[Names, str, int]] = {}
-        self._counts: dict[tuple[Names, str], int] = {}
-        self._by_type: dict[tuple[Names, str, Names], Node | None] = {}
-        for node in root.made_in_order():
-            if not node.is_container and node.name:
-                self._number(id(node), node.group, _base(node))
-        for slot in slots:
-            if slot.node is None or id(slot.node) not in self._numbers:
-                self._by_type.setdefault((slot.group, slot.name, slot.place), slot.node)
-        for key in self._by_type:
-            self._number(key, key[0], key[1])
-
-    def _number(self, key: Any, group: Names, name: str) -> None:
-        if key not in self._numbers:
-            count = self._counts[group, name] = self._counts.get((group, name), 0) + 1
-            self._numbers[key] = group, name, count
-
-    def of(self, slot: _Slot) -> tuple[Names, str, int]:
-        """Returns the group, the name and the number of the transformation of a leaf."""
-        if slot.node is not None and id(slot.node) in self._numbers:
-            return self._numbers[id(slot.node)]
-        return self._numbers[slot.group, slot.name, slot.place]
-
-    def transformations(
-        self, factors: Collection[int], shown: Mapping[int, Sequence[Names]]
-    ) -> Iterator[TransformationDescription]:
-        """Yields them in the order in which they act, those known only by type last.
-
-        Args:
-          factors: the identities of those that scale updates before moments.
-          shown: by identity the parameters of those whose leaves do not show them.
-        """
-        for node in self._root.walk():
-            if id(node) in self._numbers:
-                factor = _factor(node) if id(node) in factors else ""
-                made = _described(node, self._numbers[id(node)], factor)
-                some = shown.get(id(node))
-                yield dataclasses.replace(made, parameters=None if some is None else tuple(some))
-        yielded: set[int] = set()
-        for key, maker in self._by_type.items():
-            if maker is None or id(maker) in yielded:
-                group, name, number = self._numbers[key]
-                yield TransformationDescription(name, number, group)
-                continue
+def _transformations(
+    root: Node, slots: Sequence[_Slot], numbers: Mapping[Any, Numbered], factors: Collection[int]
+) -> Iterator[TransformationDescription]:
+    """Yields them in the order in which they act, those known only by type last."""
+    for node in root.walk():
+        if id(node) in numbers:
+            yield _described(node, numbers[id(node)], _factor(node) if id(node) in factors else "")
+    described: set[int] = set()
+    for key, maker in {slot.key: slot.node for slot in slots if not slot.is_named}.items():
+        if maker is None or id(maker) in described:
+            group, name, number = numbers[key]
+            yield TransformationDescription(name, number, group)
+        else:
             # The record has no name of its own; its settings are those of the transformation.
-            yielded.add(id(maker))
-            yield _described(maker, self._numbers[key])
+            described.add(id(maker))
+            yield _described(maker, numbers[key])
 
 
-def _described(
-    node: Node, name: tuple[Names, str, int], factor: str = ""
-) -> TransformationDescription:
+def _described(node: Node, numbered: Numbered, factor: str = "") -> TransformationDescription:
     """A transformation; `factor` is the setting by which it scales updates before moments."""
     settings = settings_of(node)
     if node.is_own:
@@ -286,10 +282,10 @@ def _described(
     if factor:
         bearing[factor] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
-    group, own, number = name
+    group, name, number = numbered
     is_definition = (node.package, node.factory) == ("opt_optax_bridge", "as_transformation")
     passes_on = is_definition or (node.is_own and node.name in PASS_ON)
-    return TransformationDescription(own, number, group, settings, bearing, source, passes_on)
+    return TransformationDescription(name, number, group, settings, bearing, source, passes_on)
 
 
 def _base(node: Node) -> str:
@@ -320,7 +316,7 @@ def _declared(kind: type | None) -> Mapping[str, Any]:
 def _described_leaves(
     root: Node,
     slots: Sequence[_Slot],
-    names: _Names,
+    numbers: Mapping[Any, Numbered],
     shapes: Mapping[Names, Shape],
     explain: Callable[[], Sequence[Row] | None],
 ) -> Iterator[LeafDescription]:
@@ -336,7 +332,7 @@ def _described_leaves(
             dims = (None,) * len(slot.leaf.shape)
         elif dims is None and row is not None and row.parameter in (None, path_str(parameter)):
             dims, is_derived = row.dims, True
-        known, (group, name, number) = _known(slot.node), names.of(slot)
+        known, (group, name, number) = _known(slot.node), numbers[slot.key]
         said = None if known is None else _said(slot, known, dims)
         shape = None if parameter is None else shapes[parameter]
         source: Source = "types" if said is None else "derived" if is_derived else "stated"

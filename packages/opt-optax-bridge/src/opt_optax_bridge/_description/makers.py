@@ -40,22 +40,22 @@ class States(NamedTuple):
     shown: dict[int, list[Names]]
 
 
-class _Given(NamedTuple):
+class _Inputs(NamedTuple):
     """What is passed to `init`: the parameters, and a tree of placeholders for them."""
 
     params: Any
     placed: Any
 
-    def selected(self, mask: Any) -> _Given:
+    def selected(self, mask: Any) -> _Inputs:
         """What `optax.masked` passes on."""
         mask = mask(self.params) if callable(mask) else mask
-        return _Given(*(_masked(mask, tree) for tree in self))
+        return _Inputs(*(_masked(mask, tree) for tree in self))
 
-    def labelled(self, labels: Any, label: str) -> _Given:
+    def labelled(self, labels: Any, label: str) -> _Inputs:
         """What `optax.partition` passes on to one of its transformations."""
         labels = labels(self.params) if callable(labels) else labels
-        mask = jax.tree.map(lambda own: str(own) == label, labels)
-        return _Given(*(_masked(mask, tree) for tree in self))
+        mask = jax.tree.map(lambda x: str(x) == label, labels)
+        return _Inputs(*(_masked(mask, tree) for tree in self))
 
 
 def _masked(mask: Any, tree: Any) -> Any:
@@ -94,7 +94,7 @@ def find_states(root: Node, params: Any, state: Any) -> States:
     """
     names = [path for path, leaf in flatten_with_paths(params) if leaf is not None]
     search = _Search(names)
-    search.put(root, _Part((), state, None), _Given(params, placeholders(params)))
+    search.put(root, _Part((), state, None), _Inputs(params, placeholders(params)))
     return search.states
 
 
@@ -103,81 +103,81 @@ class _Search:
         self.states = States({}, {}, [], {})
         self._names = names
 
-    def put(self, node: Node, part: _Part, given: _Given) -> None:
+    def put(self, node: Node, part: _Part, inputs: _Inputs) -> None:
         """Notes that a part of the state is that of a transformation, and looks into it."""
         if part.placed is None:
-            part = part._replace(placed=on_placeholders(node.tx.init, given.placed))
+            part = part._replace(placed=on_placeholders(node.tx.init, inputs.placed))
             if part.placed is None:
                 self.states.opaque.append(part.at)
             else:
                 self.states.followed.update(places(part.placed, self._names, part.at))
         node.is_stateless = not jax.tree.leaves(part.state)
-        numbers = jax.tree.leaves(given.placed, is_leaf=is_placeholder)
+        numbers = jax.tree.leaves(inputs.placed, is_leaf=is_placeholder)
         self.states.shown[id(node)] = [self._names[x.number] for x in numbers if is_placeholder(x)]
         if not node.is_container:
             self.states.nodes[part.at] = node
         if node.shares_init:
-            self.put(node.children[0], part, given)
+            self.put(node.children[0], part, inputs)
             return
         try:
-            known = list(_known_places(node, given))
-            inner = [(child, part.inside(*names), own) for child, names, own in known]
+            known = list(_known_places(node, inputs))
+            inner = [(child, part.inside(*names), kept) for child, names, kept in known]
         except Exception:  # a mask or labels that do not fit, or a state of another release
             inner = []
-        for child, below, own in inner:
-            self.put(child, below, own)
+        for child, below, kept in inner:
+            self.put(child, below, kept)
         if not inner:
-            node.children += self._look_for(node.children, part, given)
+            node.children += self._look_for(node.children, part, inputs)
 
-    def _look_for(self, nested: Sequence[Node], part: _Part, given: _Given) -> list[Node]:
+    def _look_for(self, nested: Sequence[Node], part: _Part, inputs: _Inputs) -> list[Node]:
         """Finds the states of nested transformations; returns those that have further ones."""
         free = [place for place in _parts(part) if jax.tree.leaves(place.state)]
         left, again = list(nested), []
         while left:
             node = left.pop(0)
-            made = _Made(node, given)
-            place = next(itertools.chain(made.places(free), made.records(free)), None)
+            example = _Example(node, inputs)
+            place = next(itertools.chain(example.places(free), example.records(free)), None)
             if place is None:  # its `init` may be given other parameters, or not called at all
-                node.is_stateless = made.is_empty
+                node.is_stateless = example.is_empty
                 left[:0] = node.children
                 continue
-            self.put(node, place, given)
+            self.put(node, place, inputs)
             free = [other for other in free if not _is_inside(other, place)]
             if not node.is_container:
-                again.append(made)
+                again.append(example)
         copies = []
-        for made in again:  # what is called twice keeps two states
-            while place := next(filter(_is_record, made.places(free)), None):
-                copies.append(dataclasses.replace(made.node, children=[]))
-                self.put(copies[-1], place, given)
+        for example in again:  # what is called twice keeps two states
+            while place := next(filter(_is_record, example.places(free)), None):
+                copies.append(dataclasses.replace(example.node, children=[]))
+                self.put(copies[-1], place, inputs)
                 free = [other for other in free if not _is_inside(other, place)]
         return copies
 
 
-class _Made:
+class _Example:
     """What the `init` of a transformation makes of placeholders and of the parameters."""
 
-    def __init__(self, node: Node, given: _Given) -> None:
-        self.node, self._given = node, given
-        self._placed = on_placeholders(node.tx.init, given.placed)
+    def __init__(self, node: Node, inputs: _Inputs) -> None:
+        self.node, self._inputs = node, inputs
+        self._placed = on_placeholders(node.tx.init, inputs.placed)
 
     @functools.cached_property
     def _shapes(self) -> Any:
         try:
-            return jax.eval_shape(self.node.tx.init, self._given.params)
+            return jax.eval_shape(self.node.tx.init, self._inputs.params)
         except Exception:  # it is made of other parameters than these
             return None
 
     @property
     def is_empty(self) -> bool:
-        """Whether it makes a state without leaves."""
-        placed = jax.tree.leaves(self._placed, is_leaf=is_placeholder)
-        return not placed and not jax.tree.leaves(self._shapes)
+        """Whether it is known to make a state without leaves."""
+        return self._shapes is not None and not jax.tree.leaves(self._shapes)
 
     def places(self, parts: Sequence[_Part]) -> Iterator[_Part]:
         """Yields the parts of a state that are like it, by the most exact comparison first."""
         if jax.tree.leaves(self._placed, is_leaf=is_placeholder):
-            yield from (x for x in parts if _is_like(self._placed, x.placed))
+            placed = (x for x in parts if x.placed is not None)
+            yield from (x for x in placed if _is_like(self._placed, x.placed))
             yield from (x for x in parts if _is_like(self._placed, x.state))
         if jax.tree.leaves(self._shapes):
             yield from (x for x in parts if _is_like(self._shapes, x.state))
@@ -188,25 +188,25 @@ class _Made:
         yield from (x for x in parts if _is_record(x) and type(x.state) in kinds)
 
 
-def _known_places(node: Node, given: _Given) -> Iterator[tuple[Node, Names, _Given]]:
+def _known_places(node: Node, inputs: _Inputs) -> Iterator[tuple[Node, Names, _Inputs]]:
     """The paths at which Optax's containers keep the states of what they contain."""
-    if node.factory_argument is not None:
-        yield from ((child, ("inner_state",), given) for child in node.children)
+    if node.injects:
+        yield from ((child, ("inner_state",), inputs) for child in node.children)
     if not node.is_own:
         return
     if node.factory == "chain":
-        yield from ((child, (str(i),), given) for i, child in enumerate(node.children))
+        yield from ((child, (str(i),), inputs) for i, child in enumerate(node.children))
     elif node.factory == "named_chain":
         names = [name for name, _ in node.held["transforms"]]
-        yield from ((x, (name,), given) for name, x in zip(names, node.children, strict=True))
+        yield from ((x, (name,), inputs) for name, x in zip(names, node.children, strict=True))
     elif node.factory == "masked":
         mask = node.held["mask"]
-        yield from ((x, ("inner_state",), given.selected(mask)) for x in node.children)
+        yield from ((x, ("inner_state",), inputs.selected(mask)) for x in node.children)
     elif node.factory in ("partition", "multi_transform"):
         for child in node.children:
             label = child.group[-1]
-            own = given.labelled(node.held["param_labels"], label)
-            yield child, ("inner_states", label, "inner_state"), own
+            kept = inputs.labelled(node.held["param_labels"], label)
+            yield child, ("inner_states", label, "inner_state"), kept
 
 
 def _is_record(part: _Part) -> bool:
@@ -219,21 +219,22 @@ def _is_inside(part: _Part, outer: _Part) -> bool:
     return part.at[: len(outer.at)] == outer.at
 
 
-def _is_like(made: Any, part: Any) -> bool:
+def _is_like(example: Any, part: Any) -> bool:
     """Whether a part of a state has the structure, the shapes and the parameters of another."""
-    structure: Any = jax.tree.structure(made, is_leaf=is_placeholder)
+    structure: Any = jax.tree.structure(example, is_leaf=is_placeholder)
     try:
         parts = structure.flatten_up_to(part)
     except (ValueError, TypeError, KeyError):
         return False
-    leaves = jax.tree.leaves(made, is_leaf=is_placeholder)
+    leaves = jax.tree.leaves(example, is_leaf=is_placeholder)
     return all(map(_is_like_leaf, leaves, parts))
 
 
-def _is_like_leaf(made: Any, part: Any) -> bool:
-    if is_placeholder(made):
-        return not is_placeholder(part) or made.number == part.number
-    return isinstance(part, type(made)) and (part.shape, part.dtype) == (made.shape, made.dtype)
+def _is_like_leaf(example: Any, part: Any) -> bool:
+    if is_placeholder(example):
+        return not is_placeholder(part) or example.number == part.number
+    is_leaf = isinstance(part, type(example))
+    return is_leaf and (part.shape, part.dtype) == (example.shape, example.dtype)
 
 
 def _parts(part: _Part) -> Iterator[_Part]:

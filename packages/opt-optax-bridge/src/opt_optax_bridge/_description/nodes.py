@@ -6,7 +6,6 @@ import dataclasses
 import dis
 import functools
 import itertools
-import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,6 +20,7 @@ from opt_core.closures import (
     own_name,
     package_of,
     qualified,
+    snake_case,
     unwrapped,
 )
 from opt_core.protocols import DescribesFields
@@ -58,7 +58,6 @@ class Node:
       package: the package that defines the factory.
       maker: the name of the factory of its `init`; empty if that is not known.
       children: the transformations that it calls.
-      factory_argument: for `inject_hyperparams`, the function that builds the nested one.
       injected: the hyper-parameters that an enclosing `inject_hyperparams` injects.
       shares_init: whether its `init` is that of its only child.
       shares_update: whether its update function is that of a child.
@@ -72,7 +71,6 @@ class Node:
     package: str
     maker: str
     children: list[Node]
-    factory_argument: Any = None
     injected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shares_init: bool = False
     shares_update: bool = False
@@ -101,6 +99,11 @@ class Node:
     def is_container(self) -> bool:
         """Whether it has no meaning of its own."""
         return self.shares_update or (self.is_own and self.factory in CONTAINERS)
+
+    @property
+    def injects(self) -> bool:
+        """Whether it builds the nested transformation anew in every step."""
+        return self.is_own and self.factory in _INJECTING and "inner_factory" in self.held
 
     @property
     def name(self) -> str:
@@ -154,9 +157,7 @@ def transformation_name(factory: str) -> str:
       >>> transformation_name('scale_by_adam'), transformation_name('MultiSteps')
       ('adam', 'multi_steps')
     """
-    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-    snake = re.sub(words, "_", factory).lower()
-    return snake.removeprefix("scale_by_").removesuffix("_state").strip("_") or factory
+    return snake_case(factory).removeprefix("scale_by_") or factory
 
 
 def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = frozenset()) -> Node:
@@ -182,8 +183,7 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
         node.declared = owner.describe_fields()
     above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
     held = node.held
-    if node.is_own and factory in _INJECTING and "inner_factory" in held:
-        node.factory_argument = held["inner_factory"]
+    if node.injects:
         if (inner := _injected(held)) is not None:
             node.children = [open_transformation(inner, group, above)]
             for child in node.children[0].walk():
