@@ -20,9 +20,8 @@ from opt_core import (
     path_str,
 )
 from opt_core.closures import origin_of, qualified
-from opt_core.extend import StateLeaf, around, leaves_of
+from opt_core.extend import StateLeaf, leaves_of
 
-from opt_optax_bridge._description.dimensions import Dims, Shape, explained, stated_dimensions
 from opt_optax_bridge._description.known import FACTORS, KNOWN, PASS_ON, VARIANTS, Known
 from opt_optax_bridge._description.makers import find_states
 from opt_optax_bridge._description.nodes import (
@@ -33,6 +32,13 @@ from opt_optax_bridge._description.nodes import (
     transformation_name,
 )
 from opt_optax_bridge._description.settings import UPDATED_BY, settings_of
+from opt_optax_bridge._description.tracing import (
+    Dims,
+    Shape,
+    explained,
+    stated_dimensions,
+    traced_places,
+)
 
 if TYPE_CHECKING:
     from opt_partition import Row  # the import takes 0.1 s
@@ -102,8 +108,10 @@ def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
         return [_slot(at, leaf, states.nodes) for at, leaf in pairs]
 
     slots = slots_of(states.followed)
-    if more := _followed_by_tracing(slots, states.opaque, shapes, explain):
-        slots = slots_of(states.followed | more)
+    unclear = {i for i, slot in enumerate(slots) if _is_unclear(slot, states.opaque)}
+    if unclear and (rows := explain()) is not None:
+        placed = [(slot.at, len(slot.place)) for slot in slots]
+        slots = slots_of(states.followed | traced_places(placed, unclear, rows, list(shapes)))
     for slot in slots:
         if slot.node is not None and not slot.node.declared:
             slot.node.declared = _declared(_kind(slot))
@@ -174,67 +182,11 @@ def _kind(slot: _Slot) -> type | None:
     return slot.at.kinds[depth] if depth < len(slot.at.outer) else None
 
 
-def _followed_by_tracing(
-    slots: Sequence[_Slot],
-    opaque: Sequence[Names],
-    shapes: Mapping[Names, Shape],
-    explain: Callable[[], Sequence[Row] | None],
-) -> dict[Names, tuple[Names, Names]]:
-    """The parameters of arrays that no placeholder came through to; see `leaves_of`."""
-    unclear = {
-        i: slot
-        for i, slot in enumerate(slots)
-        if slot.at.parameter is None
-        and slot.leaf.shape
-        and (_known(slot.node) is None or any(slot.place[: len(at)] == at for at in opaque))
-    }
-    rows = explain() if unclear else None
-    if rows is None:
-        return {}
-    by_name = {path_str(path): path for path in shapes}
-    owners = {slot.at.path: slot.at.parameter for slot in slots}
-    owners |= {slot.at.path: by_name.get(rows[i].parameter or "") for i, slot in unclear.items()}
-    entries = _entries(owners, slots)
-    places = {}
-    for i, slot in unclear.items():
-        path, owner = slot.at.path, owners[slot.at.path]
-        if owner is None:
-            continue
-        named = [k for k in range(len(path)) if owner and path[k : k + len(owner)] == owner]
-        entry = [k for k in range(len(path)) if path[:k] in entries]
-        if named:
-            places[path[: named[0] + len(owner)]] = owner, path[: named[0]]
-        elif entry:
-            places[path[: entry[0] + 1]] = owner, path[: entry[0]]
-        elif rows[i].source == "provenance":
-            places[path] = owner, around(path, owner)
-    return places
-
-
-def _entries(owners: Mapping[Names, Names | None], slots: Sequence[_Slot]) -> set[Names]:
-    """The paths of lists and dicts in the states that have one entry for each of some parameters.
-
-    Args:
-      owners: by leaf the parameter that it follows.
-      slots: the leaves.
-    """
-    inside: dict[Names, dict[str, set[Any]]] = {}
-    lists: set[Names] = set()
-    for slot in slots:
-        path, kinds = slot.at.path, slot.at.kinds
-        owner = {owners[path]} - {None}
-        for k in range(len(slot.place), len(path)):
-            if kinds[k] in _PLAIN:
-                inside.setdefault(path[:k], {}).setdefault(path[k], set()).update(owner)
-            if kinds[k] in (tuple, list):
-                lists.add(path[:k])
-    return {
-        path
-        for path, entries in inside.items()
-        if all(len(each) == 1 for each in entries.values())
-        and len(set().union(*entries.values())) == len(entries)
-        and (len(entries) > 1 or path in lists)
-    }
+def _is_unclear(slot: _Slot, opaque: Sequence[Names]) -> bool:
+    """Whether an array may follow a parameter although no placeholder came through to it."""
+    if slot.at.parameter is not None or not slot.leaf.shape:
+        return False
+    return _known(slot.node) is None or any(slot.place[: len(at)] == at for at in opaque)
 
 
 def _numbered(root: Node, slots: Sequence[_Slot]) -> dict[Any, Numbered]:
@@ -324,7 +276,7 @@ def _described_leaves(
     reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
     stated = [None if reshapes else _stated(slot, shapes) for slot in slots]
     rows: Sequence[Row | None] | None = None
-    if any(s.at.parameter and dims is None for s, dims in zip(slots, stated, strict=True)):
+    if any(s.at.parameter is not None and d is None for s, d in zip(slots, stated, strict=True)):
         rows = explain()
     for slot, dims, row in zip(slots, stated, rows or [None] * len(slots), strict=True):
         parameter, is_derived = slot.at.parameter, False

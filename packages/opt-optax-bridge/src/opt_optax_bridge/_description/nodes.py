@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from opt_core.closures import (
-    attributes,
     closure_vars,
     code_of,
     definer_of,
     factory_of,
+    opened,
     origin_of,
     own_name,
     package_of,
@@ -228,20 +228,17 @@ def occurrences(value: Any, factory: str, functions: list[Any], depth: int = 0) 
         yield value
         return
     plain = unwrapped(value)
-    inside: Iterable[Any] = ()
     if isinstance(plain, types.FunctionType | types.MethodType):
-        is_helper = factory_of(plain, OWN) == factory
+        is_helper, is_wrapped = factory_of(plain, OWN) == factory, plain is not value
         if own_name(plain).startswith(("init", "update")):
-            if not is_helper or plain is not value:
+            if is_wrapped or not is_helper:
                 functions.append(value)
-        elif plain is not value or (is_helper and isinstance(plain, types.FunctionType)):
-            inside = closure_vars(value).values()
-    elif isinstance(value, tuple | list):
-        inside = value
-    else:
-        inside = (value if isinstance(value, Mapping) else attributes(value)).values()
-    if depth < _DEPTH:
-        for child in inside:
+            return
+        if not is_wrapped and not (is_helper and isinstance(plain, types.FunctionType)):
+            return
+    parts = opened(value)
+    if parts is not None and depth < _DEPTH:
+        for _, child in parts.children:
             yield from occurrences(child, factory, functions, depth + 1)
 
 
