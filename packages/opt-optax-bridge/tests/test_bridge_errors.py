@@ -16,7 +16,7 @@ from opt_core.errors import (
     TreeMismatchError,
     UnusedArgumentError,
 )
-from opt_optax_bridge import OptaxWrapper, resolve_hyper_params, t5x
+from opt_optax_bridge import OptaxWrapper, overridable_hyper_params, resolve_hyper_params, t5x
 from opt_partition.errors import AxesError
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
     ),
     "not asked of a wrapper": (
-        lambda: resolve_hyper_params(SGD.replace(optimizer_def=None)),
+        lambda: overridable_hyper_params(SGD.replace(optimizer_def=None)),
         TypeError,
         "`optimizer` must be one of an `OptaxWrapper`; its definition is a NoneType",
     ),
