@@ -36,6 +36,8 @@ class DescribesFields(Protocol):
           have captured.
         * `'bearing'`: for each setting that gives the state its meaning the arguments of a
           `Bearing`.
+        * `'passes_on'`: true if it at most clips updates, averages them over a window or holds them
+          back, so that moments mean the same with and without it.
         """
         ...
 

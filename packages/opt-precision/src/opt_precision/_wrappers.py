@@ -169,6 +169,7 @@ class Quantized:
             "name": self.name,
             "roles": {"step": "count"},
             "settings": {"seed": self.seed},
+            "passes_on": True,
         }
 
 
@@ -299,6 +300,7 @@ class Rounded:
             "name": self.name,
             "roles": roles,
             "settings": {"method": self.weights.method, "seed": self.weights.seed},
+            "passes_on": True,
         }
 
 

@@ -38,7 +38,7 @@ class AverageState:
     @staticmethod
     def describe_fields() -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
-        return {"roles": {"count": "count", "average": "params_copy"}}
+        return {"roles": {"count": "count", "average": "params_copy"}, "passes_on": True}
 
 
 def has_updated(new: Any, old: Any) -> jax.Array | None:

@@ -70,7 +70,8 @@ class GuardState:
                 **dict.fromkeys(counts, "count"),
                 **dict.fromkeys(flags, "other"),
                 **dict.fromkeys(norms, "statistic"),
-            }
+            },
+            "passes_on": True,
         }
 
 

@@ -206,6 +206,11 @@ class HasShardings(Protocol):
         """
 
 
+def _as_it_is(optimizer: Optimizer, others: Mapping[Names, Any]) -> Optimizer:
+    """Returns the optimizer."""
+    return optimizer
+
+
 @dataclasses.dataclass(frozen=True)
 class View:
     """A target as the planner sees it.
@@ -220,7 +225,7 @@ class View:
     """
 
     optimizer: Optimizer
-    put_back: Callable[[Optimizer, Mapping[Names, Any]], Any] = lambda optimizer, _: optimizer
+    put_back: Callable[[Optimizer, Mapping[Names, Any]], Any] = _as_it_is
     others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
     unsaved: tuple[str, ...] = ()
     stored: PlainOptimizer | None = None

@@ -86,7 +86,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     refused = [p for p in changes if p.needs is None or p.needs not in policy.allow]
     admitted = [p.text for p in changes if p not in refused]
     structural = [] if source.schema.optimizer is None else [*structural_notes(move)]
-    settings = [text for text in setting_notes(move) if not any(text in p.text for p in changes)]
+    settings = [text for text in setting_notes(move) if not _is_said(text, changes)]
     return Plan(
         rows=tuple(rows),
         refused=tuple((p.text, p.needs) for p in refused),
@@ -97,6 +97,12 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
         view=view,
         error=request.error,
     )
+
+
+def _is_said(note: str, changes: Sequence[Problem]) -> bool:
+    """Whether a problem is about the setting of a note."""
+    setting, _, _ = note.partition("` was ")
+    return any(problem.text.startswith(setting) for problem in changes)
 
 
 def _with_problem(row: Row, texts: Mapping[str, str], advice: str) -> Row:

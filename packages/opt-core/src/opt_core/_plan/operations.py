@@ -226,6 +226,11 @@ def _shapes(state: Any) -> Any:
 def _carried_out(
     optimizer: Optimizer, target: Optimizer, request: Request, placement: Any = None
 ) -> tuple[Optimizer, Plan[Optimizer]]:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(optimizer)):
+        raise GroupError(
+            "the groups of an optimizer change outside of compiled functions: what becomes of its "
+            "state depends on values, such as counts; found tracers"
+        )
     held = named_state(optimizer)
     plan: Plan[Optimizer] = make_plan(
         HeldState(held.leaves, held.schema), View(target), request, placement

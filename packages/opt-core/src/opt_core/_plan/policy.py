@@ -60,6 +60,8 @@ from opt_core._plan.sides import (
 
 _REFUSED: Final = frozenset({"refused", "at_or_below_count", "above_count"})
 _IN_UNITS_OF_UPDATES: Final = frozenset({"moment", "second_moment", "factored", "statistic"})
+INJECTED: Final = "injected"
+"""The setting that names values which an enclosing transformation gives, from its state."""
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 _WITHOUT_EFFECT: Final = frozenset({"as_transformation"})
 """Wrappers that compute what they wrap: that one is new or gone changes nothing."""
@@ -142,6 +144,8 @@ def is_trained(side: Side, i: int) -> bool:
     """Whether training determines a leaf; counts and the contents of windows do not count."""
     leaf = side.descriptions[i]
     transformation = side.made(made_of(leaf))
+    if transformation.passes_on and leaf.parameter is None:
+        return False  # what a guard has seen
     if leaf.role in TRAINED:
         return not has_window(transformation)
     is_filler = leaf.parameter is not None and leaf.dimensions == (None,)
@@ -490,5 +494,5 @@ def _changed_settings(
 ) -> Iterator[tuple[str, str]]:
     for name in shared_settings(old, new):
         was, now = (without_code(made.settings[name]) for made in (old, new))
-        if was != now:
+        if was != now and name != INJECTED:
             yield name, f"was {setting_text(was)}, is {setting_text(now)}"

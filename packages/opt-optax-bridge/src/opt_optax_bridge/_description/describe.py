@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -22,12 +22,11 @@ from opt_core import (
 from opt_core.closures import origin_of, qualified
 from opt_core.extend import StateLeaf, leaves_of
 
-from opt_optax_bridge._description.known import FACTORS, KNOWN, PASS_ON, VARIANTS, Known
+from opt_optax_bridge._description.known import KNOWN, PASS_ON, VARIANTS, Known
 from opt_optax_bridge._description.makers import find_states
 from opt_optax_bridge._description.nodes import (
     Names,
     Node,
-    before,
     open_transformation,
     transformation_name,
 )
@@ -117,13 +116,10 @@ def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
             slot.node.declared = _declared(_kind(slot))
     numbers = _numbered(root, slots)
     described = tuple(_described_leaves(root, slots, numbers, shapes, explain))
-    in_units = zip(slots, described, strict=True)
-    keepers = {id(slot.node) for slot, leaf in in_units if leaf.role in _IN_UNITS}
-    factors = {id(first) for first, then in before(root) if id(then) in keepers and _factor(first)}
     parameters = _concatenated(described, numbers, states.shown, len(shapes))
     transformations = (
         dataclasses.replace(x, parameters=parameters.get((x.group, x.name, x.number)))
-        for x in _transformations(root, slots, numbers, factors)
+        for x in _transformations(root, slots, numbers)
     )
     return StateDescription(described, tuple(transformations))
 
@@ -204,12 +200,12 @@ def _numbered(root: Node, slots: Sequence[_Slot]) -> dict[Any, Numbered]:
 
 
 def _transformations(
-    root: Node, slots: Sequence[_Slot], numbers: Mapping[Any, Numbered], factors: Collection[int]
+    root: Node, slots: Sequence[_Slot], numbers: Mapping[Any, Numbered]
 ) -> Iterator[TransformationDescription]:
     """Yields them in the order in which they act, those known only by type last."""
     for node in root.walk():
         if id(node) in numbers:
-            yield _described(node, numbers[id(node)], _factor(node) if id(node) in factors else "")
+            yield _described(node, numbers[id(node)])
     described: set[int] = set()
     for key, maker in {slot.key: slot.node for slot in slots if not slot.is_named}.items():
         if maker is None or id(maker) in described:
@@ -221,8 +217,7 @@ def _transformations(
             yield _described(maker, numbers[key])
 
 
-def _described(node: Node, numbered: Numbered, factor: str = "") -> TransformationDescription:
-    """A transformation; `factor` is the setting by which it scales updates before moments."""
+def _described(node: Node, numbered: Numbered) -> TransformationDescription:
     settings = settings_of(node)
     if node.is_own:
         switches = {v: v == node.name for v, of in VARIANTS.items() if node.name in (v, of)}
@@ -231,12 +226,11 @@ def _described(node: Node, numbered: Numbered, factor: str = "") -> Transformati
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
     if UPDATED_BY in settings:
         bearing[UPDATED_BY] = Bearing("refused")
-    if factor:
-        bearing[factor] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
     group, name, number = numbered
     is_definition = (node.package, node.factory) == ("opt_optax_bridge", "as_transformation")
-    passes_on = is_definition or (node.is_own and node.name in PASS_ON)
+    is_listed = node.is_own and node.name in PASS_ON
+    passes_on = is_definition or is_listed or bool(node.declared.get("passes_on"))
     return TransformationDescription(name, number, group, settings, bearing, source, passes_on)
 
 
@@ -252,11 +246,6 @@ def _known(node: Node | None) -> Known | None:
         bearing = {name: Bearing(**made) for name, made in node.declared.get("bearing", {}).items()}
         return Known(node.declared.get("roles", {}), bearing)
     return KNOWN.get(node.name) if node.is_own else None
-
-
-def _factor(node: Node) -> str:
-    """The setting that scales updates; empty if there is none."""
-    return FACTORS.get(node.name, "") if node.is_own else ""
 
 
 def _declared(kind: type | None) -> Mapping[str, Any]:

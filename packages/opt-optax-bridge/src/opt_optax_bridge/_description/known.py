@@ -44,16 +44,6 @@ def _known(
     return Known(found, MappingProxyType(dict(bearing or {})), reshapes)
 
 
-FACTORS: Final = MappingProxyType(
-    {
-        "normalize_by_update_norm": "scale_factor",
-        "scale": "step_size",
-        "schedule": "step_size_fn",
-        "trust_ratio": "trust_coefficient",
-    }
-)
-"""Transformations that multiply updates by a setting; later moments are in its units."""
-
 VARIANTS: Final = MappingProxyType({"amsgrad": "adam"})
 """Variants: the base's state and recurrences, plus further fields.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
-import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -132,18 +131,6 @@ class Node:
         for child in self.children:
             yield from child.made_in_order()
         yield self
-
-
-def before(node: Node) -> Iterator[tuple[Node, Node]]:
-    """Yields all pairs in chains of which the first passes its updates to the second."""
-    for i, child in enumerate(node.children):
-        yield from before(child)
-        if node.is_own and node.factory in ("chain", "named_chain"):
-            for later in node.children[i + 1 :]:
-                for one, other in itertools.product(child.walk(), later.walk()):
-                    shared = min(len(one.group), len(other.group))
-                    if one.group[:shared] == other.group[:shared]:
-                        yield one, other
 
 
 def _is_empty(init: Any) -> bool:
