@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ MODULES = [
 ]
 ERRORS = [name for name in MODULES if name.endswith(".errors")]
 PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
+README = {name: PYTHON.findall((FOLDERS[name] / "README.md").read_text()) for name in PACKAGES}
+NAMES: dict[str, dict[str, Any]] = {name: {"__name__": "readme"} for name in PACKAGES}
+RAN: Counter[str] = Counter()  # programs of each README
 
 IMPORT = """
 import importlib, json, sys
@@ -128,14 +132,18 @@ def test_types_are_shipped_and_the_version_is_one(name: str) -> None:
     assert re.fullmatch(rf"## {re.escape(version)} - (unreleased|\d{{4}}-\d\d-\d\d)", newest[0])
 
 
-@pytest.mark.parametrize("name", PACKAGES, ids=in_dashes)
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [(name, number) for name in PACKAGES for number in range(1, 1 + (len(README[name]) or 1))],
+    ids=lambda value: in_dashes(str(value)),
+)
 def test_the_readme_runs_and_prints_what_it_shows(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, program: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = PYTHON.findall((FOLDERS[name] / "README.md").read_text())
-    assert blocks
-    namespace: dict[str, Any] = {"__name__": "readme"}
-    for number, (block, output) in enumerate(blocks, start=1):
-        exec(compile(block, f"README.md of {name}, block {number}", "exec"), namespace)
+    """A program may use what those above it define: alone, it runs them first."""
+    while RAN[name] < program:
+        code, output = README[name][RAN[name]]
+        RAN[name] += 1
+        exec(compile(code, f"README.md of {name}, program {RAN[name]}", "exec"), NAMES[name])
         printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        assert printed == output.splitlines(), f"block {number}"
+        assert printed == output.splitlines(), f"program {RAN[name]}"

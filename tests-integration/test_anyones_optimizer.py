@@ -18,7 +18,6 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_checkpoint import (
     Checkpointer,
-    OptimizerHandlerV1,
     OptimizerRestore,
     OptimizerSave,
     TrainingState,
@@ -27,7 +26,6 @@ from opt_checkpoint import (
     open_step,
     plan_restore,
 )
-from orbax.checkpoint.experimental import v1
 
 P = PartitionSpec
 X = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
@@ -162,25 +160,14 @@ def test_a_run_resumes_on_another_mesh(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", [0, 1])
-def test_an_item_of_another_manager_resumes_on_another_mesh(
-    kind: str, version: int, tmp_path: Path
-) -> None:
+def test_an_item_of_another_manager_resumes_on_another_mesh(kind: str, tmp_path: Path) -> None:
     on, folder = mesh(2, 2), tmp_path / "run/2"
-    saved = trained(kind, mesh(4, 2), 2)
-    if version == 0:
-        with ocp.CheckpointManager(tmp_path / "run") as manager:
-            manager.save(2, args=ocp.args.Composite(optimizer=OptimizerSave(saved)))
-            manager.wait_until_finished()
-            how = OptimizerRestore(fresh(kind, on))
-            restored = manager.restore(2, args=ocp.args.Composite(optimizer=how))["optimizer"]
-    else:
-        context = v1.Context()
-        registry = v1.handlers.local_registry().add(OptimizerHandlerV1)
-        context.checkpointables.registry = registry
-        with context:
-            v1.save_checkpointables(folder, {"optimizer": saved})
-            restored = v1.load_checkpointables(folder, {"optimizer": fresh(kind, on)})["optimizer"]
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        items = {"optimizer": OptimizerSave(trained(kind, mesh(4, 2), 2))}
+        manager.save(2, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+        how = OptimizerRestore(fresh(kind, on))
+        restored = manager.restore(2, args=ocp.args.Composite(optimizer=how))["optimizer"]
     assert open_step(folder).validate().ok
     assert_placed(restored, on)
     assert_close(KINDS[kind][1](restored), trained(kind, on, 3))

@@ -238,15 +238,6 @@ def test_each_group_has_its_average_and_evaluating_finds_them_all() -> None:
     assert not np.allclose(found["w"], optimizer.target["w"])
 
 
-def test_evaluating_knows_the_averages_of_optax() -> None:
-    optimizer = trained(wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1)))
-    expected = contrib.schedule_free_eval_params(optimizer.state.param_states, optimizer.target)
-    assert_same(optimizer.evaluating().target, expected)
-    assert_same(eval_params(optimizer.state, optimizer.target), expected)
-    plain = trained(wrapped(ADAMW))
-    chex.assert_trees_all_equal(plain.evaluating().target, plain.target)
-
-
 def test_nnx_evaluates_the_average_and_trains_on() -> None:
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     optimizer = opt_nnx.Optimizer(model, guard(with_average(ADAMW, 0.5), grad_norm=None))

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import json
 import os
-import pty
-import re
-import struct
 import subprocess
 import sys
-import termios
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,103 +137,6 @@ def test_virtual_devices_where_there_is_only_a_cpu() -> None:
     assert len(lines) == len(TAKEN), done.stdout
     for line, (_, _, said) in zip(lines, TAKEN, strict=True):
         assert line.startswith(said)
-
-
-def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, act: Any) -> list[str]:
-    """What stands on a terminal's line, one state after another."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        act()
-        monkeypatch.undo()
-    text = b""
-    with contextlib.suppress(OSError):  # at its end, on Linux
-        while data := os.read(ours, 2**16):
-            text += data
-    os.close(ours)
-    return [line.removesuffix("\033[K") for line in re.split("[\r\n]+", text.decode()) if line]
-
-
-METRICS = {
-    "loss": 12.345678,
-    "bits_per_byte": 17.811,
-    "learning_rate": 4e-3,
-    "grad_norm": 123.4,
-    "tokens_per_s": 123456.7,
-}
-
-
-@pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_bar_is_whole_on_any_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = load("progress")
-
-    def act() -> None:
-        bar = progress.Progress(0, 1200, 100, is_shown=True)
-        bar.show(1, METRICS)
-        with bar.during("saving"):
-            pass
-        bar._bar.refresh()
-        bar.close()
-
-    lines = on_terminal(monkeypatch, columns, act)
-    assert any("saving 0 s" in line for line in lines)
-    assert all(len(line) <= columns for line in lines)
-    *_, last = lines
-    percent, cells, rest = last.split("|", 2)
-    assert percent == "  0%"
-    assert len(cells) >= 10
-    assert rest.startswith(" 1/1200 ")
-    assert "loss 12.346" in rest
-    assert ("lr 4.0e-03" in rest) == (columns >= 80)
-    assert ("tokens/s 123457" in rest) == (columns >= 200)
-
-
-def test_what_it_is_busy_with_is_said_and_then_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = load("progress")
-
-    def act() -> None:
-        with progress.announced("Compiling", is_shown=True):
-            pass
-        with pytest.raises(ZeroDivisionError), progress.announced("Evaluating", is_shown=True):
-            raise ZeroDivisionError
-        with progress.announced("of another process", is_shown=False):
-            pass
-
-    assert on_terminal(monkeypatch, 80, act) == ["Compiling ...", "", "Evaluating ...", ""]
-
-
-def test_without_a_terminal_lines_appear_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    progress = load("progress")
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-
-    @contextlib.contextmanager
-    def every(interval: float, act: Any) -> Any:
-        for seconds in range(130):
-            act(seconds)
-            now[0] += interval
-        yield
-
-    def make() -> Any:
-        shown = progress.Progress(0, 1000, 10, is_shown=True)
-        shown._bar.disable = True  # as where stderr is a file
-        return shown
-
-    monkeypatch.setattr(progress, "_every", every)
-    shown = make()
-    for step in range(1, 10):
-        now[0] += 25
-        shown.show(step, {"loss": 1.0})
-    shown = make()
-    shown.show(1, {"loss": 1.0})
-    with shown.during("saving"):
-        pass
-    assert [line.split("/")[0] for line in capsys.readouterr().err.splitlines()[-6:]] == [
-        *("step 1", "step 4", "step 7", "step 1", "Saving ... 60 s", "Saving ... 120 s")
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
-"""Optax's optimizers that take the loss, inside groups; and what the table says of defaults."""
+"""Optax's optimizers that take the loss, or gradients of examples, in groups; the table."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_optax_bridge as opt
 import pytest
-from opt_core import FROZEN, MultiOptimizer, OptimizerDef, describe
-from opt_core.errors import HyperParamError
+from opt_core import FROZEN, MultiOptimizer, describe
+from opt_core.errors import GroupError, HyperParamError, TreeMismatchError
 
 
 def make_params() -> Any:
@@ -16,41 +15,52 @@ def make_params() -> Any:
 
 
 def loss(params: Any) -> jax.Array:
-    k = params["k"]
-    value: jax.Array = jnp.sum((k - 1) ** 4) + jnp.sum(k) * params["b"][0] ** 2
+    value: jax.Array = jnp.sum((params["k"] - 1) ** 4) + jnp.sum(params["b"] ** 2)
     return value
 
 
-def step(optimizer: Any, value_fn: Any) -> Any:
-    value, grad = jax.value_and_grad(value_fn)(optimizer.target)
-    return optimizer.apply_gradient(grad, value=value, grad=grad, value_fn=value_fn)
+def step(optimizer: Any) -> Any:
+    value, grad = jax.value_and_grad(loss)(optimizer.target)
+    return optimizer.apply_gradient(grad, value=value, grad=grad, value_fn=loss)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_a_line_search_sees_the_loss_of_its_own_leaves(is_nested: bool) -> None:
-    """The others stay where they are: as L-BFGS alone, on the loss with these fixed."""
-    lbfgs: OptimizerDef = opt.lbfgs()
-    if is_nested:
-        lbfgs = MultiOptimizer.from_rules([("k", lbfgs)])
-    rules = [("b", "b", opt.sgd(0.0)), ("k", "k", lbfgs)]
-    optimizer = MultiOptimizer.from_rules(rules).create(make_params())
-    alone = opt.lbfgs().create({"k": make_params()["k"]})
-    compiled = jax.jit(lambda o: step(o, loss))
+def test_a_line_search_is_for_all_parameters() -> None:
+    """Alone, or in a group that has them all; not in one of several."""
+    alone = opt.lbfgs().create(make_params())
+    whole = MultiOptimizer.from_rules([("all", ".*", opt.lbfgs())]).create(make_params())
     for _ in range(3):
-        optimizer = compiled(optimizer)
-        alone = step(alone, lambda params: loss({**params, "b": jnp.ones(2)}))
-    np.testing.assert_allclose(optimizer.target["k"], alone.target["k"], rtol=1e-6)
-    assert not np.allclose(optimizer.target["k"], make_params()["k"])
+        alone, whole = step(alone), step(whole)
+    assert loss(whole.target) == loss(alone.target) < loss(make_params())
+    for rest in (FROZEN, opt.sgd(0.1)):
+        inner = MultiOptimizer.from_rules([("k", opt.lbfgs())], rest=rest)
+        for definition in (inner, MultiOptimizer.from_rules([("all", ".*", inner)])):
+            with pytest.raises(GroupError, match=r"is about all parameters.*optax\.partition"):
+                step(definition.create(make_params()))
 
 
-@pytest.mark.parametrize("extra", [{}, {"valu": 3.0}])
-def test_an_argument_that_an_update_needs(extra: Any) -> None:
+def test_gradients_of_examples_are_for_all_parameters() -> None:
+    private = opt.dpsgd(0.1, l2_norm_clip=1.0, noise_multiplier=0.0, seed=0)
+    examples = jax.tree.map(lambda p: jnp.stack([p, p]), make_params())
+    assert private.create(make_params()).apply_gradient(examples).step == 1
+    groups = MultiOptimizer.from_rules([("k", private)], rest=opt.sgd(0.1))
+    with pytest.raises(TreeMismatchError) as caught:
+        groups.create(make_params()).apply_gradient(examples)
+    assert "b: expected shape (2,), found (2, 2)" in str(caught.value)
+    assert "Groups do not take the gradients of every example" in str(caught.value)
+    assert "`optax.partition`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "group `k`: `value`: the update of .* needs it; call"),
+        ({"valu": 3.0}, "group `k`: `valu`: neither a hyper-parameter"),
+    ],
+)
+def test_an_argument_that_an_update_needs(extra: Any, words: str) -> None:
     definition = MultiOptimizer.from_rules([("k", "k", opt.polyak_sgd())], rest=FROZEN)
     optimizer = definition.create(make_params())
-    with pytest.raises(
-        HyperParamError, match=r"group `k`: `value`: the update of .* needs it; call"
-    ):
+    with pytest.raises(HyperParamError, match=words):
         optimizer.apply_gradient(make_params(), **extra)
     assert int(optimizer.apply_gradient(make_params(), value=3.0).state.step) == 1
 

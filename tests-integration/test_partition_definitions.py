@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import opt_optax_bridge as opt
 import opt_partition as part
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from opt_adafactor import Adafactor
 from opt_core import FROZEN, MultiOptimizer
@@ -52,18 +51,3 @@ def test_axes_are_those_that_the_definition_derives(name: str) -> None:
     for leaf, (own, derived) in zip(leaves, pairs, strict=True):
         if leaf.size > 1:
             assert own == derived
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", DEFINITIONS)
-def test_from_a_plan_to_a_step(name: str) -> None:
-    definition = DEFINITIONS[name]()
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    plan = part.memory_plan(definition, PARAMS, AXES, RULES, mesh)
-    params = jax.device_put(PARAMS, plan.params.shardings)
-    state: Any = part.init_sharded(definition, params, plan.state)
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert held == plan.state_bytes_per_device
-    optimizer = definition.create(params).replace(state=state)
-    stepped = jax.jit(lambda o: o.apply_gradient(o.params))(optimizer)
-    assert stepped.step == 1

@@ -13,7 +13,6 @@ import opt_precision as op
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import MultiSteps
 from opt_core import MultiOptimizer, Optimizer, describe
 from opt_precision.errors import OrderError
@@ -98,23 +97,6 @@ def test_each_group_has_a_precision() -> None:
         "kahan weights, bfloat16 state",
         "",
     ]
-
-
-@pytest.mark.slow
-def test_groups_store_the_same_bits_on_eight_devices() -> None:
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    across = NamedSharding(mesh, PartitionSpec("x", None))
-    step: Any = jax.jit(lambda o, g: o.apply_gradient(g, learning_rate=0.1), donate_argnums=0)
-    found = []
-    for place in (jax.devices()[0], across):
-        start, given = jax.device_put((groups_of_params(), groups_of_grads(0)), place)
-        optimizer: Optimizer = in_groups(PRECISIONS).create(start)
-        before = jax.tree.leaves(optimizer)
-        after = step(optimizer, given)
-        assert all(leaf.is_deleted() for leaf in before)
-        found.append(bits(after))
-    assert after.target["body"]["kernel"].sharding == across
-    assert found[0] == found[1]
 
 
 @pytest.mark.slow

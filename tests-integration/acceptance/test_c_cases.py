@@ -15,7 +15,6 @@ from every_definition import NAMES, definition_of, optimizer_structs, param_stru
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from opt_core import MultiOptimizer, OptimizerDef
 from opt_core.errors import TreeMismatchError
-from opt_core.protocols import DerivesLogicalAxes
 from opt_partition import Layout, logical_to_mesh, memory_plan
 from opt_partition.errors import AxesError, IndivisibleError
 from partition_oracles import names, path_of, shard_bytes
@@ -109,7 +108,6 @@ def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
         for dim in range(leaf.ndim)
     ]
     definition = definition_of(name)
-    assert isinstance(definition, DerivesLogicalAxes)
     axes: Any = definition.derive_logical_axes(optimizer, names(params))
     axes = jax.tree.map(lambda _, spec: P() if spec is None else spec, optimizer, axes)
     lie = logical_to_mesh(axes, rules, mesh, optimizer)

@@ -1,4 +1,4 @@
-"""What planning costs, deriving the axes of a state, and describing one.
+"""What planning costs, and deriving the axes of a state.
 
     hatch run dev:bench --only plans
 
@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import opt_optax_bridge as opt
 import optax
 from _common import Row, interleave, seconds, timed
 from jax.sharding import AbstractMesh, PartitionSpec
-from opt_core import describe_state
 from opt_partition import explain, logical_to_mesh, memory_plan
 
 # A layer of eight: matrices, one of them square, stacked ones, vectors and a scalar.
@@ -39,23 +36,10 @@ INIT = "eval_shape(init)"
 MANY = 10_000  # only AdamW and Adafactor with more leaves than that
 
 
-def preconditioners() -> Any:
-    """Two matrices for each matrix, and a momentum, in lists in the order of the parameters."""
-
-    def init(params: Any) -> Any:
-        leaves = jax.tree.leaves(params)
-        matrices = [p for p in leaves if len(p.shape) == 2]
-        sides = [[jnp.zeros((p.shape[i],) * 2) for p in matrices] for i in (0, 1)]
-        return {"sides": sides, "momentum": [jnp.zeros(p.shape) for p in leaves]}
-
-    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
-
-
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "AdamW": lambda: optax.adamw(1e-3),
     "Adafactor": lambda: optax.adafactor(1e-3),
     "L-BFGS": optax.scale_by_lbfgs,
-    "flat lists": preconditioners,
 }
 
 
@@ -92,7 +76,6 @@ def measure(quick: bool) -> Iterator[Row]:
         for name, make in TRANSFORMATIONS.items():
             if size <= MANY or name in ("AdamW", "Adafactor"):
                 yield measure_explain(name, make, params, axes, size)
-    yield from measure_descriptions(500 if quick else 5_000)
 
 
 def evaluate(make: Any, params: Any) -> None:
@@ -111,17 +94,3 @@ def measure_explain(name: str, make: Any, params: Any, axes: Any, size: int) -> 
         evaluations = found[0].evaluations
     note = f"evaluations: {evaluations}"
     return timed(f"explain, {name}", ours, INIT, theirs, size=size, note=note)
-
-
-def measure_descriptions(size: int) -> Iterator[Row]:
-    """Yields what the first description of a state costs, and the second, which finds it again."""
-    params = {f"layer_{i}": jnp.ones((2, 3)) for i in range(size)}
-    for name, definition in (("AdamW", opt.adamw(1e-3)), ("Adafactor", opt.adafactor(1e-3))):
-        optimizer = definition.create(params)
-        describe = functools.partial(describe_state, optimizer)
-        first, peer = seconds(describe), "flattening"
-        flatten = functools.partial(jax.tree.flatten, optimizer)
-        times = interleave({peer: flatten, "ours": describe}, 20)
-        leaves = len(jax.tree.leaves(optimizer.state.param_states))
-        yield timed(f"first description, {name}", [first], peer, [min(times[peer])], size=leaves)
-        yield timed(f"second description, {name}", times["ours"], peer, times[peer], size=leaves)

@@ -192,7 +192,7 @@ def programs(table: Table, rounds: int, size: int, clock: Callable[[], float]) -
     counts = {name: Counts(one.compile()) for name, one in table.items()}
     for what in ("bytes", "instructions", "aliases"):
         found = {name: getattr(count, what) for name, count in counts.items()}
-        yield from rows(what, table, found, size=size if what == "bytes" else "")
+        yield from rows(what, table, found, size=size if what == "bytes" else None)
 
 
 def measure(quick: bool) -> Iterator[Row]:

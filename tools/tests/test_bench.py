@@ -3,13 +3,10 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import _common
 import jax
-import jax.numpy as jnp
-import pytest
-from _common import Counts, Row, counted, interleave, timed
+from _common import counted, interleave, timed
 
 BENCH = Path(_common.__file__).parent
 
@@ -33,37 +30,6 @@ def test_the_ratio_is_the_median_of_ratios_within_a_round() -> None:
 def test_a_count_of_nothing_has_no_ratio() -> None:
     assert counted("x", 0, "none", 0).ratio == 1.0
     assert counted("x", 1, "none", 0, limit=1.0).verdict == "OVER"
-
-
-@pytest.mark.parametrize(
-    ("ratio", "half_spread", "verdict"),
-    [(1.05, 0.2, "ok"), (1.15, 0.1, "?"), (1.25, 0.1, "OVER")],
-)
-def test_verdicts(ratio: float, half_spread: float, verdict: str) -> None:
-    spread = (ratio - half_spread, ratio + half_spread)
-    assert Row("call", "raw", 1.0, ratio, *spread, limit=1.1).verdict == verdict
-    assert Row("call", "raw", 1.0, ratio, *spread).verdict == ""
-
-
-def test_counts_of_a_program() -> None:
-    def step(params: Any, grads: Any, n: Any) -> Any:
-        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return (
-            new
-            if n is None
-            else jax.lax.fori_loop(0, n, lambda _, x: jax.tree.map(jnp.sin, x), new)
-        )
-
-    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
-    once = Counts(
-        jax.jit(lambda p, g: step(p, g, None), donate_argnums=0).lower(params, params).compile()
-    )
-    assert once.aliases == 2
-    assert once.bytes >= 3 * 4 * (64 * 64 + 64)
-    assert once.collectives == 0
-    assert not once.note
-    assert once.instructions > 4
-    assert "loops" in Counts(jax.jit(step).lower(params, params, 3).compile()).note
 
 
 def test_a_figure_over_its_limit_fails(tmp_path: Path) -> None:

@@ -53,14 +53,3 @@ def test_some_cases_run_by_default(folder: Path) -> None:
     assert sorted(case.split("[")[0].split("::")[1] for case in gate) == [
         *("test_few", "test_few", "test_many", "test_many", "test_many", "test_one")
     ]
-
-
-@pytest.mark.slow
-def test_the_others_are_slow_and_the_same_from_another_folder(folder: Path) -> None:
-    below = folder / "below"
-    below.mkdir()
-    shutil.move(folder / "test_cases.py", below)
-    moved = {case.split("::")[1] for case in collected(folder, "not slow")}
-    shutil.move(below / "test_cases.py", folder)
-    assert moved == {case.split("::")[1] for case in collected(folder, "not slow")}
-    assert len(collected(folder, "slow")) == 23 - len(moved)

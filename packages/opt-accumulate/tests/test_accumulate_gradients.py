@@ -104,19 +104,6 @@ def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool)
     assert (" while(" in program) == (unroll is not True)
 
 
-def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
-    mask = np.ones((ROWS, 2))
-    mask[1::2, 0] = 0  # microbatch 0 has two tokens in a row, microbatch 1 one
-    params, batch = make_params(), make_batch(mask)
-    parts = [jax.tree.map(lambda leaf, i=i: leaf[i::2], batch) for i in range(2)]
-    means = [jax.value_and_grad(mean_over_tokens)(params, part) for part in parts]
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, *means)
-    vg = accumulate_gradients(mean_over_tokens, num_microbatches=2, weights="mean_of_means")
-    chex.assert_trees_all_close(vg(params, batch), mean, rtol=1e-6)
-    loss, true = vg(params, batch)[0], whole_batch(params, batch)[0]
-    assert abs(loss - true) > 0.03 * true
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [5, 20])
 def test_every_example_counts_the_same_in_a_smaller_last_microbatch(size: int) -> None:
@@ -497,26 +484,3 @@ def test_memory_is_one_microbatch_of_activations_and_one_accumulator() -> None:
     # Beside one microbatch: its rows, and its gradients next to the accumulator that is an output.
     assert ours <= small + x.nbytes // 16 + 2 * size
     assert ours < full / 6
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("reduce", ["auto", "deferred"])
-def test_further_arguments_that_are_no_arrays(reduce: Any) -> None:
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def loss_fn(
-        w: jax.Array, x: jax.Array, f: Any, options: Tree, scale: Any, offset: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        sign = -1.0 if options["train"] else 1.0  # a Python bool, and no tracer
-        losses = f(w * x) * sign * options["power"] ** 2 * scale + offset[0]
-        return losses.sum() if options["name"] == "sum" else losses.min(), jnp.int32(x.shape[0])
-
-    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce=reduce, mesh=mesh)
-    x, offset = jnp.arange(4.0), np.ones(2, np.float32)
-    options = {"train": True, "power": 3, "name": "sum", "none": None}
-    for f in (jnp.tanh, jax.tree_util.Partial(jnp.tanh)):
-        args = (x, f, options, jnp.float32(2), offset)
-        expected = jax.value_and_grad(lambda w, args=args: loss_fn(w, *args)[0] / 4)
-        chex.assert_trees_all_close(
-            vg(jnp.float32(0.5), *args), expected(jnp.float32(0.5)), rtol=1e-6
-        )

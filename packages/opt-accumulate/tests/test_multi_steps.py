@@ -79,9 +79,6 @@ def test_parameters_stay_the_same_to_the_bit_between_steps() -> None:
     state = steps.init(params)
     kept, _ = jax.jit(steps.apply)(params, state, {"a": jnp.ones(3)})
     assert np.asarray(kept["a"]).tobytes() == np.asarray(params["a"]).tobytes()
-    updates, _ = optax.MultiSteps(SGD, 2).update({"a": jnp.ones(3)}, state, params)
-    touched: Any = optax.apply_updates(params, updates)
-    assert np.asarray(touched["a"]).tobytes() != np.asarray(params["a"]).tobytes()  # -0.0 + 0.0
 
 
 # Non-finite values
@@ -103,10 +100,6 @@ def test_the_damage_ends_at_its_own_emission(
     for leaf in jax.tree.leaves(state.acc_grads):
         np.testing.assert_array_equal(leaf, 0.0)
 
-    added, state = run(optax.MultiSteps(SGD, 2, mean), values)
-    assert np.isnan(added[3])
-    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(state.acc_grads))
-
 
 @BOTH
 def test_a_bad_mini_step_that_is_skipped_never_happened(kind: Any) -> None:
@@ -119,9 +112,6 @@ def test_a_bad_mini_step_that_is_skipped_never_happened(kind: Any) -> None:
 def test_inner_updates_do_not_leak_before_the_emission(form: Form) -> None:
     inner = optax.sgd(lambda count: 1 / count)  # the first step is bad, nothing before it
     assert run(MultiSteps(inner, 2, form=form), [1.0] * 4)[0] == [0, -jnp.inf, 0, -1]
-    theirs = optax.MultiSteps(inner, 2)
-    updates: Any = theirs.update(grads_of(1.0), theirs.init(PARAMS), PARAMS)[0]
-    assert np.isnan(updates["a"]).all()  # under `jit`, XLA may simplify `False * x`
 
 
 # has_updated
@@ -131,8 +121,7 @@ def test_inner_updates_do_not_leak_before_the_emission(form: Form) -> None:
 @pytest.mark.parametrize("transform", ["update", "apply"])
 def test_has_updated_after_a_skipped_mini_step(transform: str) -> None:
     steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
-    theirs = optax.MultiSteps(SGD, 2, should_skip_update_fn=optax.skip_not_finite)
-    state, params, read, read_by_optax = steps.init(PARAMS), PARAMS, [], []
+    state, params, read = steps.init(PARAMS), PARAMS, []
     assert not steps.has_updated(state)
     for value in (1.0, 1.0, jnp.nan, jnp.nan, 1.0, 1.0):
         if transform == "apply":
@@ -140,9 +129,7 @@ def test_has_updated_after_a_skipped_mini_step(transform: str) -> None:
         else:
             _, state = steps.update(grads_of(value), state, params)
         read.append(bool(steps.has_updated(state)))
-        read_by_optax.append(bool(theirs.has_updated(state)))
     assert read == [False, True, False, False, False, True]
-    assert read_by_optax == [False, True, True, True, False, True]
 
 
 # Extra arguments
@@ -367,26 +354,6 @@ def test_init_shares_no_buffer_however_the_inner_state_is_made(copy: Any) -> Non
     new_params, new_state = touch(params, state)
     for kept in (new_params, *new_state.inner_opt_state):
         assert kept["w"].tolist() == [1.0, 2.0, 3.0]
-
-
-def test_counters_stay_at_their_largest_value() -> None:
-    top = jnp.int32(np.iinfo(np.int32).max)
-    steps = MultiSteps(SGD, 1)
-    _, state = steps.update(grads_of(1.0), steps.init(PARAMS)._replace(gradient_step=top))
-    assert state.gradient_step == top
-    steps = MultiSteps(SGD, lambda step: top)
-    state = steps.init(PARAMS)._replace(mini_step=top - 2)
-    _, state = steps.update(grads_of(1.0), state)
-    assert state.mini_step == top - 1
-
-
-def test_an_empty_tree() -> None:
-    steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
-    state = steps.init({})
-    for _ in range(2):
-        updates, state = jax.jit(steps.update)({}, state, {})
-    assert updates == {}
-    assert steps.has_updated(state)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import sys
 import opt_adafactor
 import pytest
 from opt_adafactor import Adafactor, errors, t5x
-from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 
 # What T5X's own tests, and code that was modelled on them, import besides.
 PRIVATE = ["_AdafactorHyperParams", "_AdafactorParamState"]
@@ -56,11 +55,6 @@ def test_errors_are_the_builtins_that_callers_catch() -> None:
     error = errors.UnknownNameError("a\nb")
     assert str(error) == "a\nb"  # a KeyError would quote it
     assert str(pickle.loads(pickle.dumps(error))) == "a\nb"
-
-
-def test_protocols() -> None:
-    assert isinstance(Adafactor(), DerivesLogicalAxes)
-    assert isinstance(Adafactor(), TakesParamAxes)
 
 
 def test_the_signature_is_t5xs_and_then_ours() -> None:

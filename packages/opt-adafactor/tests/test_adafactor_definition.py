@@ -11,7 +11,6 @@ import numpy as np
 import opt_adafactor
 import pytest
 from adafactor_testing import apply_compiled, largest_difference, normal, rule
-from flax.core import FrozenDict
 from opt_adafactor import Adafactor, HParamMap, _AdafactorHyperParams, _AdafactorParamState
 from opt_core import Optimizer, OptimizerState
 from opt_core.errors import HyperParamError, RestoreError, TreeMismatchError
@@ -242,28 +241,6 @@ def test_a_parameter_of_one_entry_is_not_a_placeholder() -> None:
     optimizer = optimizer.apply_gradient({"gate": jnp.ones((1,))})
     assert optimizer.state.param_states["gate"].v.tolist() == [1.0]
     assert optimizer.target["gate"].tolist() == pytest.approx([1.8])
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda a, b: [a, [b]],
-        lambda a, b: (a, {3: b}),
-        lambda a, b: FrozenDict({"a": a, "b": {"c/d": b}}),
-        lambda a, b: OptimizerState(a, b),
-    ],
-)
-def test_any_containers(wrap: Any) -> None:
-    params, grads = wrap(PARAMS["w"], PARAMS["b"]), wrap(GRADS["w"], GRADS["b"])
-    optimizer = Adafactor(0.1, min_dim_size_to_factor=4).create(params)
-    stepped = optimizer.apply_gradient(grads)
-    chex.assert_trees_all_equal_structs(stepped, optimizer)
-    expected = run(Adafactor(0.1, min_dim_size_to_factor=4), steps=1)
-    leaves = jax.tree.leaves(stepped.target)
-    chex.assert_trees_all_equal(leaves, [expected.target["w"], expected.target["b"]])
-    restored = optimizer.restore_state(stepped.state_dict())
-    chex.assert_trees_all_equal(restored.state, stepped.state)
 
 
 def test_gradients_and_states_must_look_like_the_parameters() -> None:

@@ -107,10 +107,11 @@ def test_e3_swapped_leaves(tmp_path: Path) -> None:
     for name, leaves in {"a": (x, y), "b": (y, x)}.items():
         with Checkpointer(tmp_path / name) as checkpointer:
             checkpointer.save(1, state({"state/x": leaves[0], "state/y": leaves[1]}))
+    manifest = (tmp_path / "a/1/leaves/manifest.json").read_bytes()
     shutil.rmtree(tmp_path / "a/1/leaves")
     shutil.copytree(tmp_path / "b/1/leaves", tmp_path / "a/1/leaves")
-    path = tmp_path / "a/1/manifest/manifest.json"
-    body = json.loads(path.read_text())["manifest"]
+    path = tmp_path / "a/1/leaves/manifest.json"
+    body = json.loads(manifest)["manifest"]
     for digests in (body["digests"], body["digests"][::-1]):  # a digest is bound to a name
         path.write_bytes(sealed({**body, "digests": digests}))
         saved = open_step(tmp_path / "a/1")
@@ -138,8 +139,10 @@ def test_a_step_under_another_number(step: Path) -> None:
 def test_validate_sees_arrays_that_the_manifest_has_not(step: Path, tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "other") as checkpointer:
         checkpointer.save(1, state({"state/x": jnp.zeros(3)}))
+    manifest = (step / "leaves/manifest.json").read_bytes()
     shutil.rmtree(step / "leaves")
     shutil.copytree(tmp_path / "other/1/leaves", step / "leaves")
+    (step / "leaves/manifest.json").write_bytes(manifest)
     report = open_step(step).validate(level="manifest")
     assert report.error is not None
     assert "`params/w`: expected float32[64, 32], found nothing" in report.error
@@ -234,7 +237,7 @@ def test_the_latest_step_is_restored_and_read_once(
 def test_e4_latest_is_damaged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The latest steps are damaged and one is good: falls back and warns; strict raises."""
     flip_arrays(run / "3")
-    (run / "2/manifest/manifest.json").write_bytes(b"{")
+    (run / "2/leaves/manifest.json").write_bytes(b"{")
     with Checkpointer(run) as checkpointer:
         restored = checkpointer.restore_latest(abstract())
         assert same(named_state(restored), named_state(trained(1)))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk.digest import digests
-from opt_checkpoint._disk.storage import DTYPES
+from opt_checkpoint._disk.manifest import DTYPES
 
 pytestmark = pytest.mark.internals
 
@@ -81,9 +81,9 @@ def test_of_an_array_in_any_memory_order() -> None:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
-@pytest.mark.parametrize("way", ["small", "large", "chunks", "large without XLA", "on device"])
+@pytest.mark.parametrize("way", ["small", "large", "large without XLA", "on device"])
 def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts are summed together, large ones by a program, or block by block."""
+    """Small parts of one shape are summed together, large ones by a program, or in blocks."""
     arrays = [random_bits(dtype, shape, seed) for seed, shape in enumerate([(3, 5), (257, 33)])]
     expected = list(map(by_definition, arrays))
     if way != "small":
@@ -91,12 +91,10 @@ def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.Mo
     if way in ("large without XLA", "on device"):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_digest, "_BLOCK", 1000)
-    if way == "chunks":
-        monkeypatch.setattr(_digest, "_CHUNK", 1000)
-        if dtype not in WIDE:  # as parts of arrays on a mesh
-            mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
-            place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-            assert digests([jax.device_put(array, place) for array in arrays]) == expected
+    if way == "large" and dtype not in WIDE:  # as parts of arrays on a mesh
+        mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        assert digests([jax.device_put(array, place) for array in arrays]) == expected
     if way == "on device" and dtype not in WIDE:
         assert digests([jnp.asarray(array) for array in arrays]) == expected
     else:
@@ -106,8 +104,11 @@ def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.Mo
 def test_reads_an_array_once_and_writes_nothing() -> None:
     from opt_checkpoint._disk.digest import _sums
 
-    large = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    compiled = _sums.lower(large, jax.ShapeDtypeStruct((1, 3), jnp.uint32)).compile()
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("parts",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("parts"))
+    large = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=rows)
+    place = jax.ShapeDtypeStruct((1, 3), jnp.uint32, sharding=rows)
+    compiled = _sums.lower(large, place, mesh).compile()
     analysis = compiled.memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes < 4096

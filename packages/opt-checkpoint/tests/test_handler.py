@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -19,7 +18,6 @@ from flax.training.train_state import TrainState
 from opt_checkpoint import (
     Checkpointer,
     OptimizerHandler,
-    OptimizerHandlerV1,
     OptimizerRestore,
     OptimizerSave,
     Rename,
@@ -31,7 +29,6 @@ from opt_checkpoint import (
     open_step,
     plan_restore,
 )
-from orbax.checkpoint.experimental import v1
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -172,50 +169,3 @@ def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "opt_checkpoint"):
         save(tmp_path / "stats", 1, target=state)
     assert "`stats` is not saved" in caplog.text
-
-
-# Orbax v1
-
-
-@pytest.fixture
-def registry() -> Any:
-    return v1.handlers.local_registry().add(OptimizerHandlerV1, checkpointable_name="optimizer")
-
-
-def context(registry: Any) -> v1.Context:
-    made = v1.Context()
-    made.checkpointables.registry = registry
-    return made
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("make", [of_optax, of_core, of_flax, of_nnx])
-def test_orbax_v1(make: Any, registry: Any, tmp_path: Path) -> None:
-    path = tmp_path / "saved"
-    with context(registry):
-        v1.save_checkpointables(path, {"optimizer": make(), "data": {"position": 3}})
-        given = {"optimizer": nnx.eval_shape(make), "data": None}
-        found = v1.load_checkpointables(path, given)
-        assert isinstance(v1.load_checkpointables(path)["optimizer"], SavedStep)
-    assert found["data"] == {"position": 3}
-    assert same(named_state(found["optimizer"]), named_state(make()))
-    assert plan_restore(open_foreign(path), nnx.eval_shape(make)).is_exact
-
-
-def test_orbax_v1_by_kind_and_with_changes(tmp_path: Path) -> None:
-    registry = v1.handlers.local_registry().add(OptimizerHandlerV1)
-    tx = optax.chain(optax.clip(1.0), optax.adam(0.1))
-    target = jax.eval_shape(lambda: of_optax(tx))
-    with context(registry), v1.training.Checkpointer(tmp_path) as checkpointer:
-        response = checkpointer.save_checkpointables_async(
-            4, {"train": of_optax(), "data": {"a": np.ones(2)}}
-        )
-        response.result()
-        given = OptimizerRestore(target, allow={"optimizer"})
-        found = checkpointer.load_checkpointables(4, {"train": given})["train"]
-        checkpointer.save_checkpointables(5, {"train": of_optax(steps=2)})
-        four, five = (next(tmp_path.glob(f"*{step}/train")) for step in (4, 5))
-        swap(five, four)
-        with pytest.raises(errors.DamagedError):
-            checkpointer.load_checkpointables(5, {"train": of_optax()})
-    assert (found.opt_state[1][0].nu["w"] == of_optax().opt_state[0].nu["w"]).all()

@@ -12,12 +12,10 @@ from checkpoint_testing import sealed, small_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_name, leaf_path
-from opt_checkpoint._disk import manifest as _manifest
-from opt_checkpoint._disk.manifest import Manifest
+from opt_checkpoint._disk.manifest import Manifest, Record
 from opt_checkpoint._disk.manifest import decode as _decode
 from opt_checkpoint._disk.saving import Saving
-from opt_checkpoint._disk.storage import Record, stored_shape
-from opt_checkpoint.errors import CheckpointError, DamagedError, LeafError, LoadError, VersionError
+from opt_checkpoint.errors import CheckpointError, DamagedError, LoadError, VersionError
 from opt_core import Bearing, TransformationDescription
 
 pytestmark = pytest.mark.internals
@@ -80,11 +78,9 @@ def test_b9_newer_format() -> None:
     [
         (b"", DamagedError, "is not JSON"),
         (b"{}", LoadError, "expected `format_version`"),
-        (b'{"format_version":2,"format_version":2}', DamagedError, "a key occurs twice"),
         (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
         (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "is not JSON"),
-        (b'{"a":' * 100_000, LoadError, "nested too deeply"),
-        (b"[" + b"[]," * 9_000_000, LoadError, "more than 16,000,000 values"),
+        (b'{"a":' * 100_000, DamagedError, "is not JSON"),
         (b"\xff\xfe" * 8, DamagedError, "is not JSON"),
     ],
 )
@@ -93,48 +89,22 @@ def test_no_manifest(data: bytes, error: type[Exception], words: str) -> None:
         decode(data)
 
 
-@pytest.mark.parametrize(
-    ("limit", "words"), [("MAX_ITEMS", "more than 10 values"), ("MAX_BYTES", "more than 10 bytes")]
-)
-def test_no_more_is_read_or_saved_than_a_manifest_may_hold(
-    limit: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = written()
-    monkeypatch.setattr(_manifest, limit, 10)
-    with pytest.raises(LoadError, match=words):
-        decode(data)
-    with pytest.raises(LeafError, match=words):
-        written()
-
-
-EMPTY = ["schema", "leaves", 3, "shape"]
-
-
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
         (["digests"], [], "0 digests of 6 leaves"),
-        (["digests", 0], None, "expected a digest if and only if"),
-        (["step", "impls"], {"params/w": "threefry2x32"}, "with the key type `threefry2x32`"),
-        (["step", "values"], {}, "python with a value of NoneType"),
-        (["step", "values", "params/w"], 1.5, "expected an integer, found 1.5"),
-        (["step", "values", "x"], 1, "no leaf is called `x`"),
-        (["step", "number"], -1, "expected a non-negative step, found -1"),
-        (["more"], 1, "expected the parts of a manifest"),
-        (["schema", "leaves"], None, "`schema/leaves`: "),
-        (["schema", "leaves", 1, "path"], "params/w", "`schema/leaves/1/path`: "),
-        (["schema", "leaves", 1, "path", 1], "w", "is there twice"),
-        (["schema", "leaves", 1, "shape"], [64, -32], "`schema/leaves/1/shape/1`: "),
-        (["schema", "leaves", 1, "kind"], "parameter", "`schema/leaves/1/kind`: "),
-        (["schema", "leaves", 1, "pickle"], "x", "`schema/leaves/1`: "),
+        (["digests", 0], None, "`params/w`: what was recorded is not of float32"),
+        (["step", "impls"], {"params/w": "threefry2x32"}, "`params/w`: what was recorded"),
+        (["step", "values"], {}, "`extra/n`: what was recorded is not of python"),
+        (["step", "number"], "1", "`manifest/step/number`: "),
+        (["more"], 1, "`manifest`: expected the fields"),
+        (["schema", "leaves"], None, "`manifest/schema/leaves`: "),
+        (["schema", "leaves", 1, "path"], "params/w", "`manifest/schema/leaves/1/path`: "),
+        (["schema", "leaves", 1, "path", 1], "w", "two leaves have one name"),
+        (["schema", "leaves", 1, "kind"], "parameter", "`manifest/schema/leaves/1/kind`: "),
+        (["schema", "leaves", 1, "pickle"], "x", "`manifest/schema/leaves/1`: "),
         (["schema", "leaves", 1, "dtype"], "object", "`object` is not a dtype"),
-        # NumPy counts the bytes of an empty array as if no size were 0, and refuses too many.
-        (EMPTY, [0, 2**62], "`extra/empty`: .*is larger than any memory"),
-        (EMPTY, [2**31, 0, 2**31], "`extra/empty`: .*is larger than any memory"),
-        (EMPTY, [0] * 65, "`extra/empty`: .*dimensions, found 65"),
-        (["schema", "leaves", 4, "shape"], [0, 2**62], "`extra/key`: .*larger than any memory"),
-        (["schema", "leaves", 5, "shape"], [2], "`extra/n`: expected a Python scalar, found 1"),
     ],
 )
 def test_records_that_cannot_be(place: list[Any], value: Any, words: str) -> None:
@@ -201,9 +171,7 @@ def test_e12_mutated_manifests(seed: int) -> None:
         if i % 100 < 2:  # Slow: not every time.
             tracemalloc.start()
         try:
-            manifest = decode(mutated)
-            for info in manifest.schema.leaves:
-                stored_shape(info, manifest.records[info.name])
+            decode(mutated)
             accepted += 1
         except CheckpointError:
             refused += 1

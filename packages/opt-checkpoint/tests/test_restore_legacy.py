@@ -116,6 +116,21 @@ def listed_groups(other_step: int = STEP) -> dict[str, Any]:
     return {"target": source["target"], "state": states}
 
 
+def test_a_list_of_states_is_in_the_order_of_the_components() -> None:
+    """`ModelParamTraversal` of Flax 0.3.2 sorted the keys of `flatten_dict`, tuples of strings."""
+    names = ("block", "block-1", "block.2", "block 3", "block+", "block0", "10", "2")
+    target = {name: {"kernel": np.full(2, i, np.float32)} for i, name in enumerate(names)}
+    order = sorted(flax.traverse_util.flatten_dict(target))
+    assert order != sorted(order, key="/".join)
+    states = [{"momentum": 10 * target[a][b]} for a, b in order]
+    source = {"target": target, "state": [{"step": np.int32(3), "param_states": states}]}
+    definition = MultiOptimizer((".*", flax_optim_equivalent("Momentum", learning_rate=0.1)))
+    restored = restore_legacy(definition.create(jax.tree.map(np.zeros_like, target)), source)
+    (trace,) = _traces(restored)
+    for name, layer in target.items():
+        np.testing.assert_array_equal(trace[name]["kernel"], 10 * layer["kernel"])
+
+
 def frozen_when_saved() -> dict[str, Any]:
     source = saved(*EMAS)
     source["state"]["param_states"]["layer"]["bias"] = None

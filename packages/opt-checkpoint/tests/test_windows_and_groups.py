@@ -279,7 +279,9 @@ def test_the_leaf_that_differs_is_named() -> None:
     old = in_groups(injected(), injected())
     groups = old.state.param_states
     changed = {**groups["b"].hyperparams, "b1": jnp.nextafter(jnp.float32(0.9), 1)}
-    states = type(groups)({**groups, "b": groups["b"]._replace(hyperparams=changed)})
+    states = type(groups)(
+        {**groups, "b": groups["b"]._replace(hyperparams=changed)}, groups.division
+    )
     old = old.replace(state=old.state.replace(param_states=states))
     found = notes(plan_restore(named_state(old), injected().create(_P), allow=_ALL))
     told = found["inject_hyperparams/hyperparams/b1"]

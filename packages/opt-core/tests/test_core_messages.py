@@ -80,5 +80,5 @@ def test_errors_are_the_builtins_that_callers_catch() -> None:
     assert all(issubclass(getattr(errors, name), errors.OptimizerError) for name in errors.__all__)
     for name in ("GroupError", "RestoreError", "StateDictError", "TreeMismatchError"):
         assert issubclass(getattr(errors, name), ValueError)
-    for name in ("HyperParamError", "UnusedArgumentError", "StateChangedError"):
+    for name in ("HyperParamError", "StateChangedError"):
         assert issubclass(getattr(errors, name), TypeError)

@@ -23,11 +23,10 @@ from opt_core import (
     increment_step,
 )
 from opt_core.errors import (
+    GroupError,
     HyperParamError,
     RestoreError,
-    StateDictError,
     TreeMismatchError,
-    UnusedArgumentError,
 )
 
 
@@ -47,8 +46,6 @@ GRADS: Any = {
 class Whole(OptimizerDef):
     """Has one state for the whole tree, as an Optax transformation; takes `value`."""
 
-    whole_tree = True
-
     def __init__(self, learning_rate: Any = 0.5) -> None:
         super().__init__(HyperParams(learning_rate))
 
@@ -57,13 +54,11 @@ class Whole(OptimizerDef):
         return OptimizerState(jnp.zeros((), jnp.int32), state)
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(names) & {"value", "other"}
+        return frozenset(names) & {"value"}
 
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra: Any
     ) -> tuple[Any, OptimizerState]:
-        if "other" in extra:
-            raise UnusedArgumentError("`other` is not used", ["other"])
         rate = hyper_params.learning_rate * extra.get("value", 1.0)
         old = state.param_states
         new = {"count": old["count"] + 1, "sum": jax.tree.map(jnp.add, old["sum"], grads)}
@@ -243,32 +238,44 @@ class WritesBackwards(Momentum):
         return target, state.replace(param_states=flipped)
 
 
-@pytest.mark.parametrize("other", [Momentum(), Whole()])
-def test_definitions_write_and_read_their_own_part(other: OptimizerDef) -> None:
-    rules = [("kernels", ".*kernel", WritesBackwards())]
-    optimizer = advanced(MultiOptimizer.from_rules(rules, rest=other).create(make_params()), 1)
-    written = optimizer.state_dict()
-    states = written["state"]["param_states"]
-    states = states["kernels"] if isinstance(other, Whole) else states
-    assert float(states["a"]["kernel"][0, 0]) == -1.0
-    assert_same(optimizer.restore_state(written), optimizer)
-
-
 class WritesUnderAName(Momentum):
-    """Has a state dict that is not laid out as its state is."""
+    """Has a state dict that is not laid out as its state is, and a way back."""
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
-        written = {"step": state.step, "param_states": {"momenta": state.param_states}}
-        return {"target": target, "state": written}
+        written = super().state_dict(target, state)
+        momenta = {"momenta": written["state"]["param_states"]}
+        return {**written, "state": {**written["state"], "param_states": momenta}}
+
+    def restore_state(
+        self, opt_target: Any, opt_state: Any, state_dict: Any, *, strict: bool = True
+    ) -> Any:
+        momenta = state_dict["state"]["param_states"]["momenta"]
+        unnamed = {**state_dict, "state": {**state_dict["state"], "param_states": momenta}}
+        return super().restore_state(opt_target, opt_state, unnamed, strict=strict)
 
 
-def test_a_layout_of_its_own_is_not_lost() -> None:
-    rules = [("a", "a/.*", WritesUnderAName())]
-    optimizer = MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())
-    with pytest.raises(StateDictError) as caught:
-        optimizer.state_dict()
-    assert "`a/kernel` has no entry" in str(caught.value)
-    assert "or set `whole_tree = True` in `WritesUnderAName`" in str(caught.value)
+@pytest.mark.parametrize("definition", [WritesBackwards(), WritesUnderAName()])
+@pytest.mark.parametrize("other", [Momentum(), Whole(), FROZEN])
+def test_definitions_write_and_read_their_own_part(
+    definition: OptimizerDef, other: OptimizerDef
+) -> None:
+    """In an entry of their group: a layout of their own is not merged with that of others."""
+    inner = MultiOptimizer.from_rules([("kernels", ".*kernel", definition)], rest=other)
+    outer = MultiOptimizer.from_rules([("a", "a/.*", inner)], rest=Momentum())
+    for whole, path in ((inner, ()), (outer, ("a",))):
+        optimizer = advanced(whole.create(make_params()), 1)
+        written = to_numpy(optimizer.state_dict())
+        states = written["state"]["param_states"]
+        for name in (*path, "kernels"):
+            states = states[name]
+        if isinstance(definition, WritesBackwards):
+            assert float(states["a"]["kernel"][0, 0]) == -1.0
+        else:
+            assert states.keys() == {"momenta"}
+        assert_same(whole.create(make_params()).restore_state(written), optimizer)
+        del states["a" if isinstance(definition, WritesBackwards) else "momenta"]
+        with pytest.raises(RestoreError, match=r"kernels/(momenta/)?a/kernel: missing"):
+            optimizer.restore_state(written)
 
 
 # Frozen leaves.
@@ -279,7 +286,7 @@ def test_frozen_leaves_cost_nothing_and_stay_the_same_arrays() -> None:
     optimizer = both().create(params)
     stepped = optimizer.apply_gradient(GRADS).apply_gradient(GRADS)
     assert stepped.target["b"]["scale"] is params["b"]["scale"]
-    assert not any("scale" in state.get("b", {}) for state in stepped.state.param_states.values())
+    assert all(state["b"]["scale"] == () for state in stepped.state.param_states.values())
     everything = MultiOptimizer.from_rules([("all", ".*", FROZEN)]).create(params)
     assert jax.tree.leaves(everything.state.param_states) == []
     assert everything.apply_gradient(None).target["a"]["bias"] is params["a"]["bias"]
@@ -320,7 +327,7 @@ def test_gradients_must_fit_where_they_are_needed_or_given() -> None:
     for rest in allowed:
         optimizer.apply_gradient({**GRADS, "b": rest})
     refused: list[tuple[Any, str]] = [
-        ({"b": examples}, r"b/kernel: expected an array of shape \(3, 2\), found .*\(5, 3, 2\)"),
+        ({"b": examples}, r"b/kernel: expected shape \(3, 2\), found \(5, 3, 2\)"),
         ({"b": {"typo": None}}, "b/typo: expected nothing, found None"),
         ({"b": jnp.ones(7)}, "b: expected a dict, found an array"),
         ({"a": {**GRADS["a"], "bias": None}}, r"a/bias: expected an array of .*\(3,\), found None"),
@@ -331,37 +338,6 @@ def test_gradients_must_fit_where_they_are_needed_or_given() -> None:
     for changed, words in refused:
         with pytest.raises(TreeMismatchError, match=words):
             optimizer.apply_gradient({**GRADS, **changed})
-
-
-class Examples(Momentum):
-    """Takes the gradient of every example."""
-
-    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
-        del state
-        ranks = [jax.tree.map(jnp.ndim, tree) for tree in (params, grads)]
-        return bool(ranks[1] == jax.tree.map(lambda n: n + 1, ranks[0]))
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
-    ) -> tuple[Any, OptimizerState]:
-        if self.takes_per_example_grads(params, state, grads):
-            grads = jax.tree.map(lambda g: g.mean(0), grads)
-        return super().apply_gradient(hyper_params, params, state, grads)
-
-
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_frozen_leaves_may_have_the_gradients_of_examples_where_a_group_wants_these(
-    is_nested: bool,
-) -> None:
-    definition: OptimizerDef = Examples()
-    if is_nested:
-        definition = MultiOptimizer.from_rules([(".*kernel", definition)], rest=Examples())
-    optimizer = MultiOptimizer(("a/.*", definition)).create(make_params())
-    examples = jax.tree.map(lambda g: jnp.stack([g, 3 * g]), GRADS)
-    found = optimizer.apply_gradient(examples)
-    assert_same(found.target, optimizer.apply_gradient(jax.tree.map(lambda g: 2 * g, GRADS)).target)
-    with pytest.raises(TreeMismatchError, match="b/kernel"):
-        optimizer.apply_gradient({**GRADS, "b": examples["b"]})
 
 
 # Hyper-parameters.
@@ -425,8 +401,11 @@ def test_extra_arguments_go_where_they_are_used() -> None:
     plain = optimizer.apply_gradient(GRADS).target
     assert float(found["a"]["bias"][0]) == np.float32(1 - 0.1 * 2 * 2)
     assert_same(found["a"]["kernel"], plain["a"]["kernel"])
-    with pytest.raises(UnusedArgumentError, match="`other`: neither a hyper-parameter nor"):
-        optimizer.apply_gradient(GRADS, other=2.0)
+    definition = mixed()
+    with pytest.raises(HyperParamError, match="`other`: neither a hyper-parameter nor"):
+        definition.compute_updates(
+            definition.hyper_params, optimizer.target, optimizer.state, GRADS, other=2.0
+        )
     with pytest.raises(HyperParamError, match="group `kernels`: no such hyper-parameter: `value`"):
         both().create(make_params()).apply_gradient(GRADS, value=1.0)
 
@@ -456,14 +435,14 @@ def test_the_axes_themselves() -> None:
             {"a": {"bias": P("mlp"), "kernel": (), "none": {}}, "b": {"kernel": (), "scale": ()}}
         ),
     }
-    assert found["kernels"]["b"] == freeze({"kernel": P("mlp", None)})
+    assert found["kernels"]["b"] == freeze({"kernel": P("mlp", None), "scale": ()})
 
 
 def test_axes_of_a_tuple_of_parameters() -> None:
     """It is not taken for the tuple of a chain, which is as long."""
     params, axes = (jnp.ones((3, 3)), jnp.ones((3, 3))), (P("a", "b"), P("c", "d"))
     optimizer = MultiOptimizer.from_rules([("all", ".*", CountAndMoments(None))]).create(params)
-    found = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
+    found = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
     assert found.state.param_states["all"] == (None, axes)
 
 
@@ -512,21 +491,19 @@ def test_an_override_that_one_group_lacks() -> None:
         optimizer.apply_gradient(grads, missing="no")
 
 
-def test_an_override_by_group() -> None:
-    inner = MultiOptimizer((".*", Rated(0.5)), names=["inner"])
-    optimizer = two_groups(Rated(0.5), inner)
-    grads = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    stepped = optimizer.apply_gradient(grads, learning_rate={"first": 0.25})
-    assert (stepped.target["a"], stepped.target["b"]) == (0.75, 0.5)
-    stepped = optimizer.apply_gradient(
-        grads, learning_rate={"first": 0.25, "second": {"inner": 1.0}}, missing="ignore"
-    )
-    assert (stepped.target["a"], stepped.target["b"]) == (0.75, 0.0)
-    with pytest.raises(HyperParamError) as caught:
-        optimizer.apply_gradient(grads, learning_rate={"first": 0.25, "frist": 0.1})
-    assert str(caught.value) == (
-        "`learning_rate` is given to `frist`; the groups that are updated are `first`, `second`"
-    )
+def test_what_is_about_all_parameters_reaches_no_group_of_some() -> None:
+    """As the function of a line search, or the gradient that it begins with."""
+    rules = [("kernels", ".*kernel", Momentum()), ("others", "a/bias|b/scale", Whole())]
+    some = MultiOptimizer.from_rules(rules).create(make_params())
+    for value in (lambda params: 0.0, GRADS):
+        with pytest.raises(
+            GroupError, match=r"group `others`: `value` is about .*optax.partition`"
+        ):
+            some.apply_gradient(GRADS, value=value)
+        with pytest.raises(GroupError, match="`value` is about all parameters"):
+            some.optimizer_def.resolve_hyper_params(
+                some.optimizer_def.hyper_params, some.target, some.state, value=value
+            )
 
 
 def test_resolved_by_group() -> None:

@@ -25,15 +25,17 @@ from core_testing import (
 )
 from flax import serialization
 from flax.core import FrozenDict
+from jax.sharding import PartitionSpec
 from opt_core import (
     MismatchKind,
     Optimizer,
     OptimizerDef,
     OptimizerState,
+    describe_state,
     increment_step,
     replace_hyper_params,
 )
-from opt_core.errors import HyperParamError, RestoreError
+from opt_core.errors import HyperParamError, RestoreError, TreeMismatchError
 
 Make = Callable[[], Any]
 INT32_MAX = 2**31 - 1
@@ -391,34 +393,40 @@ def test_a_changed_definition_is_another() -> None:
 # What definitions may offer besides.
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("update", "optimizer = optimizer.apply_gradient(grads)"),
-        ("learning_rate", "optimizer.apply_gradient(grads, learning_rate=...)"),
-        ("param_groups", "print(opt_core.describe(optimizer))"),
-    ],
-)
-def test_names_from_elsewhere_are_there_or_say_what_to_write(name: str, words: str) -> None:
-    optimizer = Momentum().create({"w": jnp.ones(2)})
+def test_the_defaults_of_what_a_definition_may_say() -> None:
+    definition = Momentum()
+    optimizer = definition.create({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
     assert optimizer.params is optimizer.target
     assert optimizer.step is optimizer.state.step
-    with pytest.raises(AttributeError) as caught:
-        getattr(optimizer, name)
-    message = str(caught.value)
-    assert message.startswith(f"'Optimizer' object has no attribute '{name}'; write `")
-    assert words in message
+    assert definition.extra_arg_names(["value"]) == frozenset()
+    hyper_params = definition.update_hyper_params(learning_rate=0.5)
+    parts = optimizer.target, optimizer.state
+    assert definition.resolve_hyper_params(hyper_params, *parts) is hyper_params
+    assert not hasattr(definition, "set_param_axes")  # T5X would ask the model for axes
+    axes = {"w": PartitionSpec("embed", "mlp"), "b": None}
+    derived = definition.derive_logical_axes(optimizer, axes)
+    assert (derived.target, derived.state.param_states) == (axes, axes)
+    assert definition.describe_state(*parts) == describe_state(optimizer)
+    assert definition.precision is None
 
 
-def test_a_definition_is_not_a_transformation() -> None:
-    for name in ("init", "update"):
-        with pytest.raises(AttributeError) as caught:
-            getattr(Momentum(), name)
-        assert "as_transformation(definition)" in str(caught.value)
-        assert "definition.create(params)" in str(caught.value)
-    with pytest.raises(AttributeError) as caught:
-        Momentum().colour  # type: ignore[attr-defined]  # noqa: B018
-    assert str(caught.value) == "'Momentum' object has no attribute 'colour'"
+class RowsAndColumns(OptimizerDef):
+    """Keeps sums of rows and columns, a step of each array and the parameter."""
+
+    def init_state(self, params: Any) -> OptimizerState:
+        states = jax.tree.map(lambda p: (p.sum(-1), p.sum(0), jnp.int32(0), p), params)
+        return OptimizerState(jnp.zeros((), jnp.int32), states)
+
+
+def test_axes_of_a_leaf_are_those_of_the_dimensions_that_it_keeps() -> None:
+    optimizer = RowsAndColumns(None).create({"w": jnp.ones((2, 3)), "v": jnp.ones((3, 3))})
+    axes = {"w": PartitionSpec("embed", "mlp"), "v": PartitionSpec(("a", "b"))}
+    states = RowsAndColumns(None).derive_logical_axes(optimizer, axes).state.param_states
+    rows, columns = PartitionSpec("embed"), PartitionSpec("mlp")
+    assert states["w"] == (rows, columns, None, axes["w"])
+    assert states["v"] == (None, None, None, axes["v"])  # either of two dimensions
+    with pytest.raises(TreeMismatchError, match="v: expected a `PartitionSpec`, found nothing"):
+        RowsAndColumns(None).derive_logical_axes(optimizer, {"w": None})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,8 +57,6 @@ class Low:
 class Stored(OptimizerDef):
     """Parameters of bfloat16 with remainders; others are as they are."""
 
-    whole_tree = True
-
     def init_state(self, params: Any) -> OptimizerState:
         low = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.int16) if is_half(x) else (), params)
         ones = jax.tree.map(lambda x: jnp.ones(x.shape), params)

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import flax.core
-import flax.traverse_util
 import jax
 import numpy as np
 import pytest
 from core_testing import structure
 from flax_optim import (
-    Momentum,
     case,
     case_ids,
     checkpoint,
@@ -18,9 +15,8 @@ from flax_optim import (
     inputs,
     trajectory,
 )
-from opt_core import MultiOptimizer, Optimizer
+from opt_core import Optimizer
 
-OLD_LAYOUT = "Multi_kernel_bias_032"
 TOLERANCE = 2e-6  # of the largest entry of an array; what reordered float32 sums were measured at
 
 
@@ -58,7 +54,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(found[path], value, rtol=0, atol=atol, err_msg=path)
 
 
-@pytest.mark.parametrize("case_id", [c for c in case_ids() if c != OLD_LAYOUT])
+@pytest.mark.parametrize("case_id", case_ids())
 def test_trajectories(case_id: str) -> None:
     optimizers = run(case_id)
     for t, optimizer in enumerate(optimizers):
@@ -81,48 +77,3 @@ def test_checkpoints_restore_and_continue(case_id: str) -> None:
 
 def arrays(optimizer: Optimizer) -> dict[str, Any]:
     return flatten(jax.tree.map(np.asarray, optimizer.state_dict()))
-
-
-def test_the_list_layout_is_read_to_the_bit() -> None:
-    restored = run(OLD_LAYOUT, 0)[0].restore_state(checkpoint(OLD_LAYOUT))
-    recorded = entry(OLD_LAYOUT, -1)
-    params = flatten(restored.state_dict()["state"]["param_states"])
-    assert int(restored.state.step) == recorded["state/0/step"]
-    for i, paths in enumerate(
-        [("Dense_0/kernel", "Dense_1/kernel"), ("Dense_0/bias", "Dense_1/bias")]
-    ):
-        for j, path in enumerate(paths):
-            names = ("momentum",) if i == 0 else ("grad_ema", "grad_sq_ema")
-            for name in names:
-                written = recorded[f"state/{i}/param_states/{j}/{name}"]
-                assert np.array_equal(params[f"{path}/{name}"], written)
-    assert params["norm/scale"] is None
-
-
-def test_the_list_layout_is_in_the_order_of_the_components() -> None:
-    """`ModelParamTraversal` of Flax 0.3.2 sorted the keys of `flatten_dict`, tuples of strings."""
-    names = ("block", "block-1", "block.2", "block 3", "block+", "block0", "10", "2")
-    params = {name: {"kernel": np.full(2, i, np.float32)} for i, name in enumerate(names)}
-    order = sorted(flax.traverse_util.flatten_dict(params))
-    assert order != sorted(order, key="/".join)
-    states = [{"momentum": 10 * params[a][b]} for a, b in order]
-    written = {"target": params, "state": [{"step": np.int32(3), "param_states": states}]}
-    definition = MultiOptimizer((".*", Momentum(0.1)))
-    restored = definition.create(jax.tree.map(np.zeros_like, params)).restore_state(written)
-    found = restored.state_dict()["state"]["param_states"]
-    for name, layer in params.items():
-        assert np.array_equal(found[name]["kernel"]["momentum"], 10 * layer["kernel"]), name
-
-
-def test_a_list_that_does_not_fit_says_where() -> None:
-    written = checkpoint(OLD_LAYOUT)
-    written["state"]["1"]["step"] = np.int32(3)
-    written["state"]["0"]["param_states"]["2"] = {"momentum": np.zeros(3, np.float32)}
-    del written["state"]["1"]["param_states"]["1"]
-    report = run(OLD_LAYOUT, 0)[0].check_state_dict(written)
-    assert {m.path: m.kind.value for m in report.mismatches} == {
-        "state/1/step": "value",
-        "state/0/param_states/2": "extra",
-        "state/param_states/Dense_1/bias/grad_ema": "missing",
-        "state/param_states/Dense_1/bias/grad_sq_ema": "missing",
-    }

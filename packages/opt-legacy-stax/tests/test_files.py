@@ -190,13 +190,11 @@ def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
         ({"a": 1.0}, {"a": 1.0, "b/c": 1.0}, "b~1c: expected an array, found nothing"),
         ({"a": [1.0]}, {"a": (1.0,)}, "a: expected a tuple, found a list"),
         ({"0": 1.0}, {0: 1.0}, ".: expected a dict with int keys, found a dict\n"),
-        ({"a": None}, {"a": ()}, "a: expected a tuple, found None"),
         (
             {"d": OrderedDict(a=1.0, b=2.0, c=3.0)},
             {"d": OrderedDict(a=1.0, c=2.0, b=3.0)},
             "keys in a different order, expected `d/c` where `d/b` was found",
         ),
-        ({"a\n\x1b[1m": 1.0}, {}, "a\\n\\x1b[1m: expected nothing, found an array"),
         ({"a" * 500: 1.0}, {}, "a" * 97 + "...: expected nothing, found an array"),
         (np.ones(3), jnp.ones(3), ".:0: expected float32[3], found float64[3]"),
         (2**40, jnp.int32(1), ".:0: expected int32[], found a Python int"),
@@ -206,8 +204,6 @@ def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
             jax.ShapeDtypeStruct((), np.int32),
             ".:0: expected int32[], found an integer out of its range",
         ),
-        (np.ones(3), np.ones((3, 1)), ".:0: expected float64[3, 1], found float64[3]"),
-        (jnp.ones(3), jnp.ones(3, jnp.bfloat16), ".:0: expected bfloat16[3], found float32[3]"),
     ],
 )
 def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str) -> None:

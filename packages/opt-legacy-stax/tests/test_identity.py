@@ -87,19 +87,6 @@ def test_names_are_carried_through(wrap: Callable[[Any], Any], maker: Any) -> No
             ours.load(file, optimizer=wrap(other), params=PARAMS)
 
 
-def test_states_that_went_through_optax_and_definitions_keep_their_name() -> None:
-    triple = ours.adam(0.1)
-    equivalent = ours.optax_equivalent("adam", step_size=0.1)
-    state = triple.init_fn(PARAMS)
-    back, _ = equivalent.convert_state_back(*equivalent.convert_state(state, 0))
-    assert_same(ours.load(saved(back, equivalent), optimizer=triple, params=PARAMS), state)
-    definition = ours.to_optimizer_def(triple)
-    back, _ = definition.convert_state_back(definition.convert_state(state, 0))
-    assert_same(ours.load(saved(back, definition), optimizer=equivalent, params=PARAMS), state)
-    packed = ours.pack_optimizer_state(ours.unpack_optimizer_state(state))
-    assert_same(ours.load(saved(packed, triple), optimizer="adam", like=state), state)
-
-
 # Without a name
 
 

@@ -47,15 +47,6 @@ def changing_containers() -> Any:
     return triple.update_fn(0, {"w": 1.0}, triple.init_fn(W))
 
 
-def load(**reference: Any) -> Any:
-    """A file of `rmsprop`."""
-    file = io.BytesIO()
-    triple = ours.rmsprop(0.1)
-    ours.save(file, triple.init_fn(W), optimizer=triple)
-    file.seek(0)
-    return ours.load(file, params=W, **reference)
-
-
 def history(**arrays: Any) -> Any:
     return {"w": ours.JoinPoint((arrays["x"], np.zeros(2), [np.ones(2)]))}
 
@@ -90,19 +81,6 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.StepError,
         f"`i` must be the step number; got the function `sin`. {FIRST}",
     ),
-    "steps": (
-        lambda: update(i=jnp.arange(3)),
-        errors.StepError,
-        (
-            "`i` must be a scalar; got an array of shape (3,). Index it, or map the update over it "
-            "with `jax.vmap` or `jax.lax.scan`."
-        ),
-    ),
-    "half of an update": (
-        lambda: EQUIVALENT.convert_state(ours.adam(0.1).init_fn(W), 2.5),
-        errors.StepError,
-        "`i` must be a number of updates; got 2.5. Pass a whole number.",
-    ),
     "step sizes": (
         lambda: ours.sgd(jnp.ones(2)),
         errors.ScheduleError,
@@ -126,15 +104,6 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "`marked_pytree` must have a JoinPoint in place of every leaf:\n  a: expected a "
             "JoinPoint, found float\n  b/1: expected a JoinPoint, found str\nPass a tree returned "
             "by `unpack_optimizer_state`."
-        ),
-    ),
-    "the state of another optimizer": (
-        lambda: EQUIVALENT.convert_state(ours.momentum(0.1, 0.9).init_fn(W), 0),
-        errors.LayoutError,
-        (
-            "`opt_state` is not a state of `adam`, which keeps (x, m, v): for parameter `w` found "
-            "a tuple of 2. Pass a state of this optimizer; convert states of older JAX versions "
-            "with `convert_old_layout`."
         ),
     ),
     "the state of another transformation": (
@@ -161,15 +130,6 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "adamax",
             "Optax adds `eps` to the gradient inside the maximum, the triple adds it to the "
             "result; they agree only for `eps=0`",
-        ),
-    ),
-    "no equivalent for scalars": (
-        lambda: ours.optax_equivalent("sm3", step_size=0.1).convert_state(
-            ours.sm3(0.1).init_fn({"a": jnp.ones(2), "s": jnp.ones(())}), 0
-        ),
-        errors.NoEquivalentError,
-        NO_EQUIVALENT.format(
-            "sm3", "`optax.sm3` does not support scalars, and parameter `s` is one"
         ),
     ),
     "a file of another program": (
@@ -289,18 +249,3 @@ def test_what_jax_refuses_is_noted_with_its_parameter(grad: Any) -> None:
     with pytest.raises(TypeError) as caught:
         triple.init_fn({"layers": [1.0, "text"]})
     assert "While computing the state of parameter `layers/1`." in caught.value.__notes__
-
-
-def test_arguments_of_another_type() -> None:
-    state = ours.adam(0.1).init_fn(W)
-    calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: ours.to_optax(ours.adam), "`triple` must be a triple"),  # type: ignore[arg-type]
-        (lambda: ours.from_optax(optax.adam), "must be an Optax gradient transformation"),  # type: ignore[arg-type]
-        (lambda: ours.save(3, state), "`path_or_file` must be a path or a file object opened"),  # type: ignore[arg-type]
-        (lambda: ours.load(io.BytesIO()), "either `like`, a state to compare with, or both `opt"),
-        (lambda: ours.load(io.BytesIO(), like=W), "`like` must be an OptimizerState; got dict"),
-        (lambda: load(optimizer="adam"), "a name alone does not determine the expected structure"),
-    ]
-    for call, words in calls:
-        with pytest.raises(TypeError, match=words):
-            call()

@@ -1,18 +1,14 @@
-"""What is said of transformations of every make: names, numbers, settings, aliases."""
+"""What is said of transformations of every make: names, numbers, settings."""
 
 from __future__ import annotations
 
 import importlib
-import pickle
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import opt_optax_bridge as opt
 import pytest
 from opt_core import Optimizer, StateDescription, describe_state
-from opt_core.errors import DescriptionError
-from opt_core.protocols import DescribesState
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -254,8 +250,6 @@ def test_amsgrad_is_adam_with_a_switch() -> None:
     assert kept < {leaf.key for leaf in amsgrad.leaves}
     assert {key.field for key in more} == {("nu_max",)}
     assert [t.transformations[0].settings["amsgrad"] for t in (adam, amsgrad)] == [False, True]
-    renamed = OptaxWrapper(optax.amsgrad(0.1), aliases={"adam": "mine"}).create(params())
-    assert {leaf.transformation for leaf in describe_state(renamed).leaves} == {"mine"}
 
 
 class Averages(NamedTuple):
@@ -321,34 +315,12 @@ def test_counts_of_schedules_have_a_role_of_their_own() -> None:
     }
 
 
-def test_aliases_keep_a_name() -> None:
-    definition = OptaxWrapper(averaging(), aliases={f"{MINE}.averaging": "mean"})
-    found = describe_state(definition.create(params()))
-    assert {leaf.transformation for leaf in found.leaves} == {"mean"}
-    assert [made.name for made in found.transformations] == ["mean"]
-    assert describe_state(OptaxWrapper(averaging()).create(params())) != found
-    later = opt.adam(0.1).with_aliases({"adam": "old_adam"})
-    assert {x.transformation for x in describe_state(later.create(params())).leaves} == {"old_adam"}
-    assert later.hyper_params.learning_rate == 0.1
-    assert pickle.loads(pickle.dumps(later)).aliases == later.aliases
-    assert later != opt.adam(0.1)
-    with pytest.raises(AttributeError, match="`aliases` of a definition cannot change"):
-        later.aliases = ()
-
-
-def test_an_alias_of_nothing_is_an_error() -> None:
-    definition = OptaxWrapper(optax.adam(0.1), aliases={"yogi": "adam"})
-    with pytest.raises(DescriptionError, match="`aliases`: `yogi` is not the name of a transf"):
-        describe_state(definition.create(params()))
-
-
 # Where it is asked.
 
 
 def test_arrays_shapes_and_tracers_say_the_same() -> None:
     optimizer = wrapped(optax.chain(rebuilding(optax.scale_by_yogi()), optax.adamw(0.1)))
     definition = optimizer.optimizer_def
-    assert isinstance(definition, DescribesState)
     expected = definition.describe_state(optimizer.target, optimizer.state)
     shapes = jax.eval_shape(lambda: optimizer)
     assert definition.describe_state(shapes.target, shapes.state) == expected

@@ -14,9 +14,8 @@ from opt_core.errors import (
     HyperParamError,
     StateChangedError,
     TreeMismatchError,
-    UnusedArgumentError,
 )
-from opt_optax_bridge import OptaxWrapper, resolve_hyper_params, t5x
+from opt_optax_bridge import OptaxWrapper, overridable_hyper_params, resolve_hyper_params, t5x
 from opt_partition.errors import AxesError
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -28,10 +27,11 @@ ADAGRAD = opt_optax_bridge.adagrad(0.1).create(GRADS)
 SGD: Any = opt_optax_bridge.sgd(0.1, momentum=0.9).create(GRADS)
 OLD: Any = t5x.sgd(0.1).create(GRADS)
 OPAQUE = OptaxWrapper(optax.sgd(0.1)).create(GRADS)
-NOT_OF_OPTAX = (
-    "What Optax's own constructors return has no hyper-parameters: write "
-    "`opt_optax_bridge.adamw(...)` for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` for "
-    "`optax.chain(...)`, and wrap a constructor of your own with `wrap_optax_optimizer`"
+NOT_OVERRIDABLE = (
+    "What is already built has no hyper-parameters. Wrap its constructor: "
+    "`wrap_optax_optimizer(constructor)(...)`. Those of Optax, among its arguments too, are "
+    "wrapped in opt_optax_bridge: `opt_optax_bridge.adamw(...)` for `optax.adamw(...)`, "
+    "`opt_optax_bridge.chain(...)` for `optax.chain(...)`"
 )
 CLOSED = OptaxWrapper(
     optax.GradientTransformation(lambda params: (), lambda u, s, params=None: (u, s))
@@ -70,24 +70,27 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "misspelt": (
         lambda: SGD.apply_gradient(GRADS, momentun=0.5),
-        UnusedArgumentError,
+        HyperParamError,
         (
             "`momentun`: neither a hyper-parameter of this optimizer (`learning_rate`, `momentum`) "
-            "nor an extra argument that its transformation uses"
+            "nor an extra argument that its transformation takes"
         ),
     ),
     "nothing to override": (
         lambda: OPAQUE.apply_gradient(GRADS, learning_rate=0.5),
-        UnusedArgumentError,
+        HyperParamError,
         (
             "`learning_rate`: neither a hyper-parameter of this optimizer (it has none) nor an "
-            "extra argument that its transformation uses. " + NOT_OF_OPTAX
+            "extra argument that its transformation takes. " + NOT_OVERRIDABLE
         ),
     ),
     "no extra arguments": (
         lambda: CLOSED.apply_gradient(GRADS, value=0.5),
         HyperParamError,
-        "no such hyper-parameter: `value`; this optimizer has none to override",
+        (
+            "`value`: neither a hyper-parameter of this optimizer (it has none) nor an extra "
+            "argument that its transformation takes. " + NOT_OVERRIDABLE
+        ),
     ),
     "other hyper-parameters": (
         lambda: SGD.apply_gradient(GRADS, hyper_params=ADAGRAD.optimizer_def.hyper_params),
@@ -106,7 +109,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
     ),
     "not asked of a wrapper": (
-        lambda: resolve_hyper_params(SGD.replace(optimizer_def=None)),
+        lambda: overridable_hyper_params(SGD.replace(optimizer_def=None)),
         TypeError,
         "`optimizer` must be one of an `OptaxWrapper`; its definition is a NoneType",
     ),
@@ -115,8 +118,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TreeMismatchError,
         (
             "`grads` do not match the parameters:\n"
-            "  w: expected an array of shape (2,), found nothing\n"
             "  v: expected nothing, found an array of shape (2,)\n"
+            "  w: expected an array of shape (2,), found nothing\n"
             "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
             "containers to those of the parameters."
         ),

@@ -93,7 +93,7 @@ def test_axes_travel_through_state_dicts() -> None:
     """T5X's partitioner writes the axes into a state dict, changes them and restores them."""
     optimizer = t5x.adam(0.1).create(jax.eval_shape(make_params))
     axes = {"b": P("mlp"), "w": P("embed", "mlp")}
-    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
     written = derived.state_dict()
     assert written["state"]["step"] is None
     assert written["state"]["param_states"]["0"]["count"] is None
@@ -157,6 +157,11 @@ def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts() -> None:
         found = optimizer.apply_gradient(make_params(), **overrides)
         assert_close(found.target["w"], 0.75 * make_params()["w"])
         assert_same_bits(found.target["b"], plain.target["b"])
+
+
+def test_t5xs_configurations_bind_the_pairs_by_name() -> None:
+    pairs = [("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))]
+    assert t5x.MultiOptimizer(traversals_and_optimizers=pairs) == both()
 
 
 def traversal(keep: Any) -> Any:

@@ -88,7 +88,7 @@ def test_a_name_of_one_part_may_be_given_with_the_part() -> None:
     assert_same_bits(optimizer.apply_gradient(grads, **{"clip.max_delta": 0.5}), by_name)
     with pytest.raises(HyperParamError, match=r"`clip.max_delta` and `max_delta` are the same"):
         optimizer.apply_gradient(grads, **{"clip.max_delta": 0.5, "max_delta": 1.0})
-    with pytest.raises(HyperParamError, match=r"no such hyper-parameter: `clap.max_delta`; .*`b1`"):
+    with pytest.raises(HyperParamError, match=r"`clap.max_delta`: neither a .*`b1`"):
         optimizer.apply_gradient(grads, **{"clap.max_delta": 0.5})
     with pytest.raises(HyperParamError, match="`nesterov` cannot be overridden at run time"):
         optimizer.apply_gradient(grads, nesterov=True)
@@ -124,10 +124,8 @@ def test_one_sequence_or_several_arguments() -> None:
     )
 
 
-def test_it_pickles_and_keeps_aliases() -> None:
-    named = opt.adam(0.5).with_aliases({"adam": "my_adam"})
-    definition = chain(opt.clip(1.0), named)
-    assert definition.aliases == (("adam", "my_adam"),)
+def test_it_pickles() -> None:
+    definition = chain(opt.clip(1.0), opt.adam(0.5))
     copy = pickle.loads(pickle.dumps(definition))
     assert copy == definition
     assert repr(copy.hyper_params) == repr(definition.hyper_params)

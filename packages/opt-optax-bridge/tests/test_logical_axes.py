@@ -35,7 +35,7 @@ def skeleton(tree: Any) -> Any:
 def derive(tx: Any, params: Any = None, axes: Any = None) -> Any:
     """The axes of the state, in its own containers."""
     optimizer = OptaxWrapper(tx).create(make_params() if params is None else params)
-    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES if axes is None else axes)  # type: ignore[attr-defined]
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES if axes is None else axes)
     assert isinstance(derived, Optimizer)
     assert derived.state.step is None
     assert derived.optimizer_def is optimizer.optimizer_def

@@ -131,18 +131,23 @@ def test_a_constructor_that_builds_something_else_now(monkeypatch: pytest.Monkey
 
 
 class Scaled(OptaxWrapper):
-    def __init__(self, optax_optimizer: Any, scale: float) -> None:
-        super().__init__(optax_optimizer)
+    scale = 1.0
+
+    @classmethod
+    def of(cls, recipe: Any, scale: float) -> "Scaled":
+        self = cls.from_recipe(recipe)
         self.scale = scale
+        return self
 
 
 def test_attributes_of_a_subclass_count_and_none_changes() -> None:
-    one: Any = Scaled(optax.sgd(0.1), 1.0)
-    assert one == Scaled(optax.sgd(0.1), 1.0)
-    assert one != Scaled(optax.sgd(0.1), 5.0)
+    recipe = opt.sgd(0.1).recipe
+    one: Any = Scaled.of(recipe, 2.0)
+    assert one == Scaled.of(recipe, 2.0)
+    assert one != Scaled.of(recipe, 5.0)
     again = pickle.loads(pickle.dumps(one))
     assert again == one
-    assert again.scale == 1.0
+    assert again.scale == 2.0
     for name in ("hyper_params", "optax_optimizer", "recipe"):
         with pytest.raises(AttributeError, match="cannot change"):
             setattr(one, name, None)

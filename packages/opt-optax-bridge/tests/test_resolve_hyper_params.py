@@ -283,7 +283,10 @@ def test_of_groups_it_is_a_dict() -> None:
     with pytest.raises(HyperParamError, match="group `vectors`"):
         resolve_hyper_params(optimizer, weight_decay=0.25)
     used = resolve_hyper_params(
-        optimizer, weight_decay=0.25, learning_rate={"vectors": 0.125}, missing="ignore"
+        optimizer,
+        weight_decay=0.25,
+        group_overrides={"vectors": {"learning_rate": 0.125}},
+        missing="ignore",
     )
     assert close(used["matrices"].weight_decay, 0.25)
     assert close(used["vectors"].learning_rate, 0.125)

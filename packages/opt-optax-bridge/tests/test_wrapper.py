@@ -24,7 +24,7 @@ from bridge_testing import (
     third_step_by_optax,
     transformation,
 )
-from opt_core import OptimizerDef, protocols
+from opt_core import OptimizerDef
 from opt_core.errors import HyperParamError
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
@@ -54,9 +54,6 @@ def test_the_state_is_that_of_optax_and_nothing_else(name: str) -> None:
 def test_it_offers_what_the_protocols_ask_for() -> None:
     wrapper = opt_optax_bridge.adamw(0.1)
     assert isinstance(wrapper, OptimizerDef)
-    assert isinstance(wrapper, protocols.DerivesLogicalAxes)
-    assert isinstance(wrapper, protocols.TakesExtraArgs)
-    assert not isinstance(wrapper, protocols.TakesParamAxes)
 
 
 def test_abstract_parameters_give_an_abstract_optimizer() -> None:
@@ -163,6 +160,83 @@ def test_a_missing_extra_argument_is_named(name: str, said: str) -> None:
         optimizer.apply_gradient(jax.grad(loss)(make_params()))
 
 
+def counted(count: Any) -> Any:
+    return 0.1 / (1 + count)
+
+
+@pytest.mark.parametrize(
+    ("tx", "name"),
+    [
+        (optax.sgd(counted), "count"),  # an argument of the schedule
+        (optax.inject_hyperparams(optax.adam)(0.1), "learning_rate"),  # and of the constructor
+        (optax.inject_hyperparams(optax.adam)(0.1), "nesterov"),
+        (optax.adamw(0.1, mask=lambda tree: jax.tree.map(bool, {"b": 0, "w": 1})), "tree"),
+        (optax.lbfgs(), "count"),
+        (optax.MultiSteps(TX, 1), "mini_step"),
+    ],
+    ids=["schedule", "inject", "inject, keyword", "mask", "lbfgs", "MultiSteps"],
+)
+def test_arguments_of_other_functions_are_not_those_of_an_update(tx: Any, name: str) -> None:
+    optimizer = OptaxWrapper(tx).create(make_params())
+    with pytest.raises(HyperParamError, match=f"`{name}`: neither a hyper-parameter"):
+        optimizer.apply_gradient(make_params(), **{name: 0.5})
+
+
+class Halved:
+    """A transformation that is an object, with a compiled update."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, updates: Any, state: Any, params: Any = None, *, by: Any = 2.0) -> Any:
+        return jax.tree.map(lambda u: -u / by, updates), state
+
+
+def halved_by_key(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    return jax.tree.map(lambda u: -u / extra_args["by"], updates), state
+
+
+class HalvedByAsking:
+    """It says which keywords it takes, as `opt_accumulate.MultiSteps` does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def extra_arg_names(self, names: Any) -> frozenset[str]:
+        return frozenset(names) & {self._name}
+
+    def update(self, updates: Any, state: Any, params: Any = None, **rest: Any) -> Any:
+        return jax.tree.map(lambda u: -u / rest[self._name], updates), state
+
+
+EXTRA = optax.GradientTransformationExtraArgs
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        Halved(),
+        EXTRA(Halved().init, jax.jit(Halved().update)),
+        optax.chain(EXTRA(Halved().init, halved_by_key), optax.scale(1.0)),
+        HalvedByAsking("by"),
+    ],
+    ids=["object", "compiled", "by key", "by asking"],
+)
+def test_an_update_of_any_kind_is_asked(tx: Any) -> None:
+    optimizer = OptaxWrapper(tx).create({"w": jnp.ones(2)})
+    stepped = optimizer.apply_gradient({"w": jnp.ones(2)}, by=4.0)
+    assert stepped.target["w"].tolist() == [0.75, 0.75]
+
+
+def test_a_class_is_named_in_the_line_that_makes_it_overridable() -> None:
+    optimizer = OptaxWrapper(Halved()).create({"w": jnp.ones(2)})
+    with pytest.raises(HyperParamError, match=rf"`wrap_optax_optimizer\({__name__}.Halved\)"):
+        optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.5)
+
+
 # Gradients.
 
 
@@ -211,7 +285,6 @@ def test_a_precision_is_around_the_transformation() -> None:
     again = pickle.loads(pickle.dumps(scaled))
     assert again == scaled
     assert again.precision == Scaled(2.0)
-    assert isinstance(scaled, protocols.HasPrecision)
     assert scaled.hyper_params.learning_rate == plain.hyper_params.learning_rate
     built = OptaxWrapper(optax.adam(0.5), precision=Scaled(2.0)).create(params)
     assert_close(built.apply_gradient(grads).target, step(scaled.create(params), 0.5).target)

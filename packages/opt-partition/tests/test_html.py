@@ -7,9 +7,6 @@ from typing import Any
 
 import jax
 import optax
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from opt_partition import MemoryPlan, memory_plan
 from opt_partition._cli.html import page
@@ -120,33 +117,6 @@ def rects(svg: str) -> dict[str, list[ET.Element]]:
     for rect in ET.fromstring(svg).iter("rect"):
         found.setdefault(rect.attrib["class"], []).append(rect)
     return found
-
-
-def area(elements: list[ET.Element]) -> float:
-    return sum(float(e.attrib["width"]) * float(e.attrib["height"]) for e in elements)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 16)), min_size=1, max_size=2),
-    st.sampled_from([1, 2, 64]),
-)
-def test_a_face_has_one_shard_of_equal_size_for_each(
-    dims: list[tuple[int, int]], copies: int
-) -> None:
-    sides = [Side(n, size * ways, ways, f"axis{n}={ways}") for n, (size, ways) in enumerate(dims)]
-    found = rects(picture(sides, copies, "leaf"))
-    shards = 1
-    for side in sides:
-        shards *= side.ways
-    if shards == 1 and copies > 1:
-        assert set(found) == {"copy"}
-        return
-    assert len(found["mine"]) == 1
-    assert len(found.get("rest", [])) == shards - 1
-    mine, rest = area(found["mine"]), area(found.get("rest", []))
-    assert mine == pytest.approx((mine + rest) / shards, rel=1e-3)
-    assert len(found.get("copy", [])) == min(3, copies - 1)
 
 
 def test_every_dimension_is_in_the_picture() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import opt_partition
 import pytest
-from opt_partition._cli.inputs import InputError, parse_mesh, read_rules
+from opt_partition._cli.inputs import InputError, read_rules
 from opt_partition._cli.main import main
 
 MODULE = """
@@ -48,12 +48,6 @@ def init_raises():
     def init(params):
         raise RuntimeError("no state today")
     return init, params(), axes()
-
-def undecided():
-    def init(params):
-        assert params["layers_0"]["w"].shape == (8, 32)
-        return {"table": jax.numpy.zeros((5, 3))}
-    return init, params(), axes()
 """
 RULES_TOML = 'rules = [["mlp", "model"], ["embed", ""]]\n'
 numbers = itertools.count()
@@ -64,7 +58,6 @@ def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module in the current directory, of a name that was not imported before."""
     name = f"cli_job_{next(numbers)}"
     (tmp_path / f"{name}.py").write_text(MODULE)
-    (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "rules.toml").write_text(RULES_TOML)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -215,7 +208,6 @@ def test_a_page_is_written_whole_or_not_at_all(
 BAD: list[tuple[list[str], list[str]]] = [
     (["explain", "{m}:"], ["expected MODULE:FUNCTION, found `{m}:`"]),
     (["explain", "no_such:f"], ["`no_such` cannot be imported: ModuleNotFoundError: "]),
-    (["explain", "broken:f"], ["`broken` cannot be imported: SyntaxError"]),
     (
         ["explain", "{m}:raises"],
         ["`{m}:raises` failed: KeyError: 'missing\\nkey' ({m}.py, line 18)"],
@@ -229,11 +221,6 @@ BAD: list[tuple[list[str], list[str]]] = [
     (
         ["plan", "{m}:init_raises", *MESH],
         ["`{m}:init_raises`: RuntimeError: no state today ({m}.py, line 31)"],
-    ),
-    (["plan", "{m}:undecided", *MESH, "--strict"], ["`{m}:undecided`: ", "table"]),
-    (
-        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "rules.toml"],
-        ["`{m}:adam`: ", "'model'", "data=4"],
     ),
     (
         ["explain", "{m}:adam", "--mesh", "data=4"],
@@ -264,7 +251,6 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["plan", "{m}:adam", *MESH, "--json", "--html", "f"],
         ["argument --html: not allowed with argument --json (see `opt-partition plan --help`)"],
     ),
-    (["explain", "{m}:adam", "--jsn"], ["unrecognized arguments: --jsn"]),
 ]
 
 
@@ -301,9 +287,7 @@ def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
         ("a.json", "\udcff", "cannot be read: 'utf-8' codec"),
         ("a.toml", "rules = ", "is not valid TOML"),
         ("a.json", '{"mlp": "model"}', "must contain a list of pairs"),
-        ("a.json", '[["mlp"]]', 'found ["mlp"]'),
         ("a.json", '[["mlp", 3]]', 'found ["mlp", 3]'),
-        ("a.json", '[["mlp", ["model", ""]]]', 'found ["mlp", ["model", ""]]'),
         ("a.toml", "rules = [[1979-05-27, 'model']]", 'found ["1979-05-27", "model"]'),
     ],
 )
@@ -315,13 +299,6 @@ def test_files_that_hold_no_rules(
         read_rules(str(tmp_path / name))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "data", "=4", "data=0", "data=-1", "data=4,", "x=²"])
-def test_meshes(text: str) -> None:
-    assert dict(parse_mesh(" data=64, fsdp=8 ").shape) == {"data": 64, "fsdp": 8}
-    with pytest.raises(InputError, match="`--mesh` must be axes with sizes"):
-        parse_mesh(text)
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:

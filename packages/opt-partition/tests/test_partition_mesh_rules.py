@@ -1,13 +1,13 @@
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from opt_partition import logical_to_mesh
 from opt_partition.errors import AxesError, IndivisibleError
 
@@ -81,12 +81,6 @@ def test_rules_are_read_as_flax_reads_them(
             ),
         ),
         (
-            P("embed", "embed"),
-            {"embed": "data"},
-            (8, 8),
-            ("dimension 1 ('embed', 8) cannot use data: dimension 0 uses it",),
-        ),
-        (
             P(("a", "b")),
             [("a", "data"), ("b", "model")],
             (4,),
@@ -107,34 +101,6 @@ def test_what_stays_whole_is_noted(
     spec: Any, rules: Any, shape: tuple[int, ...], notes: tuple[str, ...]
 ) -> None:
     assert place(spec, rules, shape)[1] == notes
-
-
-def test_manual_axes_are_passed_over() -> None:
-    types = (AxisType.Manual, AxisType.Auto)
-    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=types)
-    rules = [("a", "data"), ("b", ("model", "data")), ("b", "model")]
-    layout = logical_to_mesh(P("a", "b"), rules, mesh, leaf(8, 8), on_indivisible="error")
-    assert tuple(layout.specs) == (None, "model")
-    assert layout.notes == (".: dimension 0 ('a', 8) cannot use data: it is Manual",)
-    assert layout.rows[0].shard_shape == (8, 4)
-    assert layout.shardings.spec == layout.specs
-
-
-def test_containers_may_differ_in_type_and_hold_none() -> None:
-    class Pair(NamedTuple):
-        w: Any
-        b: Any
-        nothing: Any = None
-
-    shapes = Pair(leaf(8), (leaf(4), leaf(2)))
-    axes = {"w": None, "b": [P("a"), None], "nothing": None}
-    layout = logical_to_mesh(axes, {"a": "data"}, MESH, shapes)
-    assert isinstance(layout.leaves, Pair)
-    assert [(row.path, tuple(row.spec)) for row in layout.rows] == [
-        ("w", (None,)),
-        ("b/0", ("data",)),
-        ("b/1", (None,)),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -174,12 +140,6 @@ NONE = {"a": None, "b": None}
                 "  b: expected at most 1 entries, one per dimension; found P('a', 'b')\n"
                 "  w: expected a PartitionSpec of logical names or None, found a tuple"
             ),
-        ),
-        (
-            {"w": {"x": P()}, "c": P()},
-            {},
-            {},
-            "`axes` does not have the tree structure of its leaves:\n  b: missing\n  c: unexpected",
         ),
         (
             FITTING,

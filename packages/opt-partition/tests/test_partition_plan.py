@@ -363,24 +363,11 @@ def test_explicit_axes_change_nothing_and_manual_ones_are_not_used() -> None:
             "`grad_dtype` must be a floating-point or complex dtype, e.g. 'bfloat16'; found int8",
         ),
         (
-            {"accumulate": "bool"},
-            ValueError,
-            "`accumulate` must be a floating-point or complex dtype, e.g. 'bfloat16'; found bool",
-        ),
-        (
             {"group_by": len},
             TypeError,
             (
                 "`group_by` must return a string, the name of a group, for every parameter path; "
                 "for 'dec/wo' it returned 6, a int"
-            ),
-        ),
-        (
-            {"derivation_rules": {}},
-            TypeError,
-            (
-                "`derivation_rules` must be `Rules`, e.g. `DEFAULT_RULES.extend({MyState: rule})`; "
-                "found a dict"
             ),
         ),
     ],

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from opt_partition import Expected, Layout, verify
+from opt_partition import Expected, verify
 from opt_partition.errors import AxesError, ShardingMismatchError
 
 P = PartitionSpec
@@ -256,20 +256,6 @@ class TestDtypes:
         )
         leaf = next(leaf for leaf in report.leaves if leaf.path == "1/mu/w")
         assert (leaf.ok, leaf.dtype_asked, leaf.bytes_asked) == (False, "bfloat16", None)
-
-    def test_layouts_ask_for_dtypes(self) -> None:
-        layout = Layout.from_specs(
-            {"mu": {"w": P()}, "count": P()},
-            {
-                "mu": {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)},
-                "count": jax.ShapeDtypeStruct((), jnp.int32),
-            },
-            MESH,
-        )
-        report = verify(by_hand(0, 1), Expected((None, layout), None), raises=False)
-        assert [(error.kind, error.path) for error in report.errors] == [("dtype", "1/mu/w")]
-        leaf = next(leaf for leaf in report.leaves if leaf.path == "1/mu/w")
-        assert (leaf.bytes_asked, leaf.bytes_found) == (64, 128)
 
 
 class TestDonation:

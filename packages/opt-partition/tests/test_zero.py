@@ -48,47 +48,6 @@ def test_where_it_goes(
     assert tuple(extend_over(spec, leaf(*shape), MESH, axes).specs) == expected
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape", "axes", "actions", "notes"),
-    [
-        (P(), (8, 3), "data", ("ZeRO: dimension 0 over data=4",), ()),
-        (
-            P(),
-            (7, 3),
-            "data",
-            (),
-            ("ZeRO: stays replicated over data=4: no dimension of (7, 3) is divisible",),
-        ),
-        (
-            P("fsdp"),
-            (4,),
-            ("data", "model"),
-            (),
-            (
-                "ZeRO: stays replicated over data=4: no dimension of its shard (2,) is divisible",
-                "ZeRO: stays replicated over model=3: no dimension of its shard (2,) is divisible",
-            ),
-        ),
-        (
-            P("data"),
-            (16,),
-            ("data", "fsdp"),
-            ("ZeRO: dimension 0 was already over data=4", "ZeRO: dimension 0 over fsdp=2"),
-            (),
-        ),
-        (P(), (), "data", ("ZeRO: a scalar is not sharded",), ()),
-        (P(), (0,), "data", ("ZeRO: an empty leaf is not sharded",), ()),
-        (P(), (16,), "data", ("ZeRO: 64 bytes are below min_bytes=65",), ()),
-    ],
-)
-def test_what_it_says(
-    spec: Any, shape: tuple[int, ...], axes: Any, actions: tuple[str, ...], notes: tuple[str, ...]
-) -> None:
-    min_bytes = 65 if "below" in str(actions) else 0
-    [row] = extend_over(spec, leaf(*shape), MESH, axes, min_bytes=min_bytes).rows
-    assert (row.actions, row.notes) == (actions, notes)
-
-
 def test_min_bytes_counts_the_whole_leaf() -> None:
     shapes = {"w": leaf(16, 4), "b": leaf(16)}
     layout = extend_over({"w": P("fsdp"), "b": P()}, shapes, MESH, "data", min_bytes=256)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opt_core import Optimizer, OptimizerDef, OptimizerState, RestoreReport
+from opt_core import Optimizer, OptimizerDef, OptimizerState
 from opt_core.errors import HyperParamError
 from opt_core.t5x import lenient_references
 
@@ -114,7 +114,8 @@ class Adafactor(_adafactor.Adafactor):
             )
         return super()._plan(params)
 
-    def _match(
+    def restore_reference(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
-    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        return super()._match(*lenient_references(target, state, state_dict), state_dict)
+    ) -> tuple[Any, OptimizerState]:
+        """Returns references that accept parameters in another precision, specs and `None`."""
+        return lenient_references(target, state, state_dict)

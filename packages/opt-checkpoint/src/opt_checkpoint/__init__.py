@@ -40,12 +40,7 @@ __version__ = _version("opt-checkpoint")
 if TYPE_CHECKING:
     from opt_checkpoint._disk.checkpointer import Checkpointer
     from opt_checkpoint._disk.foreign import open_foreign
-    from opt_checkpoint._disk.handler import (
-        OptimizerHandler,
-        OptimizerHandlerV1,
-        OptimizerRestore,
-        OptimizerSave,
-    )
+    from opt_checkpoint._disk.handler import OptimizerHandler, OptimizerRestore, OptimizerSave
     from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
     from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
     from opt_checkpoint._legacy.read import read_legacy
@@ -61,7 +56,6 @@ __all__ = [
     "Map",
     "NamedState",
     "OptimizerHandler",
-    "OptimizerHandlerV1",
     "OptimizerRestore",
     "OptimizerSave",
     "Pad",
@@ -92,17 +86,11 @@ __all__ = [
 _LATER = {
     "_disk.checkpointer": ["Checkpointer"],
     "_disk.foreign": ["open_foreign"],
-    "_disk.handler": [
-        "OptimizerHandler",
-        "OptimizerHandlerV1",
-        "OptimizerRestore",
-        "OptimizerSave",
-    ],
+    "_disk.handler": ["OptimizerHandler", "OptimizerRestore", "OptimizerSave"],
     "_disk.saved_step": ["SavedStep", "StepReport", "open_step"],
     "_legacy.flax_optim": ["flax_optim_equivalent"],
     "_legacy.read": ["read_legacy"],
     "_legacy.restore": ["restore_legacy"],
-    "_planning.match": ["plan_restore"],
 }
 
 

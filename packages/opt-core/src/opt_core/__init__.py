@@ -22,10 +22,10 @@ from opt_core._dtypes import strip_weak_type
 from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
 from opt_core._groups.describe import GroupRow, GroupTable, describe
+from opt_core._groups.division import GroupStates
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._groups.metrics import ClipMetrics, GroupNorms, clip_metrics, group_metrics
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.states import GroupStates
 from opt_core._groups.table import FROZEN, Group
 from opt_core._hyper_params import replace_hyper_params
 from opt_core._json_settings import json_settings

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._paths import children, path_str
+from opt_core._paths import Names, children, flatten_with_paths, path_str
 from opt_core.errors import TreeMismatchError
+
+_ABSENT: Any = object()
+_ADVICE = (
+    "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
+    "containers to those of the parameters."
+)
+_OF_EXAMPLES = (
+    "Groups do not take the gradients of every example: give these to a definition alone, and "
+    "divide the parameters inside it, with `optax.partition`."
+)
 
 
 def check_gradients(params: Any, grads: Any) -> None:
@@ -27,150 +37,120 @@ def check_gradients(params: Any, grads: Any) -> None:
     Raises:
       TreeMismatchError: lists every path that differs.
     """
-    leaves, grad_leaves = jax.tree.leaves(params), jax.tree.leaves(grads)
-    treedef: Any = jax.tree.structure(params)
-    grad_treedef: Any = jax.tree.structure(grads)
-    if treedef == grad_treedef and all(map(_is_gradient_of, leaves, grad_leaves)):
-        return
-    found = list(_differences(params, grads, ()))
-    if not found:
-        found = [f"static data: expected {treedef}, found {grad_treedef}"]
-    raise _mismatch(found)
-
-
-def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> list[Any]:
-    """Returns the gradient of every leaf of `params`, in order.
-
-    Args:
-      params: the parameters.
-      grads: a tree like them. Where no leaf is needed it may have `None`, or nothing at all.
-      needed: the paths of the leaves that must have a gradient.
-
-    Returns:
-      One gradient per leaf, of any shape; `None` for those that are not needed and not there.
-
-    Raises:
-      TreeMismatchError: containers or keys differ; lists every path.
-    """
-    treedef: Any = jax.tree.structure(grads)
-    expected: Any = jax.tree.structure(params)
-    if treedef == expected:
-        return jax.tree.leaves(grads)
-    prefixes = {names[:n] for names in needed for n in range(len(names) + 1)}
-    problems: list[str] = []
-
-    def walk(param: Any, grad: Any, names: tuple[str, ...]) -> Iterator[Any]:
-        count = len(jax.tree.leaves(param))
-        opened, found = children(param), children(grad)
-        if names not in prefixes and (grad is None or (found is not None and not found.children)):
-            yield from [None] * count
-            return
-        if opened is None:
-            if not count:  # `None`, which is not a leaf
-                problems.extend(_extra(grad, names))
-                return
-            if grad is None or found is not None:
-                problems.append(f"{path_str(names)}: expected {_leaf(param)}, found {_kind(grad)}")
-            yield grad
-            return
-        if found is None or type(param) is not type(grad):
-            problems.append(f"{path_str(names)}: expected {_kind(param)}, found {_kind(grad)}")
-            yield from [None] * count
-            return
-        theirs = dict(found.children)
-        for name, child in opened.children:
-            if name in theirs:
-                yield from walk(child, theirs.pop(name), (*names, name))
-            elif (*names, name) in prefixes:
-                line = f"{path_str((*names, name))}: expected {_kind(child)}, found nothing"
-                problems.append(line)
-            else:
-                yield from [None] * len(jax.tree.leaves(child))
-        for name, child in theirs.items():
-            line = f"{path_str((*names, name))}: expected nothing, found {_kind(child)}"
-            problems.append(line)
-
-    found = list(walk(params, grads, ()))
-    if problems or len(found) != expected.num_leaves:
-        raise _mismatch(problems or [f"static data: expected {expected}, found {treedef}"])
-    return found
-
-
-def _extra(grad: Any, names: tuple[str, ...]) -> list[str]:
-    where = f"{path_str(names)}: expected nothing, found {_kind(grad)}"
-    return [] if grad is None else [where]
-
-
-def check_frozen_gradients(
-    leaves: Iterable[tuple[tuple[str, ...], Any, Any]], *, is_per_example: Callable[[], bool]
-) -> None:
-    """Raises a `TreeMismatchError` for unused gradients of another shape.
-
-    Args:
-      leaves: path, parameter and gradient (`None` where there is none) of every frozen leaf.
-      is_per_example: returns whether gradients have a leading axis of examples; called if they may.
-    """
-    odd = [
-        (names, param, grad)
-        for names, param, grad in leaves
-        if grad is not None and np.shape(grad) != np.shape(param)
-    ]
-    has_axis = all(np.shape(grad)[1:] == np.shape(param) for _, param, grad in odd)
-    if odd and not (has_axis and is_per_example()):
-        raise _mismatch(
-            [f"{path_str(n)}: expected {_leaf(p)}, found {_kind(g)}" for n, p, g in odd]
-        )
-
-
-def _mismatch(found: list[str]) -> TreeMismatchError:
-    return TreeMismatchError(
-        "`grads` do not match the parameters:\n"
-        + "\n".join(f"  {line}" for line in found)
-        + "\nDifferentiate with respect to the optimizer's own `target`, or convert the gradients' "
-        "containers to those of the parameters."
+    gradients, problems = _align(params, grads, None)
+    problems += _lines(
+        params, gradients, lambda param, grad: _shape(param, grad) or _numbers(param, grad)
     )
+    expected: Any = jax.tree.structure(params)
+    found: Any = jax.tree.structure(grads)
+    if not problems and expected != found:
+        problems.append(f"static data: expected {expected}, found {found}")
+    if problems:
+        raise _mismatch(problems)
 
 
-def _is_gradient_of(param: Any, grad: Any) -> bool:
-    return np.shape(param) == np.shape(grad) and _same_numbers(param, grad)
+def gradient_leaves(params: Any, grads: Any, *, optional: frozenset[int]) -> list[Any]:
+    """Returns the gradient of every leaf of `params`, in order, of its shape.
+
+    Leaves at the `optional` positions may have `None`, or nothing at all: then it is `None`.
+    """
+    gradients, problems = _align(params, grads, optional)
+    problems += _lines(params, gradients, _shape)
+    if problems:
+        pairs = zip(jax.tree.leaves(params), gradients, strict=True)
+        are_stacked = all(np.shape(x)[1:] == np.shape(param) for param, x in pairs if _is_there(x))
+        raise _mismatch(problems, _OF_EXAMPLES if are_stacked else _ADVICE)
+    return gradients
 
 
-def _same_numbers(param: Any, grad: Any) -> bool:
-    """Whether only precision is lost in a gradient; Python numbers have no dtype."""
-    dtype, found = (getattr(leaf, "dtype", None) for leaf in (param, grad))
-    if dtype is None or found is None or not jnp.issubdtype(dtype, jnp.inexact):
-        return True
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    return bool(jnp.issubdtype(found, jnp.inexact if is_complex else jnp.floating))
+def _align(params: Any, grads: Any, optional: frozenset[int] | None) -> tuple[list[Any], list[str]]:
+    """Returns the gradient of every leaf, and lines about other containers."""
+    expected: Any = jax.tree.structure(params)
+    if expected == jax.tree.structure(grads):
+        return jax.tree.leaves(grads), []
+    problems: list[str] = []
+    return list(_walk(params, grads, (), 0, optional, problems)), problems
 
 
-def _differences(params: Any, grads: Any, names: tuple[str, ...]) -> Iterator[str]:
-    expected, found = children(params), children(grads)
-    path = path_str(names)
-    if expected is None and found is None:
-        if (params is None) != (grads is None):
-            yield f"{path}: expected {_leaf(params)}, found {_leaf(grads)}"
-        elif np.shape(params) != np.shape(grads):
-            yield f"{path}: expected shape {np.shape(params)}, found {np.shape(grads)}"
-        elif not _same_numbers(params, grads):
-            yield f"{path}: expected a gradient of {params.dtype}, found {grads.dtype}"
+def _walk(
+    param: Any,
+    grad: Any,
+    names: Names,
+    start: int,
+    optional: frozenset[int] | None,
+    problems: list[str],
+) -> Iterator[Any]:
+    """Yields the gradient of every leaf of a subtree, the first of which is number `start`."""
+    count = len(jax.tree.leaves(param))
+    expected, found = children(param), None if grad is _ABSENT else children(grad)
+    is_empty = grad is _ABSENT or grad is None or (found is not None and not found.children)
+    if is_empty and optional is not None and optional.issuperset(range(start, start + count)):
+        yield from [None] * count
         return
-    if expected is None or found is None or type(params) is not type(grads):
-        yield f"{path}: expected {_kind(params)}, found {_kind(grads)}"
+    line = f"{path_str(names)}: expected {_kind(param)}, found {_kind(grad)}"
+    if param is None:  # a container without leaves
+        problems.extend([] if grad is None else [line])
+        return
+    if expected is None:
+        is_leaf = not is_empty and found is None
+        problems.extend([] if is_leaf else [line])
+        yield grad if is_leaf else _ABSENT
+        return
+    if found is None or type(param) is not type(grad):
+        problems.append(line)
+        yield from [_ABSENT] * count
         return
     theirs = dict(found.children)
     for name, child in expected.children:
-        if name in theirs:
-            yield from _differences(child, theirs.pop(name), (*names, name))
-        else:
-            yield f"{path_str((*names, name))}: expected {_kind(child)}, found nothing"
+        there = theirs.pop(name, _ABSENT)
+        yield from _walk(child, there, (*names, name), start, optional, problems)
+        start += len(jax.tree.leaves(child))
     for name, child in theirs.items():
-        yield f"{path_str((*names, name))}: expected nothing, found {_kind(child)}"
+        problems.append(f"{path_str((*names, name))}: expected nothing, found {_kind(child)}")
+
+
+def _lines(params: Any, gradients: list[Any], check: Callable[[Any, Any], str]) -> list[str]:
+    """What is wrong with gradients that are there, by path."""
+    pairs = zip(jax.tree.leaves(params), gradients, strict=True)
+    lines = {
+        i: line
+        for i, (param, grad) in enumerate(pairs)
+        if _is_there(grad) and (line := check(param, grad))
+    }
+    if not lines:
+        return []
+    paths = [names for names, leaf in flatten_with_paths(params) if leaf is not None]
+    return [f"{path_str(paths[i])}: {line}" for i, line in lines.items()]
+
+
+def _is_there(grad: Any) -> bool:
+    return grad is not None and grad is not _ABSENT
+
+
+def _mismatch(problems: list[str], advice: str = _ADVICE) -> TreeMismatchError:
+    lines = [f"  {line}" for line in sorted(problems)]
+    return TreeMismatchError("\n".join(["`grads` do not match the parameters:", *lines, advice]))
+
+
+def _shape(param: Any, grad: Any) -> str:
+    if np.shape(param) == np.shape(grad):
+        return ""
+    return f"expected shape {np.shape(param)}, found {np.shape(grad)}"
+
+
+def _numbers(param: Any, grad: Any) -> str:
+    """Why a gradient loses more than precision; Python numbers have no dtype."""
+    dtype, found = (getattr(leaf, "dtype", None) for leaf in (param, grad))
+    if dtype is None or found is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return ""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    fits = jnp.issubdtype(found, jnp.inexact if is_complex else jnp.floating)
+    return "" if fits else f"expected a gradient of {dtype}, found {found}"
 
 
 def _kind(node: Any) -> str:
-    return _leaf(node) if children(node) is None else f"a {type(node).__name__}"
-
-
-def _leaf(leaf: Any) -> str:
-    return "None" if leaf is None else f"an array of shape {np.shape(leaf)}"
+    if node is _ABSENT:
+        return "nothing"
+    if children(node) is not None:
+        return f"a {type(node).__name__}"
+    return "None" if node is None else f"an array of shape {np.shape(node)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import types
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 import flax.struct
 import jax
@@ -17,16 +17,17 @@ from opt_core._aliasing import unalias
 from opt_core._dtypes import strip_weak_type
 from opt_core._evaluation import evaluation_params
 from opt_core._fingerprint import fingerprint
-from opt_core._habits import of_definition, of_leaves, of_optimizer
 from opt_core._hyper_params import check_missing, hyper_param_names, replace_hyper_params
-from opt_core._paths import parts_at
+from opt_core._paths import flatten_with_paths, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
 from opt_core.errors import RestoreError
-from opt_core.protocols import TakesExtraArgs
+from opt_core.protocols import WrapsTransformation
 
 if TYPE_CHECKING:
     from typing_extensions import ParamSpec, TypeVar  # with defaults; type checkers bring it along
+
+    from opt_core._description.values import StateDescription
 
     Params = TypeVar("Params", default=Any)
     Overrides = ParamSpec("Overrides", default=...)
@@ -79,14 +80,8 @@ class OptimizerDef:
 
     hyper_params: Any
 
-    whole_tree: ClassVar[bool] = False
-    """Whether the state belongs to the tree as a whole, as that of Optax's transformations does.
-
-    In a `MultiOptimizer` such a definition sees the dicts of the parameters with all their keys,
-    `()` where a leaf belongs to another group, and has a state dict of its own. Any other sees
-    smaller dicts, and if its state has an entry per parameter, it is merged with that of the other
-    groups path by path.
-    """
+    precision: WrapsTransformation | None = None
+    """What stores parameters and state in another way, such as `opt_precision.Precision`."""
 
     def __init__(self, hyper_params: Any) -> None:
         self.hyper_params = hyper_params
@@ -160,6 +155,69 @@ class OptimizerDef:
         """Returns whether `name` is a hyper-parameter, of any group if there are groups."""
         return name in hyper_param_names(self.hyper_params)
 
+    def resolve_hyper_params(
+        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
+    ) -> Any:
+        """Returns `hyper_params` as an update of this state uses them, schedules as numbers.
+
+        Traceable. The default is `hyper_params` itself.
+
+        Args:
+          hyper_params: what `update_hyper_params` returned.
+          params: the parameters.
+          state: the state that belongs to them.
+          **extra_args: of the update, see `extra_arg_names`.
+        """
+        return hyper_params
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that are arguments of the update, such as the value of the loss.
+
+        `Optimizer.apply_gradient` passes them to the definition's `apply_gradient` by keyword. The
+        default is none.
+
+        Args:
+          names: the keywords given to `Optimizer.apply_gradient`.
+        """
+        return frozenset()
+
+    def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
+        """Returns an `Optimizer` whose leaves are axes instead of arrays.
+
+        By default a leaf of the state has the axes of those dimensions of its parameter that it
+        keeps (`describe_state`).
+
+        Args:
+          optimizer: an optimizer of this definition; its leaves may be arrays or
+            `jax.ShapeDtypeStruct` leaves, of which only shapes are read.
+          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
+
+        Returns:
+          The same structure; a leaf is a `PartitionSpec`, or `None` where it follows no parameter.
+
+        Raises:
+          TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
+        """
+        from opt_core._axes import derive_by_description
+
+        target, param_states = derive_by_description(optimizer, param_axes)
+        return Optimizer(self, OptimizerState(None, param_states), target)
+
+    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+        """Returns what every leaf of `state.param_states` means.
+
+        The default goes by types, names and shapes. `opt_core.describe_state` calls it and caches
+        the result, which must depend only on the definition, the containers, the shapes and the
+        dtypes.
+
+        Args:
+          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+          state: the state that belongs to them; likewise.
+        """
+        from opt_core._description.describe import describe_by_types
+
+        return describe_by_types(self, params, state)
+
     def create(self, target: Params) -> Optimizer[Params]:
         """Returns an optimizer of `target` before its first step.
 
@@ -179,15 +237,18 @@ class OptimizerDef:
         try:
             state = unalias(self.init_state(target), apart_from=target)
         except TypeError as error:
-            if message := of_leaves(target):
-                raise TypeError(message) from error
+            if others := _not_arrays(target):
+                raise TypeError(
+                    "`target` must hold arrays. Create the optimizer for those alone, or freeze "
+                    "the others in a `MultiOptimizer`:\n" + "\n".join(others)
+                ) from error
             raise
-        made = Optimizer(optimizer_def=self, state=state, target=target)
+        optimizer = Optimizer(optimizer_def=self, state=state, target=target)
         if any(_is_placed_shape(leaf) for leaf in jax.tree.leaves(target)):
             from opt_core._plan.placement import placed_like_params
 
-            return placed_like_params(made)
-        return made
+            return placed_like_params(optimizer)
+        return optimizer
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.
@@ -236,25 +297,35 @@ class OptimizerDef:
             logger.warning("%s", report)
         return target, state
 
+    def restore_reference(
+        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
+    ) -> tuple[Any, OptimizerState]:
+        """Returns the parameters and the state whose shapes and dtypes a state dict must have.
+
+        Those of the optimizer; T5X's facades are more lenient.
+
+        Args:
+          target: the parameters.
+          state: the state, in the containers of a state dict.
+          state_dict: what is to be restored.
+        """
+        return target, state
+
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        reference = {"target": target, "state": state}
-        given = state_dict
+        like, like_state = self.restore_reference(target, state, state_dict)
+        reference = {"target": like, "state": like_state}
+        entries: Any = state_dict
         if isinstance(state_dict, Mapping):
-            given = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
-        restored, report = restore_state_dict(reference, given)
+            entries = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
+        restored, report = restore_state_dict(reference, entries)
         if (step := _negative(restored["state"].step)) is not None:
-            found = Mismatch("state/step", MismatchKind.VALUE, "a non-negative count", str(step))
-            report = dataclasses.replace(report, mismatches=(*report.mismatches, found))
+            mismatch = Mismatch("state/step", MismatchKind.VALUE, "a non-negative count", str(step))
+            report = dataclasses.replace(report, mismatches=(*report.mismatches, mismatch))
             restored["state"] = restored["state"].replace(step=state.step)
         restored = unalias(restored)
         return (restored["target"], restored["state"]), report
-
-    def _has_entries(self, structure: Any, target: Any, state: OptimizerState) -> bool:
-        """Whether a state has an entry per parameter, in containers of this structure."""
-        del target
-        return not self.whole_tree and parts_at(structure, state.param_states) is not None
 
     def _identity(self) -> Any:
         """The value by which definitions are compared; by default every attribute."""
@@ -265,11 +336,6 @@ class OptimizerDef:
             cached = (hash(value := (type(self), fingerprint(self._identity()))), value)
             self.__dict__["_fingerprint_cache"] = cached
         return cached  # with its hash: a compiled function asks for it on every call
-
-    if not TYPE_CHECKING:  # for a type checker any name would be an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(of_definition(type(self).__name__, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_fingerprint_cache", None)
@@ -338,10 +404,9 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
           grads: pytree like `target`.
           *args: always empty; needed for type checkers to know the names of `overrides`.
           **overrides: hyper-parameters for this update only, by name; `hyper_params=` replaces all.
-            Extra arguments of the definition are passed here too
-            (`opt_core.protocols.TakesExtraArgs`). With `missing='ignore'` an override applies to
-            those groups of a `MultiOptimizer` that have it; a name that no group has is always an
-            error.
+            Extra arguments of the definition are passed here too (`OptimizerDef.extra_arg_names`).
+            With `missing='ignore'` an override applies to those groups of a `MultiOptimizer` that
+            have it; a name that no group has is always an error.
 
         Raises:
           HyperParamError: an override does not name a hyper-parameter.
@@ -351,13 +416,11 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         if args:
             raise TypeError("`apply_gradient` takes gradients; give all else by name")
         definition = self.optimizer_def
-        given: dict[str, Any] = {**overrides}
-        extra_args = {}
-        if isinstance(definition, TakesExtraArgs):
-            names = definition.extra_arg_names(given.keys() - {"missing"})
-            extra_args = {name: given.pop(name) for name in names}
+        keywords: dict[str, Any] = {**overrides}
+        names = definition.extra_arg_names(keywords.keys() - {"missing"})
+        extra_args = {name: keywords.pop(name) for name in names}
         target, state = definition.apply_gradient(
-            definition.update_hyper_params(**given),
+            definition.update_hyper_params(**keywords),
             self.target,
             self.state,
             grads,
@@ -398,11 +461,6 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         """The number of updates made."""
         return self.state.step
 
-    if not TYPE_CHECKING:  # see `OptimizerDef`
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(of_optimizer(name))
-
     def state_dict(self) -> dict[str, Any]:
         """Returns everything but the definition as nested dicts; see `OptimizerDef.state_dict`."""
         return self.optimizer_def.state_dict(self.target, self.state)
@@ -427,6 +485,15 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         """Returns the deviations that `restore_state` would report, restoring nothing."""
         _, report = self.optimizer_def._match(self.target, self.state, state_dict)
         return report
+
+
+def _not_arrays(target: Any) -> list[str]:
+    """Lines for the leaves that are not arrays."""
+    return [
+        f"  {path_str(names)}: a {type(leaf).__name__}"
+        for names, leaf in flatten_with_paths(target)
+        if leaf is not None and not hasattr(leaf, "shape") and not isinstance(leaf, int | float)
+    ]
 
 
 def _with_int32_step(state: Any) -> Any:

@@ -164,7 +164,8 @@ class _Reader:
             self._note(names, deviation[0], _describe(reference), deviation[1])
             return reference
         self.matched += 1
-        self.state_matched += names[:2] == ("state", "param_states")
+        is_state = reference is not None and names[:2] == ("state", "param_states")
+        self.state_matched += is_state
         return restored
 
 

@@ -6,7 +6,6 @@ OptimizerError
 ├── EvaluationError (ValueError)    two averages of a parameter, or one of none
 ├── GroupError (ValueError)         groups that do not partition the parameters
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
-│   └── UnusedArgumentError         an extra argument that the update does not use
 ├── LeafError (ValueError)          a leaf that cannot be named, converted or placed
 ├── RestoreError (ValueError)       a state dict that does not fit; carries the report
 ├── StateDictError (ValueError)     a tree that has no faithful state dict
@@ -20,7 +19,6 @@ Each is also the builtin that callers of Flax and T5X already catch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ __all__ = [
     "StateDictError",
     "SurgeryError",
     "TreeMismatchError",
-    "UnusedArgumentError",
 ]
 
 
@@ -77,21 +74,6 @@ class SurgeryError(OptimizerError, ValueError):
 
 class HyperParamError(OptimizerError, TypeError):
     """An override does not name a hyper-parameter, or one that cannot change at run time."""
-
-
-class UnusedArgumentError(HyperParamError):
-    """An extra argument is neither a hyper-parameter nor used by the update.
-
-    Attributes:
-      names: the arguments that are not used.
-    """
-
-    def __init__(self, message: str, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[UnusedArgumentError], tuple[str, list[str]]]:
-        return UnusedArgumentError, (str(self), sorted(self.names))
 
 
 class StateDictError(OptimizerError, ValueError):

@@ -2,21 +2,27 @@
 
 from opt_core._dtypes import all_survive, convert_held
 from opt_core._paths import Names
-from opt_core._plan.destinations import with_placement
-from opt_core._plan.functions import abstract, key_kind
-from opt_core._plan.match import Request, make_plan
-from opt_core._plan.names import (
+from opt_core._plan.leaves import (
+    HasShardings,
+    LeafInfo,
     NamedState,
+    Schema,
+    Source,
+    View,
     count_of,
     is_wide,
     leaf_info,
+    leaf_name,
+    leaf_path,
     local,
     named_leaves,
     named_state,
     named_view,
+    shown,
     update_counts,
 )
-from opt_core._plan.placement import committed_sharding, placed
+from opt_core._plan.match import Request, make_plan
+from opt_core._plan.placement import with_placement
 from opt_core._plan.plan import Plan, Row, aligned, leaf_bytes
 from opt_core._plan.rules import (
     KINDS,
@@ -27,18 +33,11 @@ from opt_core._plan.rules import (
     Rule,
     Stack,
     Unstack,
+    abstract,
     check_allowances,
+    key_kind,
 )
-from opt_core._plan.schema import (
-    HasShardings,
-    LeafInfo,
-    Schema,
-    Source,
-    leaf_name,
-    leaf_path,
-    shown,
-)
-from opt_core._plan.view import View
+from opt_core._shardings import committed_sharding, placed
 
 __all__ = [
     "KINDS",

@@ -1,66 +1,19 @@
-"""Optional abilities of optimizer definitions, checked with `isinstance`."""
+"""What objects of other packages do, checked with `isinstance`; they need not import this one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-if TYPE_CHECKING:
-    from opt_core._description.values import StateDescription
-    from opt_core._optimizer import Optimizer, OptimizerState
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = [
-    "DerivesLogicalAxes",
     "DescribesFields",
-    "DescribesState",
-    "HasPrecision",
     "HoldsEvalParams",
-    "ResolvesHyperParams",
     "StoresLeaf",
     "StoresParams",
-    "TakesArgsOfParams",
-    "TakesExtraArgs",
-    "TakesParamAxes",
-    "TakesPerExampleGrads",
     "Transformation",
     "UpdatesParams",
     "WrapsTransformation",
 ]
-
-
-@runtime_checkable
-class DerivesLogicalAxes(Protocol):
-    """A definition that knows the logical axes of its own state."""
-
-    def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
-        """Returns an `Optimizer` whose leaves are axes instead of arrays.
-
-        Args:
-          optimizer: an optimizer of this definition; its leaves may be arrays or
-            `jax.ShapeDtypeStruct` leaves, of which only shapes are read.
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
-
-        Returns:
-          The same structure; a leaf is the `PartitionSpec` of the parameter it follows, or `None`.
-        """
-        ...
-
-
-@runtime_checkable
-class DescribesState(Protocol):
-    """A definition that knows what its state means."""
-
-    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
-        """Returns what every leaf of `state.param_states` means.
-
-        `opt_core.describe_state` calls it and caches the result, which must depend only on the
-        definition, the containers, the shapes and the dtypes.
-
-        Args:
-          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-          state: the state that belongs to them; likewise.
-        """
-        ...
 
 
 @runtime_checkable
@@ -83,24 +36,6 @@ class DescribesFields(Protocol):
           have captured.
         * `'bearing'`: for each setting that gives the state its meaning the arguments of a
           `Bearing`.
-        """
-        ...
-
-
-@runtime_checkable
-class ResolvesHyperParams(Protocol):
-    """A definition that knows which hyper-parameters an update uses, schedules as numbers."""
-
-    def resolve_hyper_params(
-        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
-    ) -> Any:
-        """Returns `hyper_params` as an update of this state would use them; traceable.
-
-        Args:
-          hyper_params: what `update_hyper_params` returned.
-          params: the parameters.
-          state: the state that belongs to them.
-          **extra_args: of the update, see `TakesExtraArgs`.
         """
         ...
 
@@ -169,68 +104,6 @@ class StoresParams(Protocol):
 
 
 @runtime_checkable
-class TakesParamAxes(Protocol):
-    """A definition whose update depends on the logical axes of the parameters."""
-
-    def set_param_axes(self, param_axes: Any) -> None:
-        """Sets the logical axes, before `create`.
-
-        Args:
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
-        """
-        ...
-
-
-@runtime_checkable
-class TakesExtraArgs(Protocol):
-    """A definition whose update takes extra arguments, such as the value of the loss."""
-
-    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that are arguments of the update, not hyper-parameters.
-
-        `Optimizer.apply_gradient` passes them on to the definition's `apply_gradient` by keyword.
-
-        Args:
-          names: the keywords given to `Optimizer.apply_gradient`.
-        """
-        ...
-
-
-@runtime_checkable
-class TakesArgsOfParams(Protocol):
-    """A definition with extra arguments that are about the parameters, such as the loss.
-
-    In a `MultiOptimizer` they are made to fit the parameters of one group.
-    """
-
-    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that are trees like the parameters, or functions of them.
-
-        A function has the parameters as its first argument; it may return a tree like them. It sees
-        the parameters of other groups as they were before the update.
-
-        Args:
-          names: of extra arguments, see `TakesExtraArgs`.
-        """
-        ...
-
-
-@runtime_checkable
-class TakesPerExampleGrads(Protocol):
-    """A definition that may want the gradient of every example, not their mean."""
-
-    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
-        """Returns whether `grads` have a leading axis of examples, as this definition expects.
-
-        Args:
-          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-          state: the state that belongs to them.
-          grads: the gradients given to `apply_gradient`.
-        """
-        ...
-
-
-@runtime_checkable
 class Transformation(Protocol):
     """A gradient transformation, which can be wrapped as a definition."""
 
@@ -255,16 +128,6 @@ class WrapsTransformation(Protocol):
 
     def __call__(self, tx: Any) -> Any:
         """Returns the transformation around `tx`."""
-        ...
-
-
-@runtime_checkable
-class HasPrecision(Protocol):
-    """A definition that says how its parameters and state are stored."""
-
-    @property
-    def precision(self) -> WrapsTransformation | None:
-        """What was put around its transformation for that; `None` if nothing was."""
         ...
 
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer
-from opt_core._plan.placement import committed_sharding, placed
+from opt_core._shardings import committed_sharding, placed
 from opt_core.protocols import StoresLeaf, StoresParams
 
 __all__ = [

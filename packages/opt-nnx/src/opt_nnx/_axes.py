@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str
-from opt_core.protocols import DerivesLogicalAxes
-from opt_partition import derive_logical_axes, logical_to_mesh
+from opt_partition import logical_to_mesh
 from opt_partition.errors import AxesError
 
 from opt_nnx._variables import Rules, names_in, rules_in
@@ -21,15 +19,10 @@ AnyMesh = Mesh | AbstractMesh
 Entry = Any  # of a spec: a name, several, or `None`
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter, and what its variable says.
+class Parameter(NamedTuple):
+    """A parameter: the names of its keys, its array, and the variable that holds it.
 
-    Attributes:
-      path: the names of the keys.
-      value: the array.
-      variable: what holds it, alone or among others.
-      metadata: of the variable, if it holds nothing else.
+    `metadata` are those of the variable, if it holds nothing else.
     """
 
     path: tuple[str, ...]
@@ -38,8 +31,7 @@ class Parameter:
     metadata: Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterAxes:
+class ParameterAxes(NamedTuple):
     """The dimensions of a parameter.
 
     Attributes:
@@ -58,28 +50,25 @@ def read_axes(
 ) -> list[ParameterAxes]:
     """Returns the names and the mesh axes of all dimensions of the parameters.
 
-    Args:
-      params: the parameters.
-      rules: from names to mesh axes; they come before those of Flax.
-      mesh: without one there are only names.
+    `rules` come before those of Flax. Without a mesh there are only names.
 
     Raises:
       AxesError: a name has neither a rule nor a mesh axis of its own; lists them all.
     """
     unknown: dict[str, list[str]] = {}
-    found = []
+    axes = []
     for param in params:
         rank = np.ndim(param.value)
         names = names_in(param.metadata, of_optimizer=True)
         place = spec = None
         if mesh is not None:
-            read = _Reader(param, rules, mesh)
+            reader = _Reader(param, rules, mesh)
             lies = array_spec(param.value, mesh)
-            place = read.spec(names_in(param.metadata)) if lies is None else lies
-            spec = read.spec(names)
-            if read.unknown:
-                unknown[path_str(param.path)] = list(dict.fromkeys(read.unknown))
-        found.append(ParameterAxes(padded(names, rank), padded(spec, rank), place))
+            place = reader.spec(names_in(param.metadata)) if lies is None else lies
+            spec = reader.spec(names)
+            if reader.unknown:
+                unknown[path_str(param.path)] = list(dict.fromkeys(reader.unknown))
+        axes.append(ParameterAxes(_padded(names, rank), _padded(spec, rank), place))
     if mesh is not None and unknown:
         first = next(iter(unknown.values()))[0]
         lines = [f"  {path}: {', '.join(map(repr, names))}" for path, names in unknown.items()]
@@ -89,7 +78,7 @@ def read_axes(
             + "\n".join([sizes, *lines])
             + f"\nGive `rules=[({first!r}, None), ...]`, or use `nnx.logical_axis_rules`."
         )
-    return found
+    return axes
 
 
 class _Reader:
@@ -98,8 +87,8 @@ class _Reader:
     def __init__(self, param: Parameter, rules: Rules, mesh: AnyMesh) -> None:
         self.unknown: list[str] = []
         self._param, self._mesh = param, mesh
-        own = tuple((axis, axis) for axis in mesh.axis_names)
-        self._sources = [rules, *rules_in(param.metadata), own]
+        mesh_axes = tuple((axis, axis) for axis in mesh.axis_names)
+        self._sources = [rules, *rules_in(param.metadata), mesh_axes]
 
     def spec(self, names: Any) -> PartitionSpec | None:
         """Returns the mesh axes that names mean; without names, those of the array."""
@@ -128,9 +117,7 @@ class _Reader:
 def array_spec(value: Any, mesh: AnyMesh) -> PartitionSpec | None:
     """Returns where an array lies on a mesh; `None` where it is not known to lie there.
 
-    Args:
-      value: the array. Of one that is traced only a type with shardings says.
-      mesh: the mesh.
+    Of an array that is traced only a type with shardings says.
     """
     sharding = sharding_of(value)
     if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
@@ -156,23 +143,18 @@ def state_axes(
     """Returns the names and the mesh axes of the dimensions of every leaf of the state.
 
     Each pair of a name and mesh axes gets a label of its own, and the labels are followed through
-    `init`: the state need not have the names of one tree and the mesh axes of another.
-
-    Args:
-      definition: of the optimizer.
-      params: `jax.ShapeDtypeStruct`s.
-      state: the `param_states` for them, likewise.
-      axes: of the parameters, in JAX's order.
+    `init`: the state need not have the names of one tree and the mesh axes of another. `params` and
+    `state` are `jax.ShapeDtypeStruct`s, `axes` those of the parameters in JAX's order.
     """
     labels: dict[tuple[Entry, Entry], str] = {(None, None): ""}
     specs = [
         PartitionSpec(
             *(
                 labels.setdefault(pair, str(len(labels))) or None
-                for pair in zip(found.names, found.spec, strict=True)
+                for pair in zip(param.names, param.spec, strict=True)
             )
         )
-        for found in axes
+        for param in axes
     ]
     pairs = {label: pair for pair, label in labels.items()}
     labelled = _derive(
@@ -181,8 +163,8 @@ def state_axes(
     leaves = jax.tree.leaves(state)
     structure: Any = jax.tree.structure(state)
     result = []
-    for leaf, given in zip(leaves, structure.flatten_up_to(labelled), strict=True):
-        entries = [[pairs[label] for label in _several(entry)] for entry in given or ()]
+    for leaf, labels_of_leaf in zip(leaves, structure.flatten_up_to(labelled), strict=True):
+        entries = [[pairs[label] for label in _several(entry)] for entry in labels_of_leaf or ()]
         entries += [[]] * (len(leaf.shape) - len(entries))
         names = tuple(_joined(name for name, _ in entry) for entry in entries)
         spec = PartitionSpec(*(_joined(mesh_axes for _, mesh_axes in entry) for entry in entries))
@@ -191,14 +173,12 @@ def state_axes(
 
 
 def _derive(definition: OptimizerDef, params: Any, state: Any, axes: Any) -> Any:
-    if isinstance(definition, DerivesLogicalAxes):
-        step = jax.ShapeDtypeStruct((), jnp.int32)
-        optimizer = Optimizer(definition, OptimizerState(step, state), params)
-        return definition.derive_logical_axes(optimizer, axes).state.param_states
-    return derive_logical_axes(lambda p: definition.init_state(p).param_states, params, axes)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    optimizer = Optimizer(definition, OptimizerState(step, state), params)
+    return definition.derive_logical_axes(optimizer, axes).state.param_states
 
 
-def padded(spec: Any, rank: int) -> tuple[Entry, ...]:
+def _padded(spec: Any, rank: int) -> tuple[Entry, ...]:
     """Returns the entries of a spec, one for each dimension."""
     entries = tuple(spec.spec if isinstance(spec, NamedSharding) else spec or ())
     return (*entries, *[None] * (rank - len(entries)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.tree_util import all_leaves
 from opt_core import OptimizerDef, flatten_with_paths, unalias
 from opt_optax_bridge import OptaxWrapper
@@ -29,76 +29,74 @@ from opt_nnx._variables import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What the constructor of an optimizer was asked for.
-
-    Attributes:
-      mesh: the mesh; `None` for the parameters' own.
-      rules: from names to mesh axes.
-      zero: mesh axes to shard the state over besides.
-    """
-
-    mesh: AnyMesh | None
-    rules: Rules
-    zero: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is known of a state before it is made.
-
-    Attributes:
-      shapes: the state as `jax.ShapeDtypeStruct`s.
-      slots: the state with a variable of the parameter, or a leaf, where a variable is to be.
-      names: of the dimensions of each leaf.
-      layout: where each leaf lies; `None` without a mesh.
-      placement: what the optimizer keeps of that.
-    """
-
-    shapes: Any
-    slots: Any
-    names: list[tuple[Entry, ...]]
-    layout: Layout | None
-    placement: Placement | None
-
-
-def plan_state(definition: OptimizerDef, params: Any, request: Request) -> Plan:
-    """Returns the plan of the state.
+def make_state(
+    definition: OptimizerDef,
+    params: Any,
+    *,
+    mesh: AnyMesh | None,
+    rules: Rules,
+    zero: tuple[str, ...],
+    state: Any = None,
+) -> tuple[Any, Placement | None]:
+    """Returns the state, each leaf where it stays in a variable of its own, and the placement.
 
     Args:
       definition: of the optimizer.
       params: what `nnx.state` returns.
-      request: the constructor's.
+      mesh: the mesh; `None` for the parameters' own.
+      rules: from names to mesh axes.
+      zero: mesh axes to shard the state over besides.
+      state: the `param_states`, if there are any already.
 
     Raises:
       AxesError: the names of the dimensions have no meaning on the mesh.
     """
-    read = list(_parameters(params))
-    mesh = request.mesh
+    parameters = list(_parameters(params))
     if mesh is None:
-        mesh = find_mesh([p.value for p in read], [p.metadata for p in read])
-    if mesh is None and request.zero:
+        mesh = find_mesh([p.value for p in parameters], [p.metadata for p in parameters])
+    if mesh is None and zero:
         raise AxesError("`zero` needs a mesh: give `mesh=`, or put the parameters on one before")
-    shapes = jax.tree.map(shape_of, pure(params))
-    state = jax.eval_shape(lambda p: definition.init_state(p).param_states, shapes)
-    slots = _slots(definition, params, read, state)
-    axes = read_axes(read, request.rules, mesh)
-    if mesh is None and not any(any(found.names) for found in axes):
-        return Plan(state, slots, [()] * len(jax.tree.leaves(state)), None, None)
-    found = state_axes(definition, shapes, state, axes)
-    names = [names for names, _ in found]
-    if mesh is None:
-        return Plan(state, slots, names, None, None)
-    axes_of_state = jax.tree.unflatten(jax.tree.structure(state), [spec for _, spec in found])
-    # A dimension of the state may not divide where the parameter's does.
-    layout = logical_to_mesh(axes_of_state, [(axis, axis) for axis in mesh.axis_names], mesh, state)
-    if request.zero:
-        layout = extend_over(layout, state, mesh, request.zero)
-    places = tuple(None if x.place is None else as_compiled(x.place, mesh) for x in axes)
-    specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
-    placement = Placement(mesh, places, specs)
-    return Plan(state, slots, names, layout, placement)
+    values = pure(params)
+    shapes = jax.tree.map(shape_of, values)
+    like = jax.eval_shape(lambda p: definition.init_state(p).param_states, shapes)
+    axes = read_axes(parameters, rules, mesh)
+    names: list[tuple[Entry, ...]] = [()] * len(jax.tree.leaves(like))
+    layout = placement = None
+    if mesh is not None or any(any(param.names) for param in axes):
+        of_state = state_axes(definition, shapes, like, axes)
+        names = [names_of_leaf for names_of_leaf, _ in of_state]
+        if mesh is not None:
+            layout = _lay_out([spec for _, spec in of_state], like, mesh, zero)
+            places = tuple(None if x.place is None else as_compiled(x.place, mesh) for x in axes)
+            specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
+            placement = Placement(mesh, places, specs)
+    if state is None:
+        state = _init(definition, values, like, layout)
+    if placement is not None:
+        state = placement.put_state(state)
+    slots = _slots(definition, params, parameters, like)
+    return _in_variables(state, slots, names, placement), placement
+
+
+def _lay_out(
+    specs: Sequence[PartitionSpec], like: Any, mesh: AnyMesh, zero: tuple[str, ...]
+) -> Layout:
+    """The layout of the state: a dimension may not divide where the parameter's does."""
+    tree = jax.tree.unflatten(jax.tree.structure(like), specs)
+    layout = logical_to_mesh(tree, [(axis, axis) for axis in mesh.axis_names], mesh, like)
+    return extend_over(layout, like, mesh, zero) if zero else layout
+
+
+def _init(definition: OptimizerDef, params: Any, like: Any, layout: Layout | None) -> Any:
+    def init(params: Any) -> Any:
+        return unalias(definition.init_state(params).param_states, apart_from=params)
+
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return like
+    if layout is None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return init(params)
+    return init_sharded(init, params, layout)
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -118,43 +116,27 @@ def _parameters(state: Any) -> Iterator[Parameter]:
         yield Parameter(path, leaf, variable, metadata_of(variable) if is_array else {})
 
 
-def make_state(definition: OptimizerDef, params: Any, plan: Plan) -> Any:
-    """Returns the state, each leaf where the plan says, in variables of its own.
+def _slots(
+    definition: OptimizerDef, params: Any, parameters: Sequence[Parameter], like: Any
+) -> Any:
+    """The state with the variable of a parameter, or a leaf, where a variable is to be.
 
-    Args:
-      definition: of the optimizer.
-      params: the values of the parameters.
-      plan: of the state.
+    `nnx.Optimizer` has variables where `init` has those that it is given.
     """
-
-    def init(params: Any) -> Any:
-        return unalias(definition.init_state(params).param_states, apart_from=params)
-
-    leaves = jax.tree.leaves(params)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        state = plan.shapes
-    elif plan.layout is None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        state = init(params)
-    else:
-        state = init_sharded(init, params, plan.layout)
-    return in_variables(state if plan.placement is None else plan.placement.put_state(state), plan)
-
-
-def _slots(definition: OptimizerDef, params: Any, read: Sequence[Parameter], state: Any) -> Any:
-    """Where `nnx.Optimizer` has variables: where `init` has those that it is given."""
     if isinstance(definition, OptaxWrapper):
         with contextlib.suppress(Exception):  # where `init` needs arrays, or looks at paths
             slots = jax.eval_shape(definition.optax_optimizer.init, jax.tree.map(shape_of, params))
             structure: Any = jax.tree.structure(slots, is_leaf=is_variable)
-            structure.flatten_up_to(state)
+            structure.flatten_up_to(like)
             return slots
     # Of another definition every leaf is a variable, that of the parameter in whose place it is.
-    by_path: dict[Sequence[str], Parameter] = {param.path: param for param in read}
-    paths = [path for path, leaf in flatten_with_paths(state) if leaf is not None]
-    leaves, structure = jax.tree.flatten(state)
-    found = (_followed(path, by_path) for path in paths)
+    by_path: dict[Sequence[str], Parameter] = {param.path: param for param in parameters}
+    paths = [path for path, leaf in flatten_with_paths(like) if leaf is not None]
+    leaves, structure = jax.tree.flatten(like)
+    followed = (_followed(path, by_path) for path in paths)
     slots = [
-        leaf if param is None else param.variable for param, leaf in zip(found, leaves, strict=True)
+        leaf if param is None else param.variable
+        for param, leaf in zip(followed, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, slots)
 
@@ -163,24 +145,21 @@ def _followed(path: Sequence[str], params: Mapping[Sequence[str], Parameter]) ->
     """The parameter whose path is in that of a leaf; of several the longest."""
     for length in range(len(path), 0, -1):
         for start in range(len(path) - length, -1, -1):
-            if (found := params.get(tuple(path[start : start + length]))) is not None:
-                return found
+            if (param := params.get(tuple(path[start : start + length]))) is not None:
+                return param
     return None
 
 
-def in_variables(state: Any, plan: Plan) -> Any:
-    """Returns a state with its leaves in variables."""
+def _in_variables(
+    state: Any, slots: Any, names: Sequence[tuple[Entry, ...]], placement: Placement | None
+) -> Any:
+    """Returns a state with its leaves in variables where `slots` has them."""
     leaves, structure = jax.tree.flatten(state)
-    specs = plan.placement.state if plan.placement is not None else [None] * len(leaves)
-    rows = jax.tree.unflatten(structure, list(zip(leaves, plan.names, specs, strict=True)))
-    slots = variables_of(plan.slots)
-    containers: Any = jax.tree.structure(plan.slots, is_leaf=is_variable)
-    variables = [
-        _variable(value, slot, row)
-        for slot, value, row in zip(
-            slots, containers.flatten_up_to(state), containers.flatten_up_to(rows), strict=True
-        )
-    ]
+    specs = placement.state_specs if placement is not None else [None] * len(leaves)
+    rows = jax.tree.unflatten(structure, list(zip(names, specs, strict=True)))
+    containers: Any = jax.tree.structure(slots, is_leaf=is_variable)
+    values, rows = containers.flatten_up_to(state), containers.flatten_up_to(rows)
+    variables = map(_variable, values, variables_of(slots), rows)
     return containers.unflatten(variables)
 
 
@@ -188,7 +167,7 @@ def _variable(value: Any, slot: Any, row: Any) -> Any:
     metadata = metadata_of(slot) if is_variable(slot) else None
     if not all_leaves([value]):
         return state_variable(value, metadata, None)  # several leaves, or none
-    _, names, spec = row
+    names, spec = row
     has_names = names and names_in(metadata or {}, of_optimizer=True) is not None
     variable = state_variable(value, metadata, names if has_names or any(names) else None)
     if spec is not None and trimmed(resolved_names(variable)) != trimmed(spec):

@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, Mesh
 from opt_core import OptimizerDef, OptimizerState, flatten_with_paths, path_str
 from opt_core.errors import TreeMismatchError
 from opt_core.protocols import UpdatesParams
-from opt_optax_bridge import OptaxWrapper, resolve_hyper_params
+from opt_optax_bridge import OptaxWrapper
 
-from opt_nnx._create import Request, in_variables, make_state, plan_state, shape_of
-from opt_nnx._placement import Placed, is_concrete, untyped
+from opt_nnx._create import make_state, shape_of
+from opt_nnx._placement import Placement, is_concrete, untyped
 from opt_nnx._variables import Filter, as_rules, assign, has_variables, pure, state_of
 
 M = TypeVar("M")
@@ -74,15 +74,13 @@ class Optimizer(nnx.Optimizer[M]):
         zero: str | Sequence[str] | None = None,
         graph: bool | None = None,
     ) -> None:
-        axes = (zero,) if isinstance(zero, str) else tuple(zero or ())
-        self._request = Request(mesh, as_rules(rules), axes)
+        self._mesh, self._rules = mesh, as_rules(rules)
+        self._zero = (zero,) if isinstance(zero, str) else tuple(zero or ())
         self.graph = graph
         self.tx = tx
         self.wrt = wrt
         params = state_of(model, wrt, graph)
-        plan = plan_state(self.definition, params, self._request)
-        self._placement = plan.placement
-        self.opt_state = nnx.data(make_state(self.definition, pure(params), plan))
+        self._set_state(self.definition, params)
         step = jnp.array(0, dtype=jnp.uint32)
         is_abstract = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(pure(params))
@@ -90,10 +88,16 @@ class Optimizer(nnx.Optimizer[M]):
         self.step = nnx.OptState(self._scalar(shape_of(step) if is_abstract else step))
         self.place(model)
 
+    def _set_state(self, definition: OptimizerDef, params: Any, state: Any = None) -> None:
+        variables, self._placement = make_state(
+            definition, params, mesh=self._mesh, rules=self._rules, zero=self._zero, state=state
+        )
+        self.opt_state = nnx.data(variables)
+
     @property
-    def placement(self) -> Placed | None:
+    def placement(self) -> Placement | None:
         """Where parameters and state lie: a sharding for each leaf; `None` without a mesh."""
-        return None if self._placement is None else self._placement.shardings
+        return self._placement
 
     def place(self, model: M) -> None:
         """Puts parameters and state where they lie, in place; the constructor calls it.
@@ -208,7 +212,8 @@ class Optimizer(nnx.Optimizer[M]):
         """Returns parameters, state and definition as one `opt_core.Optimizer`.
 
         The functions of the other packages take it: `opt_core.describe`, `group_metrics`,
-        `regroup`, `opt_optax_bridge.overridable_hyper_params`, ... The arrays are shared.
+        `regroup`, `opt_optax_bridge.resolve_hyper_params`, ... It has `state_dict` and
+        `restore_state`. The arrays are shared.
 
         Args:
           model: the model.
@@ -237,11 +242,11 @@ class Optimizer(nnx.Optimizer[M]):
         """
         params = state_of(model, self.wrt, self.graph)
         expected: Any = jax.tree.structure(pure(params))
-        found: Any = jax.tree.structure(core.target)
-        if found != expected:
+        structure: Any = jax.tree.structure(core.target)
+        if structure != expected:
             raise TreeMismatchError(
                 "the target of `core` does not match the model's trained variables: expected "
-                f"{expected}, found {found}"
+                f"{expected}, found {structure}"
             )
         state = core.state.param_states
         if core.optimizer_def == self.definition:
@@ -249,53 +254,10 @@ class Optimizer(nnx.Optimizer[M]):
                 state = self._placement.put_state(state)
             assign(self.opt_state, state)
         else:
-            plan = plan_state(core.optimizer_def, params, self._request)
-            self.tx, self._placement = core.optimizer_def, plan.placement
-            self.opt_state = nnx.data(in_variables(state, plan))
+            self._set_state(core.optimizer_def, params, state)
+            self.tx = core.optimizer_def
         nnx.update(model, core.target)
         nnx.update(self.step, self._scalar(jnp.asarray(core.state.step, jnp.uint32)))
-
-    def resolve_hyper_params(self, model: M, **overrides: Any) -> Any:
-        """Returns the hyper-parameters that `update` would use now; traceable.
-
-        Args:
-          model: the model.
-          **overrides: those that `update` is to get.
-
-        Returns:
-          What `opt_optax_bridge.resolve_hyper_params` returns.
-
-        Examples:
-          >>> import opt_optax_bridge as opt, optax
-          >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-          >>> optimizer = Optimizer(model, opt.adamw(optax.linear_schedule(0.5, 0.0, 10)))
-          >>> print(optimizer.resolve_hyper_params(model).learning_rate)
-          0.5
-        """
-        return resolve_hyper_params(self.to_core(model), **pure(overrides))
-
-    def state_dict(self, model: M) -> dict[str, Any]:
-        """Returns parameters, step and state as nested dicts, in the layout of Flax and T5X.
-
-        Args:
-          model: the model.
-        """
-        return self.to_core(model).state_dict()
-
-    def restore_state(
-        self, model: M, state_dict: Mapping[str, Any], *, strict: bool = True
-    ) -> None:
-        """Restores model and optimizer from what `state_dict` returned.
-
-        Args:
-          model: the model.
-          state_dict: nested dicts, e.g. from a checkpoint.
-          strict: whether a deviation is an error; see `opt_core.Optimizer.restore_state`.
-
-        Raises:
-          RestoreError: the dict does not match; lists every path. Nothing is restored.
-        """
-        self.load_core(model, self.to_core(model).restore_state(state_dict, strict=strict))
 
     def _core(self, params: Any) -> opt_core.Optimizer:
         step = pure(self.step)
@@ -334,23 +296,22 @@ def _step(
 def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
     """Raises a clearer error if an update failed because it was given another model."""
     try:
-        made: Any = jax.eval_shape(before.optimizer_def.init_state, before.target).param_states
+        state = jax.eval_shape(before.optimizer_def.init_state, before.target).param_states
     except Exception:
         return
-    expected, found = map(_shapes, (made, before.state.param_states))
+    of_model, of_optimizer = (
+        {path_str(path): jnp.shape(leaf) for path, leaf in flatten_with_paths(tree)}
+        for tree in (state, before.state.param_states)
+    )
     if lines := [
-        f"  {path}: the model needs {expected.get(path)}, the state has {found.get(path)}"
-        for path in {**expected, **found}
-        if expected.get(path) != found.get(path)
+        f"  {path}: the model needs {of_model.get(path)}, the state has {of_optimizer.get(path)}"
+        for path in {**of_model, **of_optimizer}
+        if of_model.get(path) != of_optimizer.get(path)
     ]:
         raise TreeMismatchError(
             "`model` is not the one that the optimizer was made for: their states differ.\n"
             + "\n".join(lines)
         ) from cause
-
-
-def _shapes(state: Any) -> dict[str, tuple[int, ...]]:
-    return {path_str(path): jnp.shape(leaf) for path, leaf in flatten_with_paths(state)}
 
 
 def _wrapped(tx: Any) -> OptaxWrapper:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,39 +16,29 @@ from opt_nnx._axes import AnyMesh, array_spec, sharding_of
 from opt_nnx._variables import names_in
 
 
-class Placed(NamedTuple):
-    """Where the leaves of an optimizer lie.
-
-    Attributes:
-      params: a sharding for each parameter, in JAX's order; `None` where it is not known.
-      state: a sharding for each leaf of the state.
-    """
-
-    params: list[NamedSharding | None]
-    state: list[NamedSharding]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Where parameters and state lie; static in the graph of an optimizer.
+    """Where parameters and state lie, in JAX's order; static in the graph of an optimizer.
 
     Attributes:
       mesh: the mesh.
-      params: a spec of mesh axes for each parameter, `None` where it is left alone.
-      state: a spec for each leaf of the state.
+      param_specs: a spec of mesh axes for each parameter, `None` where it is left alone.
+      state_specs: a spec for each leaf of the state.
     """
 
     mesh: AnyMesh
-    params: tuple[PartitionSpec | None, ...]
-    state: tuple[PartitionSpec, ...]
+    param_specs: tuple[PartitionSpec | None, ...]
+    state_specs: tuple[PartitionSpec, ...]
 
     @property
-    def shardings(self) -> Placed:
-        """A sharding for each parameter and each leaf of the state, in JAX's order."""
-        return Placed(
-            [None if spec is None else self._sharding(spec) for spec in self.params],
-            [self._sharding(spec) for spec in self.state],
-        )
+    def params(self) -> list[NamedSharding | None]:
+        """A sharding for each parameter; `None` where it is not known."""
+        return [None if spec is None else self._sharding(spec) for spec in self.param_specs]
+
+    @property
+    def state(self) -> list[NamedSharding]:
+        """A sharding for each leaf of the state."""
+        return [self._sharding(spec) for spec in self.state_specs]
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         # On one device compiled functions drop the specs of their results, and would take the
@@ -58,7 +48,7 @@ class Placement:
 
     @functools.cached_property
     def _identity(self) -> tuple[Any, int]:
-        value = (self.mesh, self.params, self.state)
+        value = (self.mesh, self.param_specs, self.state_specs)
         return value, hash(value)  # compiled functions ask for it on every call
 
     def __eq__(self, other: object) -> bool:
@@ -70,12 +60,7 @@ class Placement:
         return self._identity[1]
 
     def keep(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """Returns both where they lie; XLA would decide by what they are computed from.
-
-        Args:
-          params: pytree of parameters.
-          state: the state.
-        """
+        """Returns both where they lie; XLA would decide by what they are computed from."""
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             return params, state  # the shards of them, inside `shard_map`
         return self.put_params(params), self.put_state(state)
@@ -85,31 +70,28 @@ class Placement:
 
         Where it is not known yet, it is that of the array; of an array that is on no mesh,
         replicated. One that lies on another mesh is left alone.
-
-        Args:
-          params: pytree of parameters.
         """
         leaves = jax.tree.leaves(params)
         meshes = [x.sharding.mesh for x in leaves if isinstance(sharding_of(x), NamedSharding)]
         mesh = self.mesh
         if isinstance(mesh, AbstractMesh):
-            same = [found for found in meshes if dict(found.shape) == dict(mesh.shape)]
-            mesh = next((found for found in same if isinstance(found, Mesh)), mesh)
+            alike = [other for other in meshes if dict(other.shape) == dict(mesh.shape)]
+            mesh = next((other for other in alike if isinstance(other, Mesh)), mesh)
         if isinstance(mesh, AbstractMesh):
             return self  # there are no devices to put anything on
         specs = tuple(
             _spec_of(leaf, mesh) if spec is None else spec
-            for leaf, spec in zip(leaves, self.params, strict=True)
+            for leaf, spec in zip(leaves, self.param_specs, strict=True)
         )
-        return dataclasses.replace(self, mesh=mesh, params=specs)
+        return dataclasses.replace(self, mesh=mesh, param_specs=specs)
 
     def put_params(self, params: Any) -> Any:
         """Returns parameters where they lie, or are to lie."""
-        return self._put(params, self.params)
+        return self._put(params, self.param_specs)
 
     def put_state(self, state: Any) -> Any:
         """Returns the state where it lies."""
-        return self._put(state, self.state)
+        return self._put(state, self.state_specs)
 
     def put_scalar(self, scalar: Any) -> Any:
         """Returns a scalar on every device."""
@@ -166,20 +148,15 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def find_mesh(values: Sequence[Any], metadata: Sequence[Mapping[str, Any]]) -> AnyMesh | None:
-    """Returns the mesh of the arrays, of the metadata, or of `jax.set_mesh`.
-
-    Args:
-      values: the parameters.
-      metadata: of their variables.
-    """
+    """Returns the mesh of the parameters' `values`, of their metadata, or of `jax.set_mesh`."""
     shardings = [*map(sharding_of, values), *map(names_in, metadata)]
     meshes: list[Any] = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
-    meshes += [found.get("mesh") for found in metadata]
+    meshes += [of_variable.get("mesh") for of_variable in metadata]
     meshes.append(jax.sharding.get_abstract_mesh())
-    found = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
-    if found is None or AxisType.Manual in found.axis_types:
+    mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
+    if mesh is None or AxisType.Manual in mesh.axis_types:
         return None
-    return _with_devices(found)
+    return _with_devices(mesh)
 
 
 def _with_devices(mesh: AnyMesh) -> AnyMesh:

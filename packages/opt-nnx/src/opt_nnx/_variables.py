@@ -63,16 +63,14 @@ def metadata_of(node: Any) -> Mapping[str, Any]:
 def names_in(metadata: Mapping[str, Any], *, of_optimizer: bool = False) -> Any:
     """Returns the `PartitionSpec` or `NamedSharding` in the metadata of a variable, if any.
 
-    Args:
-      metadata: of the variable.
-      of_optimizer: whether to prefer what is meant for an optimizer's state.
+    With `of_optimizer`, what is meant for an optimizer's state comes first.
     """
     keys = (_OF_OPTIMIZER, *_NAMES) if of_optimizer else _NAMES
-    found = next((metadata[key] for key in keys if metadata.get(key)), None)
-    found = getattr(found, "sharding", found)  # of a `jax.experimental.layout.Format`
-    if found is None or isinstance(found, NamedSharding | PartitionSpec):
-        return found
-    return PartitionSpec(*found)
+    names = next((metadata[key] for key in keys if metadata.get(key)), None)
+    names = getattr(names, "sharding", names)  # of a `jax.experimental.layout.Format`
+    if names is None or isinstance(names, NamedSharding | PartitionSpec):
+        return names
+    return PartitionSpec(*names)
 
 
 def _names_key() -> str:
@@ -85,10 +83,8 @@ def state_variable(
 ) -> Any:
     """Returns a variable of an optimizer's state.
 
-    Args:
-      value: an array, or what a transformation keeps in its place.
-      parameter: the metadata of the parameter that it follows; `None` if it follows none.
-      names: of its dimensions, for its metadata; `None` where there are none to say.
+    `parameter` are the metadata of the parameter that it follows, `names` those of its dimensions;
+    `None` if there are none.
     """
     dropped = {*_NAMES, _OF_OPTIMIZER, *_HOOKS}
     kept = {key: item for key, item in (parameter or {}).items() if key not in dropped}
@@ -114,8 +110,8 @@ def rules_in(metadata: Mapping[str, Any]) -> list[Rules]:
 
     Of two for one name the later counts, as in Flax.
     """
-    found = (get_logical_axis_rules(), metadata.get("sharding_rules"))
-    return [as_rules(dict(rules)) if rules else () for rules in found]
+    sources = (get_logical_axis_rules(), metadata.get("sharding_rules"))
+    return [as_rules(dict(rules)) if rules else () for rules in sources]
 
 
 def resolved_names(variable: Any) -> tuple[Any, ...]:

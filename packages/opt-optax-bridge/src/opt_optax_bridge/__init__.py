@@ -1,8 +1,16 @@
 """Any Optax optimizer as an `opt_core.OptimizerDef`.
 
 `OptaxWrapper(tx)` wraps a transformation; `opt_optax_bridge.adamw(...)` and every other
-constructor that the installed Optax exports wrap the result and remember its arguments, so that
-`apply_gradient(grads, learning_rate=lr)` acts at run time. `chain` joins definitions to one.
+constructor that the installed Optax exports wrap the result and remember its arguments. An override
+calls the constructor again with the new, possibly traced, value, and updates the same state:
+
+>>> import jax.numpy as jnp, opt_optax_bridge as opt
+>>> definition = opt.chain(opt.clip(1.0), opt.sgd(0.5))
+>>> definition.hyper_params
+chain_hyper_params(max_delta=1.0, learning_rate=0.5)
+>>> optimizer = definition.create({'w': jnp.ones(1)})
+>>> optimizer.apply_gradient({'w': jnp.ones(1)}, learning_rate=0.25).target['w'].tolist()
+[0.75]
 """
 
 from collections.abc import Callable

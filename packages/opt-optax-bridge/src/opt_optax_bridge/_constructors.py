@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import optax
 import optax.contrib
 from opt_core import OptimizerDef
-from opt_core.protocols import HasPrecision, Transformation
+from opt_core.protocols import Transformation
 
-from opt_optax_bridge._recipe import Recipe, as_optax
+from opt_optax_bridge._recipe import Recipe
+from opt_optax_bridge._transformation import as_optax
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 P = ParamSpec("P")
@@ -108,7 +109,7 @@ def chain(*parts: Part | Sequence[Part], **named_parts: Part) -> OptaxWrapper:
                 "`chain` takes definitions and transformations; got a "
                 f"{type(part).__name__}. Call its constructor first."
             )
-        if isinstance(part, HasPrecision) and part.precision is not None:
+        if isinstance(part, OptimizerDef) and part.precision is not None:
             raise ValueError(
                 f"`chain`: a part has a precision ({part.precision}), and what follows it would "
                 "change updates that are rounded. Write `chain(...).with_precision(...)`."
@@ -141,7 +142,7 @@ def optimizer_names() -> tuple[str, ...]:
       >>> {'adamw', 'sgd', 'lion', 'muon'} <= set(optimizer_names())
       True
     """
-    return tuple(sorted(name for name, found in _exported().items() if found.is_optimizer))
+    return tuple(sorted(name for name, entry in _exported().items() if entry.is_optimizer))
 
 
 def building_block_names() -> tuple[str, ...]:
@@ -153,7 +154,7 @@ def building_block_names() -> tuple[str, ...]:
       >>> {'clip_by_global_norm', 'scale_by_adam', 'masked'} <= set(building_block_names())
       True
     """
-    return tuple(sorted(name for name, found in _exported().items() if not found.is_optimizer))
+    return tuple(sorted(name for name, entry in _exported().items() if not entry.is_optimizer))
 
 
 @functools.cache
@@ -163,18 +164,12 @@ def wrapped_constructor(name: str) -> Callable[..., OptaxWrapper]:
 
 
 def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callable[..., Any]:
-    """Returns Optax's constructor of that name, looked for as an attribute of `module`.
+    """Returns Optax's constructor of that name, or raises the `AttributeError` of `module`.
 
-    Args:
-      name: its name.
-      module: for the message.
-      is_optimizer: whether to exclude building blocks.
-
-    Raises:
-      AttributeError: the installed Optax has none.
+    With `is_optimizer`, building blocks do not count.
     """
-    found = _exported().get(name)
-    if found is None or is_optimizer > found.is_optimizer:
+    entry = _exported().get(name)
+    if entry is None or is_optimizer > entry.is_optimizer:
         why = (
             f"what `optax.contrib` exports is here without it: write `{module}.muon(...)` for "
             "`optax.contrib.muon(...)`"
@@ -183,7 +178,7 @@ def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callab
             "(`opt_optax_bridge.optimizer_names()` lists them)"
         )
         raise AttributeError(f"module {module!r} has no attribute {name!r}: {why}")
-    return found.function
+    return entry.function
 
 
 class _Constructor(NamedTuple):
@@ -203,7 +198,7 @@ def _exported() -> Mapping[str, _Constructor]:
         for name, obj in vars(module).items()
         if not name.startswith("_") and name not in _NOT_HERE
     )
-    return {name: found for name, found in exported if found is not None}
+    return {name: entry for name, entry in exported if entry is not None}
 
 
 # `chain` is replaced by ours; the other returns its argument.
@@ -222,7 +217,7 @@ def _as_constructor(name: str, obj: Any, words: tuple[str, ...]) -> _Constructor
     is_block = name.startswith("scale_by_")
     is_optimizer = not is_block and any(w in name for name in signature.parameters for w in words)
     if result is signature.empty:  # of `dog`, of `scale_by_factored_rms`
-        makes_one = is_block or is_optimizer
+        is_constructor = is_block or is_optimizer
     else:
-        makes_one = "GradientTransformation" in str(result) and "Callable" not in str(result)
-    return _Constructor(obj, is_optimizer) if makes_one else None
+        is_constructor = "GradientTransformation" in str(result) and "Callable" not in str(result)
+    return _Constructor(obj, is_optimizer) if is_constructor else None

@@ -61,12 +61,12 @@ class _HyperParams:
         return make_hyper_params, (type(self).__name__, dict(vars(self)), self._defaults)
 
 
-def changed_fields(own: Any, given: Any) -> dict[str, Any]:
-    """Returns the fields of `given` that are not those of `own`."""
+def changed_fields(defaults: Any, hyper_params: Any) -> dict[str, Any]:
+    """Returns the fields of `hyper_params` that differ from those of `defaults`."""
     return {
         name: value
-        for name, value in field_values(given).items()
-        if not _is_same(getattr(own, name), value)
+        for name, value in field_values(hyper_params).items()
+        if not _is_same(getattr(defaults, name), value)
     }
 
 

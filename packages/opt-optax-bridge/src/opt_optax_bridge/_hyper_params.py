@@ -9,7 +9,6 @@ from typing import Any
 from jax.typing import ArrayLike
 from opt_core import MultiOptimizer, Optimizer
 from opt_core.errors import HyperParamError
-from opt_core.protocols import ResolvesHyperParams, TakesExtraArgs
 
 from opt_optax_bridge._fields import field_values
 from opt_optax_bridge._overrides import Update, ask
@@ -45,13 +44,9 @@ def resolve_hyper_params(optimizer: Optimizer, *, missing: Any = "error", **over
       >>> print(resolve_hyper_params(optimizer, learning_rate=0.5).learning_rate)
       0.5
     """
-    definition: Any = optimizer.optimizer_def
-    if not isinstance(definition, ResolvesHyperParams):
-        definition = _wrapper_of(optimizer)  # raises
-    extra_args = {}
-    if isinstance(definition, TakesExtraArgs):
-        names = definition.extra_arg_names(overrides)
-        extra_args = {name: overrides.pop(name) for name in names}
+    definition = optimizer.optimizer_def
+    names = definition.extra_arg_names(overrides)
+    extra_args = {name: overrides.pop(name) for name in names}
     if missing != "error":
         overrides["missing"] = missing
     hyper_params = definition.update_hyper_params(**overrides)
@@ -101,8 +96,8 @@ def _scaled(used: Any, factor: Any, name: str) -> dict[str, Any]:
             raise HyperParamError(
                 f"`factor` names {sorted(unknown)}; the groups that are updated are {list(used)}"
             )
-        by_group = {group: _scaled(used[group], own, name) for group, own in factors.items()}
-        by_group = {group: overrides for group, overrides in by_group.items() if overrides}
+        scaled = {group: _scaled(used[group], factors[group], name) for group in factors}
+        by_group = {group: overrides for group, overrides in scaled.items() if overrides}
         return {"group_overrides": by_group} if by_group else {}
     values = {
         field: value

@@ -1,27 +1,30 @@
 """Updates with arguments that are known only at run time.
 
 The transformation is built and traced with the numbers as weakly typed scalars, like the Python
-floats that Optax expects, so that nothing is promoted. The traced program shows whether an argument
-has an effect at all, and is then run.
+floats that Optax expects, so that nothing is promoted. The traced program shows whether an override
+has an effect at all, and is then run:
+
+    update = Update(opt_optax_bridge.adamw(1e-3), grads, state.param_states, params)
+    updates, param_states = update.run({'learning_rate': traced})
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from opt_core import OptimizerState
-from opt_core.errors import HyperParamError, OptimizerError, UnusedArgumentError
+from opt_core.errors import HyperParamError, OptimizerError
 
+from opt_optax_bridge._arguments import is_number
 from opt_optax_bridge._fields import changed_fields, field_values
 from opt_optax_bridge._program import Program, named, weakly_typed
-from opt_optax_bridge._recipe import is_number
-from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
+from opt_optax_bridge._signatures import accepted_keywords
 from opt_optax_bridge._stable_state import check_shapes
 
 if TYPE_CHECKING:
@@ -36,33 +39,21 @@ _STRUCTURAL = "it decides a Python branch, shapes or structure"
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One update of a definition, with overridden hyper-parameters.
-
-    Attributes:
-      definition: builds the transformation.
-      grads: gradients.
-      state: the transformation's state.
-      params: parameters.
-      extra_args: keyword arguments: pytrees of arrays, functions, or anything static.
-      applies: whether to call the transformation's `apply`, which returns parameters.
-    """
+    """One update of a definition, with overridden hyper-parameters."""
 
     definition: OptaxWrapper
     grads: Any
-    state: Any
+    state: Any  # the transformation's own
     params: Any
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    applies: bool = False
+    applies: bool = False  # call the transformation's `apply`, which returns parameters
 
     def run(self, overrides: Mapping[str, Any]) -> Any:
         """Returns the updates (with `applies` the parameters) and the state.
 
-        Args:
-          overrides: numbers or scalar arrays by hyper-parameter; a schedule may replace a schedule.
-
         Raises:
-          HyperParamError: an override is not a scalar, or has no effect at run time; says why.
-          UnusedArgumentError: an extra argument is not used by the transformation.
+          HyperParamError: an override is not a scalar, or has no effect at run time; says why. Or
+            the transformation does not take an extra argument.
         """
         return self._checked(overrides, {}).run(*self._operands(overrides))
 
@@ -71,19 +62,15 @@ class Update:
     ) -> dict[str, Any]:
         """Returns the value of each schedule in the update that `run` would make.
 
-        Args:
-          overrides: see `run`, which raises the same errors.
-          schedules: schedules by hyper-parameter, overriding ones included.
-
-        Returns:
-          A scalar per schedule; `None` for one that the update does not evaluate, NaN for one that
-          it evaluates at several counts with different results. For a branch that this step does
-          not take (`optax.MultiSteps`), the value that the branch would use.
+        `None` for one that the update does not evaluate, NaN for one that it evaluates at several
+        counts with different results. In a branch that this step does not take (of
+        `optax.MultiSteps`) it is the value that the branch would use.
 
         Raises:
           HyperParamError: see `run`; or a schedule has many values in one update.
         """
-        program, found = self._checked(overrides, schedules), {}
+        program = self._checked(overrides, schedules)
+        value_of: dict[str, Any] = {}
         for name in schedules:
             try:
                 values = program.values(name, *self._operands(overrides))
@@ -92,8 +79,8 @@ class Update:
                     f"`{name}` has no single value in this update: its schedule is evaluated "
                     f"inside a `{where}`, for many counts at once"
                 ) from None
-            found[name] = functools.reduce(_agreed, values) if values else None
-        return found
+            value_of[name] = functools.reduce(_nan_unless_equal, values) if values else None
+        return value_of
 
     def overridable(self) -> tuple[str, ...]:
         """Returns the names of the hyper-parameters that can change at run time.
@@ -102,86 +89,66 @@ class Update:
         state must not change, and the result must depend on the value.
         """
         names = field_values(self.definition.built_with)
-        self._trace({}, {}, self._static)  # raises any error that is not about overrides
+        self._trace({}, {})  # raises any error that is not about overrides
         reasons = self._reasons(dict.fromkeys(names, _STAND_IN))
         return tuple(name for name in names if name not in reasons)
 
     @functools.cached_property
     def _arrays(self) -> dict[str, Any]:
-        """The extra arguments that can be traced."""
+        """The extra arguments that can be traced; functions, strings and flags cannot."""
         return {name: value for name, value in self.extra_args.items() if _is_traceable(value)}
-
-    @functools.cached_property
-    def _static(self) -> dict[str, Any]:
-        """Those that cannot: functions, strings, flags."""
-        return {name: value for name, value in self.extra_args.items() if name not in self._arrays}
 
     def _operands(self, overrides: Mapping[str, Any]) -> tuple[Any, ...]:
         """Everything that is traced, the overriding numbers first."""
         return _numbers(overrides), self._arrays, self.grads, self.state, self.params
 
     def _checked(self, overrides: Mapping[str, Any], schedules: Mapping[str, Any]) -> Program:
-        """The traced update; every argument must have an effect. Values of schedules are named."""
+        """The traced update; every override must have an effect. Values of schedules are named."""
         self._check_values(overrides)
+        tx = self.definition.optax_optimizer
+        accepted = accepted_keywords(tx.update, self.extra_args)
+        if unknown := self.extra_args.keys() - accepted:
+            raise self.definition.unknown_names_error(sorted(unknown))
         if overrides or schedules:
             self.definition.check_recipe()
-        called: set[str] = set()
-        watched = {k: _watched(v, k, called) for k, v in self._static.items() if callable(v)}
         try:
-            program = self._trace(overrides, schedules, {**self._static, **watched})
+            program = self._trace(overrides, schedules)
             self._check_state(program)
         except Exception as error:
             if reasons := self._reasons(overrides):
                 raise self._cannot_act(reasons) from error
             raise
-        reached = _reached(program)
-        if idle := _idle(reached, overrides):
+        if idle := _idle(program, overrides):
             raise self._cannot_act(dict.fromkeys(idle, _IDLE))
-        unused = [name for name in self._arrays if ("1", name) not in reached]
-        unused += [name for name in self._static if name not in called | self._taken()]
-        if unused:
-            raise UnusedArgumentError(self._unused_message(unused), unused)
         return program
 
-    def _trace(
-        self,
-        overrides: Mapping[str, Any],
-        schedules: Mapping[str, Any],
-        static_args: Mapping[str, Any],
-    ) -> Program:
-        static = {name: value for name, value in overrides.items() if callable(value)}
+    def _trace(self, overrides: Mapping[str, Any], schedules: Mapping[str, Any]) -> Program:
+        by_schedules = {name: value for name, value in overrides.items() if callable(value)}
+        static_args = {k: value for k, value in self.extra_args.items() if k not in self._arrays}
 
         def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
             naming = {name: _naming(name, schedule) for name, schedule in schedules.items()}
-            tx = self.definition.build({**static, **naming, **numbers})
+            tx = self.definition.build({**by_schedules, **naming, **numbers})
             if self.applies:
                 return tx.apply(params, state, grads, **arrays, **static_args)
             return tx.update(grads, state, params, **arrays, **static_args)
 
         return Program.trace(update, *self._operands(overrides))
 
-    def _taken(self) -> frozenset[str]:
-        """The keywords that the transformation declares, or passes on to a function argument."""
-        functions = [value for value in self._static.values() if callable(value)]
-        if any(takes_any_keyword(function) for function in functions):
-            return frozenset(self._static)
-        takers = [self.definition.optax_optimizer.update, *functions]
-        return frozenset[str]().union(*map(named_arguments, takers))
-
     def _reasons(self, overrides: Mapping[str, Any]) -> dict[str, str]:
         """The reason by override for those that fail alone; empty if another argument fails."""
         if self._reason({}) is not None:
             return {}
-        tried = ((name, self._reason({name: value})) for name, value in overrides.items())
-        return {name: reason for name, reason in tried if reason is not None}
+        reasons = ((name, self._reason({name: value})) for name, value in overrides.items())
+        return {name: reason for name, reason in reasons if reason is not None}
 
     def _reason(self, override: Mapping[str, Any]) -> str | None:
         try:
-            program = self._trace(override, {}, self._static)
+            program = self._trace(override, {})
             self._check_state(program)
         except Exception:
             return _STRUCTURAL
-        return _IDLE if _idle(_reached(program), override) else None
+        return _IDLE if _idle(program, override) else None
 
     def _check_state(self, program: Program) -> None:
         _, state = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
@@ -189,12 +156,12 @@ class Update:
 
     def _check_values(self, overrides: Mapping[str, Any]) -> None:
         for name, value in overrides.items():
-            own = getattr(self.definition.built_with, name)
-            if is_number(value) or (callable(value) and callable(own)):
+            built_with = getattr(self.definition.built_with, name)
+            if is_number(value) or (callable(value) and callable(built_with)):
                 continue
-            found = f"shape {np.shape(value)}" if hasattr(value, "shape") else repr(value)
+            got = f"shape {np.shape(value)}" if hasattr(value, "shape") else repr(value)
             raise HyperParamError(
-                f"`{name}` must be a real number or a scalar array; got {found}. A schedule can "
+                f"`{name}` must be a real number or a scalar array; got {got}. A schedule can "
                 "replace only a schedule: otherwise build the optimizer with it."
             )
 
@@ -204,18 +171,6 @@ class Update:
         ]
         allowed = listed(self.overridable(), none="")
         return HyperParamError("; ".join(lines) + f". Of this optimizer these may be: {allowed}")
-
-    def _unused_message(self, names: list[str]) -> str:
-        valid = listed(overridable_in_general(self.definition), none="it has none")
-        remedy = (
-            ". What Optax's own constructors return has no hyper-parameters: write "
-            "`opt_optax_bridge.adamw(...)` for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` "
-            "for `optax.chain(...)`, and wrap a constructor of your own with `wrap_optax_optimizer`"
-        )
-        return (
-            f"{listed(names)}: neither a hyper-parameter of this optimizer ({valid}) nor an extra "
-            f"argument that its transformation uses{remedy * (valid == 'it has none')}"
-        )
 
 
 def resolve(
@@ -292,31 +247,16 @@ def _float_dtype(value: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
 
 
-def _reached(program: Program) -> set[tuple[str, ...]]:
-    """The overrides `('0', name)` and the extra arguments `('1', name)` that the result needs."""
-    return {names[:2] for names in program.reached(2)}
-
-
-def _idle(reached: Container[tuple[str, ...]], overrides: Mapping[str, Any]) -> list[str]:
+def _idle(program: Program, overrides: Mapping[str, Any]) -> list[str]:
     """The overrides that the result does not depend on."""
-    return [name for name in _numbers(overrides) if ("0", name) not in reached]
+    reached = program.reached()
+    return [name for name in _numbers(overrides) if name not in reached]
 
 
-def _agreed(one: Any, other: Any) -> Any:
+def _nan_unless_equal(value: Any, again: Any) -> Any:
     """The value of a schedule that is evaluated several times; NaN if the results differ."""
-    return jnp.where(one == other, one, jnp.asarray(jnp.nan, one.dtype))
+    return jnp.where(value == again, value, jnp.asarray(jnp.nan, value.dtype))
 
 
 def _naming(name: str, schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda count: named(name, schedule(count))
-
-
-def _watched(function: Callable[..., Any], name: str, called: set[str]) -> Callable[..., Any]:
-    """A function argument that records that it was called."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        called.add(name)
-        return function(*args, **kwargs)
-
-    return call

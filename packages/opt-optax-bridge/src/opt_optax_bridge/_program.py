@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import DynamicJaxprTracer
-from opt_core import path_names, strip_weak_type
+from opt_core import strip_weak_type
 
 _PREFIX = "opt_optax_bridge/"
 _Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or positions of inputs
@@ -33,19 +33,12 @@ def weakly_typed(number: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function.
+    """A traced function."""
 
-    Attributes:
-      function: the function; compiled as part of its caller.
-      jaxpr: the traced program; its inputs are the leaves of the operands.
-      operands: the structure of the tuple of operands.
-      output: the structure of the result.
-    """
-
-    function: Callable[..., Any]
-    jaxpr: ClosedJaxpr
-    operands: Any
-    output: Any
+    function: Callable[..., Any]  # compiled as part of its caller
+    jaxpr: ClosedJaxpr  # its inputs are the leaves of the operands
+    operands: Any  # the structure of the tuple of operands
+    output: Any  # the structure of the result
 
     @classmethod
     def trace(cls, function: Callable[..., Any], *operands: Any) -> Program:
@@ -60,12 +53,11 @@ class Program:
             jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
         return cls(jitted, jaxpr, structure, jax.tree.structure(output))
 
-    def reached(self, operands: int) -> set[tuple[str, ...]]:
-        """Returns the paths of the inputs in the first operands that the output depends on."""
-        inputs = jax.tree.unflatten(self.operands, self.jaxpr.jaxpr.invars)[:operands]
-        paths = {v: path_names(path) for path, v in jax.tree_util.tree_leaves_with_path(inputs)}
-        needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars, paths)
-        return {path for v, path in paths.items() if v in needed}
+    def reached(self) -> set[str]:
+        """Returns the keys of the first operand, a dict, that the output depends on."""
+        inputs: dict[str, Any] = jax.tree.unflatten(self.operands, self.jaxpr.jaxpr.invars)[0]
+        needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars, inputs.values())
+        return {name for name, variable in inputs.items() if variable in needed}
 
     def run(self, *operands: Any) -> Any:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with.

@@ -1,40 +1,71 @@
-"""The arguments of a transformation's functions and of everything they have captured."""
+"""The extra arguments of a transformation's update, such as `value`.
+
+A chain accepts any keyword and passes it on to its parts. What counts is whether one of them names
+it, as a parameter or a key of its `**extra_args`, or by `extra_arg_names`: the functions and
+objects that `update` has captured are read, no update is called.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+from opt_core import MultiOptimizer, OptimizerDef
 from opt_core.closures import reached
 from opt_core.errors import HyperParamError
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+def taken_keywords(update: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
+    """Returns those of `names` that an update takes, or one that it has captured."""
+    taken = {parameter.name for parameter in _extra_parameters(update)}
+    for value in reached(update):
+        owner: Any = value.__self__ if isinstance(value, types.MethodType) else value
+        if hasattr(type(owner), "extra_arg_names"):  # a definition, or a transformation
+            taken.update(owner.extra_arg_names(names))
+        if isinstance(owner, OptimizerDef):  # that of an `as_transformation`
+            taken.update(name for name in names if owner.has_hyper_param(name))
+        if isinstance(owner, MultiOptimizer):
+            taken.add("group_overrides")
+        if isinstance(value, types.FunctionType) and takes_any_keyword(value):
+            taken.update(_constants(value.__code__) & {*names})  # `extra_args['value']`
+    return frozenset(taken.intersection(names))
 
 
-def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
-    """Returns the names of all arguments of `function` and of the functions that it captured.
+def _constants(code: types.CodeType) -> set[str]:
+    nested = (_constants(value) for value in code.co_consts if isinstance(value, types.CodeType))
+    return {value for value in code.co_consts if isinstance(value, str)}.union(*nested)
 
-    A chain accepts any keyword and passes it on; what counts is whether one of its parts names it.
+
+def accepted_keywords(update: Callable[..., Any], extra_args: Mapping[str, Any]) -> frozenset[str]:
+    """Returns those of `extra_args` that an update takes, or that it passes on to another of them.
+
+    A line search passes what it does not take itself on to its function, `value_fn`.
     """
-    return frozenset(p.name for p in _parameters(function) if p.kind not in _VARIADIC)
+    functions = [value for value in extra_args.values() if callable(value)]
+    if any(takes_any_keyword(function) for function in functions):
+        return frozenset(extra_args)
+    passed_on = {name for function in functions for name in _parameters(function)}
+    return taken_keywords(update, extra_args) | (extra_args.keys() & passed_on)
 
 
 @contextlib.contextmanager
-def required_keywords_named(function: Callable[..., Any]) -> Iterator[None]:
-    """Raises a `HyperParamError` that names the missing keyword of `function` or its parts."""
+def required_keywords_named(update: Callable[..., Any]) -> Iterator[None]:
+    """Raises a `HyperParamError` that names an extra argument which is missing."""
     try:
         yield
     except TypeError as error:
         words = str(error)
         missing = sorted(
             {
-                p.name
-                for p in _parameters(function)
-                if p.kind is p.KEYWORD_ONLY and p.default is p.empty and repr(p.name) in words
+                parameter.name
+                for parameter in _extra_parameters(update)
+                if parameter.kind is parameter.KEYWORD_ONLY
+                and parameter.default is parameter.empty
+                and repr(parameter.name) in words
             }
         )
         if not missing or "missing" not in words:
@@ -54,11 +85,31 @@ def captured_arrays(function: Callable[..., Any]) -> list[jax.Array]:
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Whether the function itself has `**kwargs`."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function).values())
 
 
-def _parameters(function: Any) -> Iterator[inspect.Parameter]:
-    for value in reached(function):
-        if isinstance(value, types.FunctionType | types.MethodType):
-            yield from inspect.signature(value, follow_wrapped=False).parameters.values()
+def _extra_parameters(update: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    """The parameters after `updates, state, params` of all update functions.
+
+    A captured function is an update if it can be called like one in a chain, where Optax requires
+    `(updates, state, params=None, **extra_args)`. Others are constructors, masks and schedules.
+    """
+    for value in reached(update):
+        if not callable(value) or isinstance(value, type):
+            continue
+        parameters = [*_parameters(value).values()]
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if value is update or (len(positional) >= 2 and takes_any_keyword(value)):
+            yield from positional[3:]
+            yield from (p for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    # Of a Python function its own, not those of what it says to wrap, which it has captured.
+    follow_wrapped = not inspect.isfunction(function)
+    try:
+        return inspect.signature(function, follow_wrapped=follow_wrapped).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}

@@ -30,12 +30,12 @@ def keep_avals(old: Any, new: Any) -> Any:
     """
     check_shapes(old, new)
 
-    def kept(before: Any, after: Any) -> Any:
+    def cast(before: Any, after: Any) -> Any:
         if getattr(after, "dtype", None) != before.dtype:
             return jnp.asarray(after, before.dtype)
         return strip_weak_type(after)
 
-    return jax.tree.map(kept, old, new)
+    return jax.tree.map(cast, old, new)
 
 
 def same_shapes(old: Any, new: Any) -> bool:

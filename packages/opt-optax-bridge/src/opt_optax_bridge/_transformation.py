@@ -8,10 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
-from opt_core.errors import UnusedArgumentError
-from opt_core.protocols import TakesExtraArgs, Transformation
+from opt_core.protocols import Transformation
 
-from opt_optax_bridge._wrapper import OptaxWrapper
+from opt_optax_bridge._signatures import accepted_keywords
 
 
 def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationExtraArgs:
@@ -41,19 +40,8 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
       >>> updates['w'].tolist()
       [-0.5]
     """
-    given: Any = definition
-    if isinstance(given, Optimizer):
-        raise TypeError(
-            "`as_transformation` takes a definition; got an Optimizer. Write "
-            "`as_transformation(optimizer.optimizer_def)`."
-        )
-    if not isinstance(given, OptimizerDef):
-        is_one = isinstance(given, Transformation)
-        hint = "It already is a transformation." if is_one else "Call its constructor first."
-        raise TypeError(
-            f"`as_transformation` takes a definition; got a {type(given).__name__}. {hint}"
-        )
-    is_wrapper = isinstance(definition, OptaxWrapper)
+    _check_definition(definition)
+    is_wrapper = _wrapped(definition) is not None
 
     def init(params: Any) -> Any:
         try:
@@ -63,17 +51,51 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
             raise
         return state.param_states if is_wrapper else state
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **keywords: Any) -> tuple[Any, Any]:
         if params is None and not is_wrapper:
             raise ValueError(
                 f"`params`: a {type(definition).__name__} needs them; call "
                 "`tx.update(grads, state, params)`"
             )
-        whole = OptimizerState(jnp.zeros((), jnp.int32), state) if is_wrapper else state
-        updates, new = _update(definition, params, whole, updates, extra_args)
-        return updates, new.param_states if is_wrapper else new
+        before = OptimizerState(jnp.zeros((), jnp.int32), state) if is_wrapper else state
+        updates, after = _update(definition, params, before, updates, keywords)
+        return updates, after.param_states if is_wrapper else after
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def as_optax(transformation: Any) -> optax.GradientTransformation:
+    """Returns a definition, or anything with `init` and `update`, as an Optax transformation."""
+    if (wrapped := _wrapped(transformation)) is not None:
+        transformation = wrapped
+    if isinstance(transformation, OptimizerDef):
+        return as_transformation(transformation)
+    if isinstance(transformation, optax.GradientTransformation):
+        return transformation
+    return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)
+
+
+def _wrapped(definition: Any) -> Any:
+    """The transformation of an `OptaxWrapper`; `None` for anything else."""
+    return vars(definition).get("optax_optimizer") if isinstance(definition, OptimizerDef) else None
+
+
+def _check_definition(definition: Any) -> None:
+    if isinstance(definition, Optimizer):
+        raise TypeError(
+            "`as_transformation` takes a definition; got an Optimizer. Write "
+            "`as_transformation(optimizer.optimizer_def)`."
+        )
+    if not isinstance(definition, OptimizerDef):
+        is_transformation = isinstance(definition, Transformation)
+        raise TypeError(
+            f"`as_transformation` takes a definition; got a {type(definition).__name__}. "
+            + (
+                "It already is a transformation."
+                if is_transformation
+                else "Call its constructor first."
+            )
+        )
 
 
 def _update(
@@ -81,24 +103,23 @@ def _update(
     params: Any,
     state: OptimizerState,
     grads: Any,
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
 ) -> tuple[Any, OptimizerState]:
     """Computes updates with the keywords that the definition knows."""
-    whole = {"hyper_params"}
+    by_definition = {"hyper_params"}
     overrides: dict[str, Any] = {}
     if isinstance(definition, MultiOptimizer):
-        whole.add("group_overrides")
+        by_definition.add("group_overrides")
         overrides["missing"] = "ignore"
-    overrides |= {k: v for k, v in given.items() if k in whole or definition.has_hyper_param(k)}
-    taken = {}
-    if isinstance(definition, TakesExtraArgs):
-        names = definition.extra_arg_names(given.keys() - overrides.keys())
-        taken = {name: given[name] for name in names}
+    overrides |= {
+        name: value
+        for name, value in keywords.items()
+        if name in by_definition or definition.has_hyper_param(name)
+    }
+    names = definition.extra_arg_names(keywords.keys() - overrides.keys())
+    extra_args = {name: keywords[name] for name in names}
+    if (tx := _wrapped(definition)) is not None:
+        names = accepted_keywords(tx.update, extra_args)
+        extra_args = {name: extra_args[name] for name in names}
     hyper_params = definition.update_hyper_params(**overrides)
-    while True:
-        try:
-            return definition.compute_updates(hyper_params, params, state, grads, **taken)
-        except UnusedArgumentError as error:  # known only after tracing
-            if not error.names & taken.keys():
-                raise
-            taken = {k: v for k, v in taken.items() if k not in error.names}
+    return definition.compute_updates(hyper_params, params, state, grads, **extra_args)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import pickle
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -17,36 +19,30 @@ from opt_core import (
     check_gradients,
     fingerprint,
     increment_step,
-    replace_hyper_params,
     to_state_dict,
     unalias,
 )
 from opt_core.errors import HyperParamError
 from opt_core.protocols import Transformation, UpdatesParams, WrapsTransformation
 
-from opt_optax_bridge import _pickling
 from opt_optax_bridge._description.describe import describe_optax
 from opt_optax_bridge._fields import changed_fields, field_values, make_hyper_params
-from opt_optax_bridge._overrides import (
-    Update,
-    listed,
-    overridable_in_general,
-    resolve,
-)
+from opt_optax_bridge._opaque import dumps, how_to_override
+from opt_optax_bridge._overrides import Update, listed, overridable_in_general, resolve
 from opt_optax_bridge._recipe import Recipe
 from opt_optax_bridge._signatures import (
     captured_arrays,
-    named_arguments,
     required_keywords_named,
+    taken_keywords,
     takes_any_keyword,
 )
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
-_FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
-_READ_ONLY = _FIXED | {"aliases", "precision"}
+_BUILT = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
+_DERIVED = _BUILT | {"_built", "_origin", "_fingerprint_cache"}
+_READ_ONLY = _BUILT | {"precision"}
 _RESERVED = frozenset({"hyper_params", "missing", "updates", "state", "params", "grads"})
-# Arguments of line searches, `sophia`, `sam`; all but `grad` are functions of the parameters.
-_OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
+_FUNCTIONS = frozenset({"value_fn", "obj_fn", "grad_fn"})  # of line searches, `sophia`, `sam`
 
 
 class OptaxWrapper(OptimizerDef):
@@ -60,9 +56,6 @@ class OptaxWrapper(OptimizerDef):
       optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included. One
         that also is `opt_core.protocols.UpdatesParams`, like `opt_accumulate.MultiSteps`, is
         passed the parameters themselves.
-      aliases: names of transformations in descriptions of the state, by the names they would
-        otherwise have: `{'lab.adam_v2': 'lab.adam'}` after a rename in the package `lab`, so that
-        saved state is found.
       precision: see `with_precision`.
 
     Attributes:
@@ -77,14 +70,11 @@ class OptaxWrapper(OptimizerDef):
       [0.9, 0.9]
     """
 
-    whole_tree: ClassVar[bool] = True  # one state for all parameters; masks may refer to their keys
-
     _ignored: ClassVar[Any] = None  # hyper-parameters that T5X accepts and ignores
 
     optax_optimizer: Any
     recipe: Recipe | None
     built_with: Any
-    aliases: tuple[tuple[str, str], ...]
     precision: WrapsTransformation | None = None
     _built: Any
 
@@ -92,7 +82,6 @@ class OptaxWrapper(OptimizerDef):
         self,
         optax_optimizer: Any,
         *,
-        aliases: Mapping[str, str] | None = None,
         precision: WrapsTransformation | None = None,
     ) -> None:
         if not isinstance(optax_optimizer, Transformation):
@@ -102,7 +91,6 @@ class OptaxWrapper(OptimizerDef):
                 "`wrap_optax_optimizer`."
             )
         self._define(optax_optimizer, None)
-        vars(self)["aliases"] = tuple(sorted((aliases or {}).items()))
         if precision is not None:
             vars(self).update(vars(self.with_precision(precision)))
 
@@ -111,28 +99,7 @@ class OptaxWrapper(OptimizerDef):
         """Returns the definition of what `recipe` builds."""
         self = cls(recipe.build())
         self._define(self.optax_optimizer, recipe)
-        aliases = {
-            alias for part in recipe.parts.values() for alias in getattr(part, "aliases", ())
-        }
-        vars(self)["aliases"] = tuple(sorted(aliases))
         return self
-
-    def with_aliases(self, aliases: Mapping[str, str]) -> Self:
-        """Returns the definition with other names for transformations in its descriptions.
-
-        Args:
-          aliases: see `OptaxWrapper`.
-
-        Examples:
-          >>> from opt_core import describe_state
-          >>> definition = OptaxWrapper(optax.lion(0.1)).with_aliases({'lion': 'my_lion'})
-          >>> describe_state(definition.create({'w': jnp.ones(2)})).leaves[0].transformation
-          'my_lion'
-        """
-        new = type(self).__new__(type(self))
-        vars(new).update(vars(self), aliases=tuple(sorted(aliases.items())))
-        vars(new).pop("_fingerprint_cache", None)
-        return new
 
     def with_precision(self, precision: WrapsTransformation) -> Self:
         """Returns the definition with parameters and state stored in another way.
@@ -165,16 +132,16 @@ class OptaxWrapper(OptimizerDef):
                 "definition without it."
             )
         recipe = Recipe(precision, (self,), {})
-        made = recipe.build()
-        if not isinstance(made, Transformation):
+        transformation = recipe.build()
+        if not isinstance(transformation, Transformation):
             raise TypeError(
                 "`precision` must return a transformation, with Optax's `init` and `update`; "
-                f"{precision!r} returned {type(made).__name__}"
+                f"{precision!r} returned {type(transformation).__name__}"
             )
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), precision=precision)
         vars(new).pop("_fingerprint_cache", None)
-        new._define(made, recipe)
+        new._define(transformation, recipe)
         return new
 
     def _define(self, optax_optimizer: Any, recipe: Recipe | None) -> None:
@@ -231,24 +198,15 @@ class OptaxWrapper(OptimizerDef):
           The new parameters and state; structure, shapes, dtypes and weak types do not change.
 
         Raises:
-          HyperParamError: an override or an extra argument has no effect on the update, or decides
-            a Python branch, shapes or structure; or an extra argument is missing.
+          HyperParamError: an override has no effect on the update, or decides a Python branch,
+            shapes or structure; or an extra argument is missing, or is one that nothing takes.
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not match `params`.
         """
-        tx: Any = self.optax_optimizer
-        if isinstance(tx, UpdatesParams):
-            self._check_gradients(params, state, grads)
-            overrides = self._changed(hyper_params)
-            with required_keywords_named(self.optax_optimizer.update):
-                if overrides or extra_args:
-                    update = Update(self, grads, state.param_states, params, extra_args, True)
-                    params, param_states = update.run(overrides)
-                else:
-                    params, param_states = tx.apply(params, state.param_states, grads)
-            return params, _next_state(state, param_states)
-        updates, state = self.compute_updates(hyper_params, params, state, grads, **extra_args)
-        return optax.apply_updates(params, updates), state
+        applies = isinstance(self.optax_optimizer, UpdatesParams)
+        update = Update(self, grads, state.param_states, params, extra_args, applies)
+        result, state = self._run(update, hyper_params, state)
+        return result if applies else optax.apply_updates(params, result), state
 
     def compute_updates(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
@@ -262,35 +220,40 @@ class OptaxWrapper(OptimizerDef):
           grads: see `apply_gradient`.
           **extra_args: arguments of the transformation's `update`.
         """
-        if params is not None:
-            self._check_gradients(params, state, grads)
-        overrides = self._changed(hyper_params)
-        with required_keywords_named(self.optax_optimizer.update):
-            if overrides or extra_args:
-                update = Update(self, grads, state.param_states, params, extra_args)
-                updates, param_states = update.run(overrides)
-            else:
-                updates, param_states = self.optax_optimizer.update(
-                    grads, state.param_states, params
-                )
-        return updates, _next_state(state, param_states)
+        update = Update(self, grads, state.param_states, params, extra_args)
+        return self._run(update, hyper_params, state)
 
-    def _changed(self, hyper_params: Any) -> dict[str, Any]:
-        return changed_fields(self.built_with, self._acting(hyper_params))
+    def _run(
+        self, update: Update, hyper_params: Any, state: OptimizerState
+    ) -> tuple[Any, OptimizerState]:
+        """Returns the updates, or the parameters, and the new state."""
+        tx, params, grads = self.optax_optimizer, update.params, update.grads
+        if params is not None and not self.takes_per_example_grads(params, state, grads):
+            check_gradients(params, grads)
+        overrides = changed_fields(self.built_with, self._acting(hyper_params))
+        with required_keywords_named(tx.update):
+            if overrides or update.extra_args:
+                result, param_states = update.run(overrides)
+            elif update.applies:
+                result, param_states = tx.apply(params, state.param_states, grads)
+            else:
+                result, param_states = tx.update(grads, state.param_states, params)
+        return result, OptimizerState(
+            step=increment_step(state.step),
+            param_states=keep_avals(state.param_states, param_states),
+        )
 
     def _acting(self, hyper_params: Any) -> Any:
         """The hyper-parameters that take effect; the T5X facade ignores some."""
         return hyper_params
 
-    def _check_gradients(self, params: Any, state: OptimizerState, grads: Any) -> None:
-        if not self.takes_per_example_grads(params, state, grads):
-            check_gradients(params, grads)
-
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
         """Whether all gradients, but no updates, have a leading axis of examples."""
-        wanted, found = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (params, grads)]
-        sizes = {shape[:1] for shape in found}
-        if sizes in ({()}, set()) or len(sizes) > 1 or [s[1:] for s in found] != wanted:
+        shapes, per_example = (
+            [np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, grads)
+        )
+        sizes = {shape[:1] for shape in per_example}
+        if sizes in ({()}, set()) or len(sizes) > 1 or [s[1:] for s in per_example] != shapes:
             return False
         try:
             updates, _ = jax.eval_shape(
@@ -332,13 +295,29 @@ class OptaxWrapper(OptimizerDef):
                 f"{type(hyper_params).__name__}. Use `optimizer_def.hyper_params.replace(...)`."
             )
         overrides = self.recipe.by_field(overrides) if self.recipe else overrides
-        own = field_values(self.hyper_params)
-        if structural := [n for n in overrides if n not in own and self._has_argument(n)]:
+        unknown = overrides.keys() - field_values(self.hyper_params).keys()
+        if structural := [
+            name for name in overrides if name in unknown and self._has_argument(name)
+        ]:
             raise HyperParamError(
                 f"{listed(structural)} cannot be overridden at run time: only arguments that are "
                 f"a float or a schedule can. Of this optimizer these may be: {self._overridable()}"
             )
-        return replace_hyper_params(hyper_params, **overrides)
+        if unknown:
+            raise self.unknown_names_error([name for name in overrides if name in unknown])
+        return dataclasses.replace(hyper_params, **overrides) if overrides else hyper_params
+
+    def unknown_names_error(self, names: Collection[str]) -> HyperParamError:
+        """Returns the error for keywords that nothing in this definition takes."""
+        overridable = self._overridable()
+        hint = ""
+        if overridable == "none":
+            overridable = "it has none"
+            hint = f". {how_to_override(self.optax_optimizer, names)}"
+        return HyperParamError(
+            f"{listed(names)}: neither a hyper-parameter of this optimizer ({overridable}) nor an "
+            f"extra argument that its transformation takes{hint}"
+        )
 
     def _has_argument(self, name: str) -> bool:
         return self.recipe is not None and self.recipe.has_argument(name)
@@ -367,20 +346,14 @@ class OptaxWrapper(OptimizerDef):
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that the transformation's `update` takes."""
         update = self.optax_optimizer.update
-        own = field_values(self.hyper_params)
-        asked = frozenset(
-            name
-            for name in names
-            if name not in own and name.isidentifier() and not self._has_argument(name)
-        )
-        asked -= _RESERVED
-        if not asked or takes_any_keyword(update):
-            return asked
-        return asked & named_arguments(update)
+        asked = frozenset(name for name in names if not self._is_own(name)) - _RESERVED
+        taken = taken_keywords(update, asked)
+        # What a line search does not take itself it passes on to its function.
+        return asked if taken & _FUNCTIONS and takes_any_keyword(update) else taken
 
-    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` by which Optax passes the loss or its gradient to an update."""
-        return _OF_PARAMS.intersection(names)
+    def _is_own(self, name: str) -> bool:
+        """Whether a name is that of an argument of the constructor, and so not of the update."""
+        return self.has_hyper_param(name) or self._has_argument(name)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns the state dict in T5X's layout: containers without leaves vanish from `state`."""
@@ -410,18 +383,18 @@ class OptaxWrapper(OptimizerDef):
         from opt_partition import explain, normalise_param_axes
 
         explanation = explain(self.optax_optimizer, optimizer.target, param_axes)
-        found: Any = jax.tree.structure(optimizer.state.param_states)
+        structure: Any = jax.tree.structure(optimizer.state.param_states)
         expected: Any = jax.tree.structure(explanation.state)
-        if found != expected:
+        if structure != expected:
             raise ValueError(
                 "the state of `optimizer` is not the one that its transformation makes for its "
-                f"parameters.\n  expected {expected}\n  found {found}"
+                f"parameters.\n  expected {expected}\n  found {structure}"
             )
         # Mirrors have the given axes; an empty `PartitionSpec()` becomes `None`.
         axes = [
             row.parameter_axes if row.is_mirror else row.spec or None for row in explanation.rows
         ]
-        state = OptimizerState(step=None, param_states=jax.tree.unflatten(found, axes))
+        state = OptimizerState(step=None, param_states=jax.tree.unflatten(structure, axes))
         target = normalise_param_axes(optimizer.target, param_axes, pad=False)
         return Optimizer(optimizer_def=self, state=state, target=target)
 
@@ -437,9 +410,6 @@ class OptaxWrapper(OptimizerDef):
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
           state: the state that belongs to them.
 
-        Raises:
-          DescriptionError: a name in `aliases` does not match any transformation.
-
         Examples:
           >>> from opt_core import describe_state
           >>> optimizer = OptaxWrapper(optax.adam(0.1)).create({'w': jnp.ones(2)})
@@ -453,18 +423,15 @@ class OptaxWrapper(OptimizerDef):
               nesterov=false
           scale: step_size=-0.1
         """
-        return describe_optax(self.optax_optimizer, params, state.param_states, dict(self.aliases))
+        return describe_optax(self.optax_optimizer, params, state.param_states)
 
     def _identity(self) -> Any:
-        return {k: v for k, v in super()._identity().items() if k not in _FIXED}
+        return {k: v for k, v in super()._identity().items() if k not in _BUILT}
 
     def __reduce__(self) -> Any:
-        derived = {*_FIXED, "_built", "_origin", "_fingerprint_cache"}
-        attributes = {
-            k: v for k, v in vars(self).items() if k not in derived
-        }  # defined by a subclass
-        what = self.recipe or self.optax_optimizer
-        return _load, (type(self), _pickling.dumps((what, attributes)))
+        # Attributes that a subclass added are stored too.
+        attributes = {k: v for k, v in vars(self).items() if k not in _DERIVED}
+        return _load, (type(self), dumps((self.recipe or self.optax_optimizer, attributes)))
 
     def __copy__(self) -> Self:
         return self
@@ -473,23 +440,16 @@ class OptaxWrapper(OptimizerDef):
         return self  # immutable
 
     def __repr__(self) -> str:
-        what = self.hyper_params if self.recipe else self.optax_optimizer
-        return f"{type(self).__name__}({what})"
-
-
-def _next_state(state: OptimizerState, param_states: Any) -> OptimizerState:
-    return OptimizerState(
-        step=increment_step(state.step),
-        param_states=keep_avals(state.param_states, param_states),
-    )
+        content = self.hyper_params if self.recipe else self.optax_optimizer
+        return f"{type(self).__name__}({content})"
 
 
 def _load(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
-    what, attributes = _pickling.loads(data)
+    content, attributes = pickle.loads(data)  # noqa: S301
     self = cls.__new__(cls)
-    if isinstance(what, Recipe):
-        self._define(what.build(), what)
+    if isinstance(content, Recipe):
+        self._define(content.build(), content)
     else:
-        self._define(what, None)
+        self._define(content, None)
     vars(self).update(attributes)
     return self

@@ -18,19 +18,13 @@ facade of `t5x.adafactor` is `opt_adafactor.t5x`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec
 
 import flax.struct
 import opt_core
 from flax.core import freeze, unfreeze
-from opt_core import (
-    Optimizer,
-    OptimizerDef,
-    OptimizerState,
-    RestoreReport,
-    replace_hyper_params,
-)
+from opt_core import Group, Optimizer, OptimizerDef, OptimizerState, replace_hyper_params
 from opt_core.errors import HyperParamError
 from opt_core.t5x import lenient_references
 from opt_partition import OptaxStatePartitionRules
@@ -89,10 +83,11 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
     def _overridable(self) -> str:
         return "none (`learning_rate` is ignored; those of `opt_optax_bridge` override it)"
 
-    def _match(
+    def restore_reference(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
-    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        return super()._match(*lenient_references(target, state, state_dict), state_dict)
+    ) -> tuple[Any, OptimizerState]:
+        """Returns references that accept parameters in another precision, specs and `None`."""
+        return lenient_references(target, state, state_dict)
 
 
 class MultiOptimizer(opt_core.MultiOptimizer):
@@ -106,7 +101,10 @@ class MultiOptimizer(opt_core.MultiOptimizer):
     `hyper_params` and `sub_optimizers`. Regular expressions and functions must match something.
 
     Args:
-      *traversals_and_optimizers: pairs of a traversal and a definition, or one sequence of them.
+      *pairs: pairs of a traversal and a definition, or one sequence of them.
+      traversals_and_optimizers: the same, by the name that it has in T5X.
+      names: see `opt_core.MultiOptimizer`.
+      rest: likewise.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -120,33 +118,59 @@ class MultiOptimizer(opt_core.MultiOptimizer):
       {'bias': 0.9, 'kernel': 0.5}
     """
 
-    _allow_unused_traversals: ClassVar[bool] = True
-
-    def _hyper_params_of(
+    def __init__(
         self,
-        definition: OptimizerDef,
-        given: Mapping[str, Any],
-        broadcast: Mapping[str, Any],
-        overrides: Mapping[str, Any],
-    ) -> Any:
-        found = super()._hyper_params_of(definition, given, broadcast, overrides)
-        if not isinstance(definition, OptaxWrapper):
-            return found
-        own = getattr(given.get("hyper_params"), "learning_rate", None)
-        rate = overrides.get("learning_rate", own)
-        if rate is None:
-            return found
-        if definition.recipe is None:
-            raise HyperParamError(
-                "`learning_rate` cannot be given to a transformation that is already built: "
-                "make it with a wrapped constructor (`wrap_optax_optimizer`)"
-            )
-        return replace_hyper_params(definition.built_with, learning_rate=rate)
+        *pairs: Any,
+        traversals_and_optimizers: Any = None,  # T5X's configurations bind it by its name
+        names: Sequence[str] | None = None,
+        rest: OptimizerDef = opt_core.FROZEN,
+    ) -> None:
+        if traversals_and_optimizers is not None:
+            pairs = (*pairs, traversals_and_optimizers)
+        super().__init__(*pairs, names=names, rest=rest)
 
-    def _match_rest(
+    def may_be_empty(self, group: Group) -> bool:
+        """Returns whether a group may have no leaf, as one of a traversal may in Flax and T5X."""
+        return super().may_be_empty(group) or hasattr(group.pattern, "iterate")
+
+    def update_hyper_params(
+        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
+    ) -> tuple[Any, ...]:
+        """Returns the hyper-parameters of every group for one update.
+
+        A learning rate for one group takes effect; one for all is ignored by wrapped optimizers.
+
+        Args:
+          missing: see `opt_core.MultiOptimizer.update_hyper_params`.
+          **overrides: likewise.
+        """
+        updated = super().update_hyper_params(missing=missing, **overrides)
+        given = overrides.get("hyper_params") or (None,) * len(updated)
+        by_group = overrides.get("group_overrides") or {}
+        acting = []
+        rows = zip(self.group_names, self.sub_optimizers, updated, given, strict=True)
+        for name, definition, hyper_params, own in rows:
+            rate = by_group.get(name, {}).get("learning_rate", getattr(own, "learning_rate", None))
+            acting.append(_with_rate(name, definition, hyper_params, rate))
+        return tuple(acting)
+
+    def restore_reference(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
-    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        return super()._match_rest(*lenient_references(target, state, state_dict), state_dict)
+    ) -> tuple[Any, OptimizerState]:
+        """Returns references that accept parameters in another precision, specs and `None`."""
+        return lenient_references(target, state, state_dict)
+
+
+def _with_rate(group: str, definition: OptimizerDef, hyper_params: Any, rate: Any) -> Any:
+    """The hyper-parameters of a wrapped optimizer with a learning rate for its group alone."""
+    if rate is None or not isinstance(definition, OptaxWrapper):
+        return hyper_params
+    if definition.recipe is None:
+        raise HyperParamError(
+            f"group `{group}`: `learning_rate` cannot be given to a transformation that is already "
+            "built: make it with a wrapped constructor (`wrap_optax_optimizer`)"
+        )
+    return replace_hyper_params(definition.built_with, learning_rate=rate)
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -138,6 +138,10 @@ class _Judge:
     update_norm: Spike | None
     skips_nonfinite: bool
     max_consecutive: int | None
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that it takes from the extra arguments of an update."""
+        return frozenset(names) & ({"loss"} if self.loss is not None else set())
 
     def init(self, inner: Any) -> GuardState:
         """Returns the state before the first step."""

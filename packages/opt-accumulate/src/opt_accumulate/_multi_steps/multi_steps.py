@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,6 +117,10 @@ class MultiSteps:
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer; it takes extra arguments, whether it uses them or not."""
         return self._inner.opt
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that `window_means` has; the inner optimizer may take more."""
+        return frozenset(names).intersection(self._window_means)
 
     def init(self, params: Any) -> optax.MultiStepsState:
         """Returns the state before the first mini-step; it shares no buffer with `params`.

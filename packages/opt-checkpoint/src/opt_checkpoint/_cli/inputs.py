@@ -8,7 +8,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from opt_core.extend import Pad, Rename, Rule, Stack, Unstack
 
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign, open_tree
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
-from opt_checkpoint._disk.steps import foreign_steps, is_orbax, list_steps, own_item
+from opt_checkpoint._disk.steps import foreign_steps, is_orbax, item_with_manifest, list_steps
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError
 
@@ -40,15 +40,10 @@ class Place(NamedTuple):
     step: int | None = None
 
     def open(self, written_by: str | None = None) -> SavedStep | ForeignStep:
-        """Opens it, whoever wrote it.
-
-        Args:
-          written_by: the function that makes the optimizer that wrote it; without it, a checkpoint
-            without manifest is leaves by path.
-        """
+        """Opens it; without a manifest and `written_by` it is leaves by path."""
         path = self.path.absolute()  # as Orbax wants it
         try:
-            if own_item(path) is not None:
+            if item_with_manifest(path) is not None:
                 return open_step(path, step=self.step)
             if written_by is None:
                 return open_tree(path)
@@ -64,8 +59,8 @@ def find_checkpoints(text: str) -> list[Place]:
     root, at, number = text.rpartition("@")
     if at and number.isascii() and number.isdecimal() and not os.path.exists(text):
         steps = find_steps(root)
-        if (found := number.lstrip("0") or "0") in steps:
-            return [steps[found]]
+        if (short := number.lstrip("0") or "0") in steps:
+            return [steps[short]]
         raise InputError(f"`{root}` has no step {number:.20}; it has [{', '.join(steps)}]")
     steps = find_steps(text)
     if is_orbax(Path(text)) or not steps:
@@ -86,20 +81,8 @@ def find_steps(text: str) -> dict[str, Place]:
     return {number: places[number] for number in sorted(places, key=int)}
 
 
-def parse_step(text: str) -> int:
-    """Reads `--step`."""
-    if not (re.fullmatch(_INTEGER, text) and int(text) >= 0):
-        raise InputError(f"`--step` must be a non-negative integer, found `{text:.40}`")
-    return int(text)
-
-
 def make_optimizer(target: str, *, allocate: bool) -> Any:
-    """Calls `MODULE:FUNCTION`, which takes no arguments and returns an optimizer.
-
-    Args:
-      target: module and function.
-      allocate: whether to run it; otherwise it is traced for its shapes.
-    """
+    """Calls `MODULE:FUNCTION`, or traces it for the shapes of the optimizer that it returns."""
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
@@ -115,24 +98,24 @@ def make_optimizer(target: str, *, allocate: bool) -> Any:
     if not callable(function):
         raise InputError(f"`{target}` is not a function but a {type(function).__name__}")
     with _foreign_code(f"`{target}` failed"):
-        made = function() if allocate else _abstract(function)
+        optimizer = function() if allocate else _abstract(function)
     try:
-        view_of(made, argument=target)
+        view_of(optimizer, argument=target)
     except TypeError as error:
         raise InputError(str(error)) from None
-    return made
+    return optimizer
 
 
 def _abstract(function: Any) -> Any:
     """What a function returns, traced; it may return leaves that are abstract already."""
-    made: list[Any] = []
+    results: list[Any] = []
 
     def run() -> Any:
-        made.append(function())
-        return [leaf for leaf in jax.tree.leaves(made[0]) if not _is_abstract(leaf)]
+        results.append(function())
+        return [leaf for leaf in jax.tree.leaves(results[0]) if not _is_abstract(leaf)]
 
     concrete = iter(jax.eval_shape(run))
-    return jax.tree.map(lambda leaf: leaf if _is_abstract(leaf) else next(concrete), made[0])
+    return jax.tree.map(lambda leaf: leaf if _is_abstract(leaf) else next(concrete), results[0])
 
 
 def _is_abstract(leaf: Any) -> bool:
@@ -162,37 +145,21 @@ def parse_rule(text: str) -> Rule:
       ('state/.*', 'drop')
     """
     pattern, equals, action = text.rpartition("=")
-    word, *given = action.split(":")
+    word, *texts = action.split(":")
     if not (equals and pattern and word):
         raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
-    values: list[Any] = [int(x) if re.fullmatch(_INTEGER, x) else x for x in given]
+    values: list[Any] = [int(x) if re.fullmatch(_INTEGER, x) else x for x in texts]
     match word, values:
         case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
             return pattern, plain
         case "rename", [_]:
-            return pattern, Rename(given[0])
+            return pattern, Rename(texts[0])
         case "stack", [_] | [_, int()]:
-            return pattern, Stack(given[0], *values[1:])
+            return pattern, Stack(texts[0], *values[1:])
         case "unstack", [_, int()] | [_, int(), int()]:
-            return pattern, Unstack(given[0], given[1], *values[2:])
+            return pattern, Unstack(texts[0], texts[1], *values[2:])
         case "unstack", [_, str(index)] | [_, str(index), int()] if not index.isdecimal():
-            return pattern, Unstack(given[0], index, *values[2:])
+            return pattern, Unstack(texts[0], index, *values[2:])
         case "pad", [int(), int(size)] if size >= 0:
             return pattern, Pad(*values)
     raise InputError(f"`--rule`: expected {ACTIONS}, found `{action:.200}`")
-
-
-def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
-    """Reads `NAME`, or `GROUP=NAME` for every group.
-
-    Examples:
-      >>> parse_writers(['Adam']), parse_writers(['kernels=LAMB', 'rest=Adam'])
-      ('Adam', {'kernels': 'LAMB', 'rest': 'Adam'})
-    """
-    pairs = [text.rpartition("=") for text in texts]
-    if len(pairs) == 1 and not pairs[0][1]:
-        return pairs[0][2]
-    if not all(group and name for group, _, name in pairs):
-        found = " ".join(texts)
-        raise InputError(f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{found}`")
-    return {group: name for group, _, name in pairs} or None

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from opt_core.errors import OptimizerError
 from opt_core.extend import NamedState, Rule
 
-from opt_checkpoint._disk.background import at_exit, not_at_exit
 from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
@@ -18,7 +18,6 @@ from opt_checkpoint._disk.steps import check_equal, check_own, foreign_steps, li
 from opt_checkpoint._disk.writer import Writer, integer
 from opt_checkpoint._targets.restore import plan_restore
 from opt_checkpoint.errors import (
-    CheckpointError,
     DamagedError,
     ForeignError,
     MissingError,
@@ -94,7 +93,6 @@ class Checkpointer:
         self._state = "open for reading: make a `Checkpointer` without `read_only=True` to save"
         if not read_only and not self._is_foreign():
             self._writer = Writer(self.directory, async_save=async_save, **steps)
-            at_exit(self._close_at_exit)
 
     def save(self, step: int, target: Any, *, metadata: Any = None, extras: Any = None) -> None:
         """Saves a step, or raises an error: no step is skipped silently.
@@ -149,7 +147,6 @@ class Checkpointer:
                 finally:
                     if self._writer.is_closed:
                         self._writer, self._state = None, "closed"
-                        not_at_exit(self._close_at_exit)
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +203,7 @@ class Checkpointer:
                 saved = self.at(step)
         except (ForeignError, MissingError):
             raise
-        except CheckpointError as error:
+        except OptimizerError as error:
             return None, StepReport(step, level, error=str(error))
         return saved, saved.validate(level=level)
 
@@ -321,19 +318,19 @@ class Checkpointer:
           >>> type(restored).__name__, checkpointer.restored_step
           ('TrainingState', 10)
         """
-        kinds, given = tuple(allow), tuple(rules)
+        kinds, in_order = tuple(allow), tuple(rules)
 
         def restore(step: int) -> tuple[_Target]:
-            restored, saved = self._restore(step, target, kinds, given, placement)
+            restored, saved = self._restore(step, target, kinds, in_order, placement)
             saved.check_extras()
             return (restored,)
 
         self.restored_step = None
         self.wait()
-        found = newest(self.directory, restore, self._pass_over)
-        if found is None:
+        result = newest(self.directory, restore, self._pass_over)
+        if result is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
-        return found[0]
+        return result[0]
 
     def delete(self, step: int) -> None:
         """Deletes a step: it is renamed first, so that it is never partly there.
@@ -360,18 +357,18 @@ class Checkpointer:
         """
         with self._alone:
             self.wait()
-            later = [found for found in self.steps() if found > step]
-            for found in later:
-                self.delete(found)
+            later = [number for number in self.steps() if number > step]
+            for number in later:
+                self.delete(number)
         return later
 
     def _is_foreign(self) -> bool:
         """Whether the folder holds another program's steps: then a writer takes no lock there."""
-        found = foreign_steps(self.directory)
-        check_equal(self.directory, found)
-        if found:
+        names = foreign_steps(self.directory)
+        check_equal(self.directory, names)
+        if names:
             self._state = "not written to: it held another program's checkpoints when it was opened"
-        return bool(found)
+        return bool(names)
 
     def _pass_over(self, step: int) -> None:
         if self._writer is not None:
@@ -382,13 +379,3 @@ class Checkpointer:
             check_own(self.directory)
             raise SaveError(f"`{self.directory}` is {self._state}")
         return self._writer
-
-    def _close_at_exit(self) -> bool:
-        try:
-            self.close()
-        except SaveError as error:
-            _log.error("%s", error)
-            return False
-        finally:
-            self._state = "closed, because the main thread has ended: let it wait for this one"
-        return True

@@ -8,7 +8,8 @@ as flipped signs or swapped words, cancels systematically: several changed words
 once in 2**64. Indices are modulo 2**32. It detects faults, not forgeries.
 
 Devices do not communicate. Every distinct part of an array is summed by one process, and the sums
-of all processes are added. Large parts on an accelerator are summed there, all others on the host.
+of all processes are added. Large parts are summed by a compiled program, where they are; small ones
+by NumPy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,16 +31,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 Sums = np.ndarray[Any, Any]  # uint32[arrays, 2]
 # Of a part: the row-major index of its first element in the whole array, and its strides in it,
 # modulo 2**32. `None` for a whole array.
-_Place = list[int] | None
-_WHOLE: list[_Place] = [None]
-_Block = tuple[int, Any, Any]  # the number of an array, words of it, and their index in it
+_Place = list[int]
+_WHOLE: list[_Place | None] = [None]
 
 _SPREAD, _OTHER = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0xC2B2AE3D)
 _15, _16 = np.uint32(15), np.uint32(16)
-_BLOCK = 1 << 15  # words that stay in the cache between operations
+_BLOCK = 1 << 15  # words that stay in the cache between NumPy's operations
 _LARGE = 1 << 18  # bytes from which a compiled program pays
-_CHUNK = 1 << 22  # bytes per call of a program on a CPU
 
 
 class Digests:
@@ -58,7 +58,7 @@ class Digests:
         # Columns: thousands of tuples would trigger the garbage collector while training waits.
         self._numbers: list[int] = []
         self._parts: list[Any] = []
-        self._places: list[_Place] = []
+        self._places: list[_Place | None] = []
         self._on_device: list[tuple[int, jax.Array]] = []
         is_cpu = jax.default_backend() == "cpu"
         for i, array in enumerate(arrays):
@@ -83,27 +83,28 @@ class Digests:
     def sums(self) -> Sums:
         """Waits, and returns the sums of the parts that this process is responsible for."""
         total = np.zeros((self._count, 2), np.uint32)
-        for batch in _batches(self._host_blocks(total)):
-            _add_sums(total, batch)
-        for i, sums in self._on_device:
-            total[i] += np.asarray(sums).sum(axis=0, dtype=np.uint32)
-        return total
-
-    def _host_blocks(self, total: Sums) -> Iterator[_Block]:
-        """Yields blocks of small parts, and adds the sums of large ones."""
-        parts = zip(self._numbers, self._parts, self._places, strict=True)
-        for i, part, place in parts:
+        is_cpu = jax.default_backend() == "cpu"
+        alike = defaultdict(list)  # small parts of one shape and place, for NumPy to sum together
+        for i, part, known in zip(self._numbers, self._parts, self._places, strict=True):
             words = _host_words(part)
-            if words.nbytes >= _LARGE and jax.default_backend() == "cpu":
-                total[i] += _large_sums(words, place)
-                continue
-            flat = words.reshape(-1)
-            index = None if place is None else _index(np, words.shape, _of_words(place, words))
-            for start in range(0, flat.size, _BLOCK):
-                block = flat[start : start + _BLOCK]
-                stop = start + block.size
-                at = np.arange(start, stop) if index is None else index.reshape(-1)[start:stop]
-                yield i, block, at
+            # The words of an element are one more dimension, whose stride is 1.
+            place = known or [0, *_strides(part.shape)]
+            place = [*(at * words.shape[-1] % 2**32 for at in place), 1]
+            if is_cpu and words.nbytes >= _LARGE:
+                on_cpu = jax.device_put(words, jax.local_devices()[0])
+                total[i] += np.asarray(_device_sums([on_cpu], [place]))[0]
+            else:
+                alike[words.shape, words.dtype, tuple(place)].append((i, words))
+        for (shape, _, at), members in alike.items():
+            index = _index(np, shape, at).reshape(-1)
+            several = max(_BLOCK // max(index.size, 1), 1)
+            for start in range(0, len(members), several):
+                numbers, rows = zip(*members[start : start + several], strict=True)
+                sums = _row_sums(np.stack(rows).reshape(len(rows), -1), index)
+                np.add.at(total, [*numbers], sums)
+        for i, of_parts in self._on_device:
+            total[i] += np.asarray(of_parts).sum(axis=0, dtype=np.uint32)
+        return total
 
 
 def digests(arrays: Sequence[Any]) -> list[str]:
@@ -140,73 +141,17 @@ def bound(name: str, digest: str) -> str:
     return f"{int(digest, 16) ^ int.from_bytes(mask):016x}"
 
 
-def _distinct_parts(array: jax.Array) -> tuple[list[Any], list[_Place]]:
+def _distinct_parts(array: jax.Array) -> tuple[list[Any], list[_Place | None]]:
     """The parts of an array that this process is responsible for, and their places."""
     # Of all devices that hold the same part, in any process, one holds replica 0.
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     strides = _strides(array.shape)
-    places: list[_Place] = [_place(shard.index, array.shape, strides) for shard in shards]
+    places: list[_Place | None] = []
+    for shard in shards:
+        starts = (part.indices(n)[0] for part, n in zip(shard.index, array.shape, strict=True))
+        first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        places.append([first % 2**32, *strides])
     return [shard.data for shard in shards], places
-
-
-def _is_large_on_device(part: Any) -> bool:
-    if not isinstance(part, jax.Array) or part.nbytes < _LARGE:
-        return False
-    (device,) = part.devices()
-    return part.sharding.memory_kind in (None, device.default_memory().kind)
-
-
-def _device_sums(parts: Sequence[jax.Array], places: Sequence[_Place]) -> Any:
-    """The sums of large parts, each on its device, uint32[parts, 2]."""
-    given = np.array([place or [0, *_strides(parts[0].shape)] for place in places], np.uint32)
-    if len(parts) == 1:
-        return _sums(parts[0], given)
-    # The parts stacked as an array of the same buffers: one program is compiled for all of them,
-    # not one per device.
-    mesh = Mesh(np.array([part.device for part in parts]), ("shards",))
-    rows = NamedSharding(mesh, PartitionSpec("shards"))
-    height, *others = parts[0].shape
-    below = jax.make_array_from_single_device_arrays(
-        (len(parts) * height, *others), rows, list(parts)
-    )
-    return _sums_of_shards(below, jax.device_put(given, rows), mesh)
-
-
-def _large_sums(words: Any, place: _Place) -> Any:
-    """The sums of one part, by a program on the CPU, which may copy its argument."""
-    if place is None:  # one program for all shapes
-        words, place = words.reshape(-1, 1), [0, 1]
-    place = _of_words(place, words)
-    total = np.zeros(2, np.uint32)
-    rows = max(_CHUNK * len(words) // words.nbytes, 1)
-    for start in range(0, len(words), rows):
-        first = (place[0] + start * place[1]) % 2**32
-        on_device = jax.device_put(words[start : start + rows], jax.local_devices()[0])
-        total += np.asarray(_sums(on_device, np.array([[first, *place[1:]]], np.uint32)))[0]
-    return total
-
-
-def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Batches of small blocks: a NumPy operation on each would take longer."""
-    batch, size = [], 0
-    for block in blocks:
-        batch.append(block)
-        size += block[1].size
-        if size >= _BLOCK:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _add_sums(total: Sums, blocks: Sequence[_Block]) -> None:
-    numbers, words, index = zip(*blocks, strict=True)
-    starts = np.cumsum([0, *(block.size for block in words[:-1])])
-    word = np.concatenate(words, dtype=np.uint32, casting="unsafe")
-    at = np.concatenate(index, dtype=np.uint32, casting="unsafe")
-    for column, mixed in enumerate(_mixed(word, at)):
-        sums = np.add.reduceat(mixed, starts, dtype=np.uint32)
-        np.add.at(total[:, column], list(numbers), sums)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
@@ -214,52 +159,67 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
 
 
-def _place(index: Sequence[slice], shape: tuple[int, ...], strides: list[int]) -> list[int]:
-    starts = (part.indices(size)[0] for part, size in zip(index, shape, strict=True))
-    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
-    return [first % 2**32, *strides]
+def _is_large_on_device(part: Any) -> bool:
+    if not isinstance(part, jax.Array) or part.ndim == 0 or part.nbytes < _LARGE:
+        return False
+    (device,) = part.devices()
+    return part.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-def _of_words(place: list[int], words: np.ndarray[Any, Any]) -> list[int]:
-    """A place in words: those of an element are one more dimension, whose stride is 1."""
-    return [*(at * words.shape[-1] % 2**32 for at in place), 1]
+def _device_sums(parts: Sequence[jax.Array], places: Sequence[_Place | None]) -> jax.Array:
+    """The sums of large parts of one shape, each on its device, uint32[parts, 2]."""
+    # The parts stacked as an array of the same buffers: one program is compiled for all of them,
+    # not one per device.
+    mesh = Mesh(np.array([part.device for part in parts]), ("parts",))
+    rows = NamedSharding(mesh, PartitionSpec("parts"))
+    height, *others = parts[0].shape
+    stacked = jax.make_array_from_single_device_arrays(
+        (len(parts) * height, *others), rows, list(parts)
+    )
+    known = [place or [0, *_strides(parts[0].shape)] for place in places]
+    placed = jax.device_put(np.array(known, np.uint32), rows)
+    sums: jax.Array = _sums(stacked, placed, mesh)
+    return sums
 
 
-def _shard_sums(shard: jax.Array, place: jax.Array) -> jax.Array:
+def _row_sums(words: np.ndarray[Any, Any], index: np.ndarray[Any, Any]) -> Sums:
+    """The sums of each row of words, uint32[rows, 2]."""
+    total = np.zeros((len(words), 2), np.uint32)
+    for start in range(0, index.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        mixed = _mixed(words[:, block].astype(np.uint32), index[block])
+        total += np.stack([np.sum(x, axis=1, dtype=np.uint32) for x in mixed], axis=1)
+    return total
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _sums(stacked: jax.Array, places: jax.Array, mesh: Mesh) -> jax.Array:
+    """The sums of each device's part, uint32[devices, 2]."""
+    rows = PartitionSpec("parts")
+    sums: jax.Array = jax.shard_map(_part_sums, mesh=mesh, in_specs=rows, out_specs=rows)(
+        stacked, places
+    )
+    return sums
+
+
+def _part_sums(part: jax.Array, place: jax.Array) -> jax.Array:
     """The sums of a part of an array, uint32[1, 2].
 
     Its place, uint32[1, 1 + rank], is traced: parts of one shape share a program.
     """
-    words = _words(shard)
+    words = _words(part)
     index = _index(jnp, words[0].shape, place[0]) * np.uint32(len(words))
-    first = second = None
-    for j, word in enumerate(words):
-        at = index + np.uint32(j)
-        a, b = _mixed(word, at)
-        first = a if first is None else first + a
-        second = b if second is None else second + b
+    mixed = [_mixed(word, index + np.uint32(j)) for j, word in enumerate(words)]
+    first, second = (functools.reduce(jnp.add, column) for column in zip(*mixed, strict=True))
     zero = np.uint32(0)
     # One reduction with two results reads the array once and stores no intermediates.
     sums = lax.reduce(
         (first, second),
         (zero, zero),
         lambda left, right: (left[0] + right[0], left[1] + right[1]),
-        tuple(range(words[0].ndim)),
+        tuple(range(first.ndim)),
     )
     return jnp.stack(sums)[None]
-
-
-_sums = jax.jit(_shard_sums)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _sums_of_shards(shards: jax.Array, places: jax.Array, mesh: Mesh) -> jax.Array:
-    """The sums of each device's part, uint32[devices, 2]."""
-    rows = PartitionSpec("shards")
-    sums: jax.Array = jax.shard_map(_shard_sums, mesh=mesh, in_specs=rows, out_specs=rows)(
-        shards, places
-    )
-    return sums
 
 
 def _mixed(word: Any, index: Any) -> tuple[Any, Any]:

@@ -16,11 +16,10 @@ import numpy as np
 from opt_core import children
 from opt_core.extend import LeafInfo, Names, named_leaves
 
-from opt_checkpoint._disk import storage as _storage
+from opt_checkpoint._disk.manifest import PYTHON, is_scalar
 from opt_checkpoint.errors import LeafError, LoadError
 
 EXTRA: Final = "extra"
-_MOST: Final = 50  # levels: JSON nests three times as deep
 
 
 def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
@@ -35,36 +34,34 @@ def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
 
 
 def _extra_info(path: Names, leaf: Any) -> LeafInfo:
-    if _storage.is_scalar(leaf):
-        return LeafInfo(path, (), _storage.PYTHON, EXTRA)
+    if is_scalar(leaf):
+        return LeafInfo(path, (), PYTHON, EXTRA)
     if isinstance(leaf, np.generic | np.ndarray) or hasattr(leaf, "dtype"):
         return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
     expected = "an array, a typed PRNG key or a Python scalar"
     raise LeafError(f"`{'/'.join(path)}`: expected {expected}, found {type(leaf).__name__}")
 
 
-def structure_of(tree: Any, depth: int = 0) -> Any:
+def structure_of(tree: Any) -> Any:
     """Returns the structure of a pytree as JSON data.
 
     Nodes other than dicts, lists and tuples become dicts by the names of their children; so do keys
     that JSON does not have become strings.
     """
-    if depth > _MOST:
-        raise LeafError(f"`extras`: nested more than {_MOST} deep")
     opened = children(tree)
     if tree is None:
         return None
     if opened is None:
         if isinstance(tree, np.generic | np.ndarray):
             return "numpy" if isinstance(tree, np.ndarray) else "scalar"
-        return "python" if _storage.is_scalar(tree) else "jax"
+        return "python" if is_scalar(tree) else "jax"
     if isinstance(tree, dict):
         named = [(_key(key), child) for key, child in tree.items()]
     elif type(tree) in (list, tuple):
-        return {type(tree).__name__: [structure_of(child, depth + 1) for child in tree]}
+        return {type(tree).__name__: [structure_of(child) for child in tree]}
     else:
         named = list(opened.children)
-    return {"dict": [[key, structure_of(child, depth + 1)] for key, child in named]}
+    return {"dict": [[key, structure_of(child)] for key, child in named]}
 
 
 def _key(key: Any) -> Any:
@@ -73,16 +70,7 @@ def _key(key: Any) -> Any:
 
 
 def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)) -> Any:
-    """Returns a pytree; the inverse of `structure_of`.
-
-    Args:
-      structure: JSON data.
-      leaf: returns the leaf at a path.
-      path: of this node.
-
-    Raises:
-      LoadError: the data are not a structure.
-    """
+    """Returns a pytree of the leaves at its paths; the inverse of `structure_of`."""
     match structure:
         case None:
             return None
@@ -93,8 +81,8 @@ def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)
         case "scalar":
             return np.asarray(leaf(path))[()]
         case {"list": list(members)} | {"tuple": list(members)}:
-            made = [rebuilt(x, leaf, (*path, str(i))) for i, x in enumerate(members)]
-            return made if "list" in structure else tuple(made)
+            nodes = [rebuilt(x, leaf, (*path, str(i))) for i, x in enumerate(members)]
+            return nodes if "list" in structure else tuple(nodes)
         case {"dict": list(members)}:
             return dict(_item(member, leaf, path) for member in members)
     raise LoadError(f"`extras`: {structure!s:.40} is not the structure of a pytree")

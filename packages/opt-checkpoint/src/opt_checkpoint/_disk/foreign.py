@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Sharding
 from opt_core.extend import LeafInfo, Names, Schema, abstract, key_kind, named_view, update_counts
 
-from opt_checkpoint._disk.foreign_layout import STEP, Found, find
+from opt_checkpoint._disk.foreign_layout import STEP, Keys, find
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
+from opt_checkpoint._disk.orbax import data_sharding, placed
 from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
-from opt_checkpoint._disk.steps import foreign_steps, is_orbax, own_item
-from opt_checkpoint._disk.storage import data_sharding, placed
+from opt_checkpoint._disk.steps import foreign_steps, is_orbax, item_with_manifest
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
 
@@ -39,21 +39,21 @@ class ForeignStep:
       schema: the leaves by the names of this package.
       stores: the items of the checkpoint by name.
       keys: where each leaf is, by name: the item and the path in it.
-      made: leaves that are not stored, by name.
+      derived: leaves that are not stored, by name.
     """
 
     path: Path
     schema: Schema
     stores: Mapping[str, Store] = dataclasses.field(repr=False)
     keys: Mapping[str, Names] = dataclasses.field(repr=False)
-    made: Mapping[str, Any] = dataclasses.field(repr=False, default_factory=dict)
+    derived: Mapping[str, Any] = dataclasses.field(repr=False, default_factory=dict)
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Reads leaves into the given shardings; see `Source.read`."""
         infos = self.schema.by_name
         if unknown := sorted(wanted.keys() - infos.keys()):
             raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
-        stored = dict(self.made)
+        stored = dict(self.derived)
         with sync_errors():
             for item, store in self.stores.items():
                 at = {n: self.keys[n][1:] for n in wanted if self.keys.get(n, ("",))[0] == item}
@@ -62,9 +62,10 @@ class ForeignStep:
                 stored |= {name: read[key] for name, key in at.items()}
         return {name: _leaf(infos[name], stored[name], place) for name, place in wanted.items()}
 
-    def same(self, names: Sequence[str]) -> bool | None:
-        """Other programs keep no digests; see `Source.same`."""
-        return True if len(names) == 1 else None
+    def same(self, names: Iterable[str]) -> bool | None:
+        """Returns whether leaves are the same, bit for bit; `None` of other leaves than counts."""
+        counts = {self.schema.by_name[name].value for name in names}
+        return None if None in counts else len(counts) == 1
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as it is known."""
@@ -97,7 +98,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     Raises:
       DamagedError: it cannot be read.
       ForeignError: it does not hold what `written_by` has, or holds it twice; says what it holds.
-        Or it has no manifest, and `written_by` is not given.
+        Or it has no manifest, and there is no `written_by`.
       LoadError: it is not a checkpoint.
       MissingError: the folder does not exist.
       TypeError: `written_by` is of another kind.
@@ -105,7 +106,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise MissingError(f"`{folder}` is not a folder")
-    if own_item(folder) is not None:
+    if item_with_manifest(folder) is not None:
         return open_step(folder)
     if written_by is None:
         raise ForeignError(f"`{folder}` does not say which optimizer wrote it: give `written_by=`")
@@ -114,28 +115,27 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     with sync_errors():
         stores = _stores(folder)
         leaves = _leaves(stores)
-        found = find(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
-    return _with_counts(_opened(folder, stores, named.schema, found, under=("extra",)))
+        keys = find(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
+    return _with_counts(_opened(folder, stores, named.schema, keys, under=("extra",)))
 
 
 def open_tree(folder: Path) -> ForeignStep:
     """Opens a checkpoint as leaves by path, without their meaning."""
     stores = _stores(folder)
-    return _opened(folder, stores, Schema(()), Found({}, tuple(_leaves(stores))), under=())
+    return _opened(folder, stores, Schema(()), Keys({}, tuple(_leaves(stores))), under=())
 
 
 def _opened(
-    folder: Path, stores: Mapping[str, Store], schema: Schema, found: Found, *, under: Names
+    folder: Path, stores: Mapping[str, Store], schema: Schema, keys: Keys, *, under: Names
 ) -> ForeignStep:
-    leaves = _leaves(stores)
-    infos = [_info(x, leaves[found.keys[x.name]]) for x in schema.leaves if x.name in found.keys]
-    others = {}
-    for key in found.rest:
+    leaves, by_name = _leaves(stores), dict(keys.by_name)
+    infos = [_info(x, leaves[by_name[x.name]]) for x in schema.leaves if x.name in by_name]
+    for key in keys.rest:
         path = key[1:] if key[0] == _HERE else key
-        others[key] = LeafInfo((*under, *path), leaves[key].shape, leaves[key].dtype, "extra")
-    keys = {**found.keys, **{info.name: key for key, info in others.items()}}
-    schema = dataclasses.replace(schema, leaves=(*infos, *others.values()), versions={})
-    return ForeignStep(folder, schema, stores, keys)
+        infos.append(LeafInfo((*under, *path), leaves[key].shape, leaves[key].dtype, "extra"))
+        by_name[infos[-1].name] = key
+    schema = dataclasses.replace(schema, leaves=tuple(infos), versions={})
+    return ForeignStep(folder, schema, stores, by_name)
 
 
 def _info(info: LeafInfo, stored: Stored) -> LeafInfo:
@@ -154,23 +154,23 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
     read = opened.read({name: abstract(info) for name, info in counts.items()})
     values = {name: int(np.asarray(leaf).reshape(())) for name, leaf in read.items()}
     leaves = [dataclasses.replace(x, value=values.get(x.name)) for x in opened.schema.leaves]
-    made: dict[str, Any] = {}
+    derived: dict[str, Any] = {}
     steps, is_clear = update_counts(leaves)
     step = next(iter(steps.values()), None) if is_clear else None
     if step is not None and STEP not in counts:
-        made[STEP] = np.int32(step)
+        derived[STEP] = np.int32(step)
         at = sum(leaf.kind == "params" for leaf in leaves)
         leaves.insert(at, LeafInfo(("state", "step"), (), "int32", "state", value=step))
     schema = dataclasses.replace(opened.schema, leaves=tuple(leaves))
-    return dataclasses.replace(opened, schema=schema, made=made)
+    return dataclasses.replace(opened, schema=schema, derived=derived)
 
 
 def _stores(folder: Path) -> dict[str, Store]:
     """The items of a step by name; `.` for the folder itself."""
     if (store := open_store(folder)) is not None:
         return {_HERE: store}
-    found = {path.name: open_store(path) for path in sorted(folder.iterdir()) if path.is_dir()}
-    stores = {name: store for name, store in found.items() if store is not None}
+    items = {path.name: open_store(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    stores = {name: store for name, store in items.items() if store is not None}
     steps = foreign_steps(folder)
     if stores and (is_orbax(folder) or not steps):
         return stores

@@ -22,42 +22,39 @@ _LISTED = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """Where the leaves are: their keys by name, and the keys of all others."""
+class Keys:
+    """Where the leaves of an optimizer are: their keys by name, and the keys of all others."""
 
-    keys: Mapping[str, Names]
+    by_name: Mapping[str, Names]
     rest: tuple[Names, ...]
 
 
 def find(
     folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
-) -> Found:
+) -> Keys:
     """Searches a checkpoint, given by shapes and keys, for the leaves of an optimizer.
 
-    A `ForeignError` lists what is missing, or found twice.
+    A `ForeignError` lists what is missing, or is there twice.
     """
-    left = set(shapes)
     infos = named.schema.leaves
-    found: dict[str, Names] = {}
+    left = set(shapes)
     state = [info.name for info in infos if info.kind == "state" and info.name != STEP]
-    spellings = list(_state_paths(view.optimizer))
-    at, keys = _only(folder, "state", spellings, left)
-    found |= zip(state, keys.values(), strict=True)
+    at, keys = _only(folder, "state", list(_state_paths(view.optimizer)), left)
+    by_name = dict(zip(state, keys.values(), strict=True))
+    left -= set(by_name.values())
     trained = [path for path, _ in named_leaves(view.optimizer.target)]
     names = {info.path[1:]: info.name for info in infos if info.kind == "params"}
-    left -= set(found.values())
     _, keys = _only(folder, "parameters", [[*trained, *view.others], trained], left, at)
-    found |= {names[path]: key for path, key in keys.items()}
-    left -= set(found.values())
+    by_name |= {names[path]: key for path, key in keys.items()}
+    left -= set(by_name.values())
     steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at)
     if len(steps) > 1:
         shown = ", ".join(f"`{path_str(key)}`" for key in sorted(steps))
         raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
     if steps:
-        found[STEP] = steps[0]
-        left.remove(steps[0])
-    _check_shapes(folder, infos, found, shapes)
-    return Found(found, tuple(sorted(left)))
+        by_name[STEP] = steps[0]
+    _check_shapes(folder, infos, by_name, shapes)
+    return Keys(by_name, tuple(sorted(left - set(steps))))
 
 
 def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
@@ -71,9 +68,9 @@ def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
     marked = optimizer.replace(state=jax.tree.unflatten(structure, marks))
     saved = marked.state_dict()["state"].get("param_states", {})
     places = {id(leaf): names for names, leaf in named_leaves(saved)}
-    own = jax.tree.leaves(marked.state.param_states)
-    if all(id(mark) in places for mark in own):
-        yield [places[id(mark)] for mark in own]
+    states = jax.tree.leaves(marked.state.param_states)
+    if all(id(mark) in places for mark in states):
+        yield [places[id(mark)] for mark in states]
 
 
 def _indexed(node: Any, at: Names) -> Iterator[Names]:
@@ -168,16 +165,14 @@ def _is_step(key: Names) -> bool:
 def _check_shapes(
     folder: Path,
     infos: Sequence[LeafInfo],
-    found: Mapping[str, Names],
+    keys: Mapping[str, Names],
     shapes: Mapping[Names, tuple[int, ...]],
 ) -> None:
     for info in infos:
-        if info.name not in found or info.is_key:
-            continue
-        shape = shapes[found[info.name]]
-        if shape != info.shape:
+        key = keys.get(info.name)
+        if key is not None and not info.is_key and shapes[key] != info.shape:
             raise ForeignError(
-                f"`{folder}`: `{path_str(found[info.name])}` is `{info.name}` of `written_by`: "
-                f"expected {list(info.shape)}, found {list(shape)}. Give the optimizer that wrote "
-                "it, for the parameters that it had"
+                f"`{folder}`: `{path_str(key)}` is `{info.name}` of `written_by`: expected "
+                f"{list(info.shape)}, found {list(shapes[key])}. Give the optimizer that wrote it, "
+                "for the parameters that it had"
             )

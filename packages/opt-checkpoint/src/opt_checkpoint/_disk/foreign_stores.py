@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 from opt_core.extend import Names, is_wide, named_leaves
 
+from opt_checkpoint._disk.manifest import ITEM_MARK
 from opt_checkpoint._disk.orbax import restore_args, sharding_of, tried
-from opt_checkpoint._disk.steps import INDEX, ITEM_MARK
+from opt_checkpoint._disk.steps import INDEX
 from opt_checkpoint._legacy.layouts import PLACEHOLDER, is_elsewhere
 from opt_checkpoint._legacy.read import read_legacy
 from opt_checkpoint.errors import LoadError
@@ -30,28 +31,6 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     is_number: bool = False
-
-
-class Store(Protocol):
-    """One item of a checkpoint."""
-
-    @property
-    def leaves(self) -> Mapping[Names, Stored]:
-        """The leaves by path."""
-
-    @property
-    def shardings(self) -> Mapping[Names, Sharding]:
-        """Where leaves were, by path, as far as the store says so."""
-
-    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
-        """Reads leaves into the given shardings; what JAX cannot hold, as NumPy arrays."""
-
-
-def open_store(folder: Path) -> Store | None:
-    """Opens the folder of an item; `None` if it is not in a known format."""
-    if (folder / ITEM_MARK).is_file():
-        return OrbaxTree(folder)
-    return IndexedArrays(folder) if (folder / INDEX).is_file() else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +57,11 @@ class OrbaxTree:
     @cached_property
     def shardings(self) -> Mapping[Names, Sharding]:
         """Where arrays were on a mesh."""
-        found = {names: sharding_of(metadata) for names, metadata in named_leaves(self._tree)}
-        return {names: place for names, place in found.items() if place is not None}
+        places = {names: sharding_of(metadata) for names, metadata in named_leaves(self._tree)}
+        return {names: place for names, place in places.items() if place is not None}
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
-        """Reads with Orbax: each device its share."""
+        """Reads with Orbax: each device its share; what is left out has to keep its container."""
         metas, structure = jax.tree.flatten(self._tree)
         paths = [names for names, _ in named_leaves(self._tree)]
         items = [
@@ -99,8 +78,8 @@ class OrbaxTree:
         )
         with closing(ocp.PyTreeCheckpointHandler()) as handler:
             read = tried(self.folder, lambda: handler.restore(self.folder, args=args))
-        found = zip(paths, jax.tree.leaves(read), strict=True)
-        return {names: leaf for names, leaf in found if names in wanted}
+        leaves = zip(paths, jax.tree.leaves(read), strict=True)
+        return {names: leaf for names, leaf in leaves if names in wanted}
 
     def _restore_args(self, names: Names, sharding: Sharding | None) -> Any:
         shape, dtype, is_number = self.leaves[names]
@@ -121,24 +100,24 @@ class IndexedArrays:
     shardings: ClassVar[Mapping[Names, Sharding]] = {}  # T5X noted none
 
     @cached_property
-    def _found(self) -> Mapping[Names, Any]:
+    def _contents(self) -> Mapping[Names, Any]:
         """Numbers and arrays in the file, and open stores of those next to it."""
-        found = dict(_flat(read_legacy(self.folder / INDEX), ()))
-        opened = {
+        entries = dict(_flat(read_legacy(self.folder / INDEX), ()))
+        stores = {
             names: ts.open(
                 {"driver": "zarr", "kvstore": {"driver": "file", "path": str(self.folder / leaf)}},
                 open=True,
                 read=True,
             )
-            for names, leaf in found.items()
+            for names, leaf in entries.items()
             if isinstance(leaf, str)
         }
-        return found | {n: tried(self.folder, future.result) for n, future in opened.items()}
+        return entries | {n: tried(self.folder, store.result) for n, store in stores.items()}
 
     @cached_property
     def leaves(self) -> Mapping[Names, Stored]:
         """Arrays in the file and next to it."""
-        return {names: self._stored(names, leaf) for names, leaf in self._found.items()}
+        return {names: self._stored(names, leaf) for names, leaf in self._contents.items()}
 
     def _stored(self, names: Names, leaf: Any) -> Stored:
         if not isinstance(leaf, ts.TensorStore):
@@ -160,7 +139,7 @@ class IndexedArrays:
         )
 
     def _read(self, names: Names, sharding: Sharding | None) -> Any:
-        stored, leaf = self.leaves[names], self._found[names]
+        stored, leaf = self.leaves[names], self._contents[names]
 
         def part(index: Any) -> Any:
             is_store = isinstance(leaf, ts.TensorStore)
@@ -170,6 +149,16 @@ class IndexedArrays:
             return part(...)
         place = sharding or SingleDeviceSharding(jax.local_devices()[0])
         return jax.make_array_from_callback(stored.shape, place, part)
+
+
+Store = OrbaxTree | IndexedArrays
+
+
+def open_store(folder: Path) -> Store | None:
+    """Opens the folder of an item of a checkpoint; `None` if it is not in a known format."""
+    if (folder / ITEM_MARK).is_file():
+        return OrbaxTree(folder)
+    return IndexedArrays(folder) if (folder / INDEX).is_file() else None
 
 
 def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:

@@ -1,4 +1,4 @@
-"""The optimizer as one item of the checkpoints that a program writes with its own Orbax.
+"""The optimizer as one item of a checkpoint of Orbax: a `Checkpointer`'s, or a program's own.
 
 The item is an Orbax tree by the names of this package, which any reader of Orbax opens, with the
 manifest as an additional file in its folder.
@@ -7,22 +7,25 @@ manifest as an additional file in its folder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from opt_core.extend import NamedState, Rule
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
-from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
+from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving, view_to_save
 from opt_checkpoint._targets.restore import plan_restore
-from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import SaveError
+
+_SUMS = "sums.{}"  # files: what each process contributes to the digests
 
 
 class OptimizerHandler(ocp.AsyncCheckpointHandler):
@@ -52,27 +55,49 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._arrays = ocp.PyTreeCheckpointHandler()
-        self._manifest = ManifestHandler()
+        self._saving: Saving | None = None
 
     async def async_save(self, directory: Any, args: OptimizerSave) -> list[Future]:
-        """Copies the arrays off the devices, and starts to write them and the manifest."""
+        """Copies the arrays off the devices, and starts to write them and to sum their digests."""
         try:
-            saving = _prepare(directory, args.target)
+            saving = self._saving = _prepare(directory, args.target)
         except Exception:
             with suppress(Exception):
                 # The threads of other items wait for folders that Orbax creates in the background.
                 # If the program ended before, these threads would keep the process alive.
                 CommitFutureAwaitingContractedSignals(_nothing(), timeout_secs=60).result()
             raise
-        tree = ocp.args.PyTreeSave(saving.tree())
-        arrays = await self._arrays.async_save(directory, args=tree)
-        return [*(arrays or []), *await self._manifest.async_save(directory, ManifestSave(saving))]
+        arrays = None
+        if saving.tree:
+            tree = ocp.args.PyTreeSave(saving.tree)
+            arrays = await self._arrays.async_save(directory, args=tree)
+
+        async def write_sums() -> None:
+            _write_sums(directory, saving)
+
+        sums = CommitFutureAwaitingContractedSignals(write_sums(), name="digests")
+        return [*(arrays or []), sums]
 
     def save(self, directory: Any, args: OptimizerSave) -> None:
-        """Writes the arrays and the manifest."""
-        saving = _prepare(directory, args.target)
-        self._arrays.save(directory, args=ocp.args.PyTreeSave(saving.tree()))
-        self._manifest.save(directory, ManifestSave(saving))
+        """Writes the arrays and their digests."""
+        saving = self._saving = _prepare(directory, args.target)
+        if saving.tree:
+            self._arrays.save(directory, args=ocp.args.PyTreeSave(saving.tree))
+        _write_sums(directory, saving)
+
+    def finalize(self, directory: Any) -> None:
+        """Merges what the processes have written; Orbax calls it in the first, once all have."""
+        saving, self._saving = self._saving, None
+        if saving is None or not is_first():
+            return
+        if saving.tree:
+            self._arrays.finalize(directory)
+        files = [Path(directory) / _SUMS.format(i) for i in range(jax.process_count())]
+        parts = [np.frombuffer(file.read_bytes(), np.uint32).reshape(-1, 2) for file in files]
+        sums = np.stack(parts).sum(axis=0, dtype=np.uint32)
+        (Path(directory) / FILE_NAME).write_bytes(saving.encode(sums))
+        for file in files:
+            file.unlink()
 
     def restore(self, directory: Any, args: OptimizerRestore | None = None) -> Any:
         """Returns the restored target; without one, the item as a source of plans."""
@@ -81,11 +106,6 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
     def metadata(self, directory: Any) -> SavedStep:
         """Returns the item as a source of plans; only its manifest is read."""
         return _open(directory)
-
-    def finalize(self, directory: Any) -> None:
-        """Merges what the processes have written."""
-        self._arrays.finalize(directory)
-        self._manifest.finalize(directory)
 
     def close(self) -> None:
         """Closes the handler of the arrays."""
@@ -113,7 +133,7 @@ class OptimizerSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(OptimizerHandler, for_restore=True)
 @dataclasses.dataclass
 class OptimizerRestore(ocp.args.CheckpointArgs):
-    """Says how `OptimizerHandler`, and that of Orbax v1, restores an item.
+    """Says how `OptimizerHandler` restores an item.
 
     Attributes:
       target: an optimizer of any kind that `named_state` takes; its leaves may be abstract. Without
@@ -129,64 +149,10 @@ class OptimizerRestore(ocp.args.CheckpointArgs):
     placement: Any = None
 
 
-class OptimizerHandlerV1:
-    """The same for Orbax v1: a `CheckpointableHandler` for `save_checkpointables`.
-
-    Register it for a name, or for every optimizer: with `handlers.register_handler`, or with a
-    `local_registry()` in a `Context`. The checkpointable is the optimizer itself; to load, give an
-    abstract one, or an `OptimizerRestore` with what is admitted.
-    """
-
-    __module__ = "opt_checkpoint"  # Orbax writes it into checkpoints.
-
-    async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Copies the arrays off the devices; the result writes them and the manifest."""
-        from orbax.checkpoint.experimental import v1  # takes a second
-
-        saving, manifest = _prepare(directory.path, checkpointable), ManifestHandler()
-        arrays = await v1.handlers.PyTreeHandler().save(directory, saving.tree())
-
-        async def write() -> None:
-            folder = await directory.await_creation()
-            manifest.save(folder, ManifestSave(saving))
-            await arrays  # until every process has written its own
-            if is_first():
-                manifest.finalize(folder)
-
-        return write()
-
-    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """Restores the target; without one, opens the item."""
-        given = abstract_checkpointable
-        # Not awaited: Orbax would turn every error into a `NoEntryError`.
-        args = given if isinstance(given, OptimizerRestore) else OptimizerRestore(given)
-        restored = _restore(directory, args)
-
-        async def result() -> Any:
-            return restored
-
-        return result()
-
-    async def metadata(self, directory: Any) -> SavedStep:
-        """Returns the item as a source of plans; only its manifest is read."""
-        return _open(directory)
-
-    def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether it is an optimizer of any kind."""
-        try:
-            view_of(checkpointable)
-        except TypeError:
-            return False
-        return True
-
-    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
-        """Whether it is an optimizer of any kind, or says how to restore one."""
-        given = abstract_checkpointable
-        return isinstance(given, OptimizerRestore) or self.is_handleable(given)
-
-
 def _prepare(directory: Any, target: Any) -> Saving:
     """Names the leaves and starts their digests; all processes call it."""
+    if isinstance(target, Saving):
+        return target
     with sync_errors():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
@@ -198,6 +164,12 @@ def _prepare(directory: Any, target: Any) -> Saving:
 
 async def _nothing() -> None:
     pass
+
+
+def _write_sums(directory: Any, saving: Saving) -> None:
+    """Writes the sums of this process: collectives would interfere with those of the training."""
+    file = Path(directory) / _SUMS.format(jax.process_index())
+    file.write_bytes(saving.sums().tobytes())
 
 
 def _open(directory: Any) -> SavedStep:

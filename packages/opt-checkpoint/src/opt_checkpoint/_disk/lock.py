@@ -25,11 +25,7 @@ class WriterLock:
     On file systems without such locks, the existence of a second file is the lock. It is taken over
     if its process ran on this machine and has ended, as its start time and the boot id tell.
 
-    Args:
-      folder: the folder to write in.
-
-    Raises:
-      LockError: another process holds it; says which.
+    A `LockError` says which other process holds it.
     """
 
     def __init__(self, folder: Path) -> None:

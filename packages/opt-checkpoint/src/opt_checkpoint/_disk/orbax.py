@@ -1,14 +1,15 @@
-"""Orbax's handlers and options: a manifest next to the arrays, and which folders are steps."""
+"""Arrays as Orbax stores them: their keys, how they are read, where they were, its errors."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+import urllib.parse
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
@@ -19,116 +20,60 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
-from opt_core.extend import is_wide
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
-from orbax.checkpoint.path import step as step_lib
+from opt_core.errors import OptimizerError
+from opt_core.extend import Names, is_wide
 
-from opt_checkpoint._disk.durable import DurablePath
-from opt_checkpoint._disk.manifest import FILE_NAME
-from opt_checkpoint._disk.saving import Saving
-from opt_checkpoint._disk.steps import LEAVES, MANIFEST, list_steps
-from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
+from opt_checkpoint._disk.manifest import item_folder
+from opt_checkpoint.errors import DamagedError, LeafError, MissingError
 
-TRASH = "trash"
-_SUMS = "sums.{}"
 _T = TypeVar("_T")
 
 
-class ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes a manifest once every process has summed its shards of the arrays.
+def store_key(path: Names) -> Names:
+    """Returns the components of the key in the store: letters, digits, `_`, `-`, and `%` escapes.
 
-    The sums go through files: collectives in the background would interfere with the training's.
+    Examples:
+      >>> store_key(('params', 'a.b', '../x', ''))
+      ('params', 'a%2Eb', '%2E%2E%2Fx', '%')
     """
-
-    def __init__(self) -> None:
-        self._saving: Saving | None = None
-
-    async def async_save(self, directory: Any, args: ManifestSave) -> list[Future]:
-        """Starts to sum the shards of this process."""
-        self._saving = args.saving
-
-        async def sums() -> None:
-            self.save(directory, args)
-
-        return [CommitFutureAwaitingContractedSignals(sums(), name="digests")]
-
-    def save(self, directory: Any, args: ManifestSave) -> None:
-        """Sums the shards of this process."""
-        self._saving = args.saving
-        path = Path(directory) / _SUMS.format(jax.process_index())
-        path.write_bytes(args.saving.sums().tobytes())
-
-    def finalize(self, directory: Any) -> None:
-        """Writes the manifest: Orbax calls it in the first process, once all have saved."""
-        saving, self._saving = self._saving, None
-        if saving is None or jax.process_index() > 0:
-            return
-        paths = [Path(directory) / _SUMS.format(i) for i in range(jax.process_count())]
-        parts = [np.frombuffer(path.read_bytes(), np.uint32).reshape(-1, 2) for path in paths]
-        sums = np.stack(parts).sum(axis=0, dtype=np.uint32)
-        (Path(directory) / FILE_NAME).write_bytes(saving.encode(sums))
-        for path in paths:
-            path.unlink()
-
-    def restore(self, directory: Any, args: Any = None) -> bytes:
-        """Returns its bytes."""
-        return (Path(directory) / FILE_NAME).read_bytes()
-
-
-# Orbax does not accept a handler with arguments for saving only.
-@ocp.args.register_with_handler(ManifestHandler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class ManifestSave(ocp.args.CheckpointArgs):
-    """What to write."""
-
-    saving: Saving
-
-
-class StepNames(step_lib.NameFormat[step_lib.Metadata]):
-    """Steps are the folders named by a number that hold a manifest."""
-
-    def build_name(self, step: int) -> str:
-        """Returns the name of a step's folder."""
-        return str(step)
-
-    def find_all(self, base_path: Any) -> Iterator[step_lib.Metadata]:
-        """Yields the steps that are there."""
-        for step in list_steps(Path(base_path)):
-            yield step_lib.Metadata(step=step, path=base_path / str(step))
-
-    def find_step(self, base_path: Any, step: int) -> step_lib.Metadata:
-        """Returns where a step is; Orbax expects a `ValueError` if it does not exist."""
-        if step not in list_steps(Path(base_path)):
-            raise ValueError(f"no step {step} in `{base_path}`")
-        return step_lib.Metadata(step=step, path=base_path / str(step))
-
-
-def open_manager(directory: Path, *, is_async: bool, **policy: Any) -> ocp.CheckpointManager:
-    """Returns Orbax's manager of a folder; `policy` says which steps it keeps."""
-    options = ocp.CheckpointManagerOptions(
-        **policy,
-        enable_async_checkpointing=is_async,
-        # Threads that wait for a folder that cannot be created keep the process alive.
-        async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
-        cleanup_tmp_directories=True,
-        step_name_format=StepNames(),
-        temporary_path_class=DurablePath,
-        todelete_subdir=TRASH,
+    return tuple(
+        urllib.parse.quote(part, safe="", errors="surrogatepass")
+        .replace(".", "%2E")
+        .replace("~", "%7E")
+        or "%"
+        for part in path
     )
-    handlers = {LEAVES: ocp.PyTreeCheckpointHandler(), MANIFEST: ManifestHandler()}
-    return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
 
 
-def _leaves(folder: Path) -> Path:
-    """Where the arrays are: an item of `OptimizerHandler` has them next to the manifest."""
-    return folder / LEAVES if (folder / MANIFEST).is_dir() else folder
+def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
+    """Returns a nested dictionary; raises a `LeafError` if one key is the beginning of another."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        inner: Any = tree
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or path[-1] in inner:
+            raise LeafError(
+                f"`{'/'.join(path)}`: another leaf has the same name, or its name is the beginning "
+                "of this one: rename one of them"
+            )
+        inner[path[-1]] = value
+    return tree
 
 
 def restore_arrays(folder: Path, item: Any, restore_args: Any) -> Any:
     """Reads some arrays of a step into the given shardings."""
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
     with closing(ocp.PyTreeCheckpointHandler()) as handler:  # after a failure it cannot be reused
-        return handler.restore(_leaves(folder), args=args)
+        return handler.restore(item_folder(folder), args=args)
+
+
+def read_arrays(
+    folder: Path, structs: Mapping[Names, Any], how: Mapping[Names, Any]
+) -> dict[Names, Any]:
+    """Reads some arrays of a step by their keys, as `restore_args` say; errors are typed."""
+    nested = nest(structs), nest(how)
+    return dict(flatten_dict(tried(folder, lambda: restore_arrays(folder, *nested))))
 
 
 def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
@@ -137,6 +82,21 @@ def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) 
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
     place = sharding or SingleDeviceSharding(jax.local_devices()[0])
     return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype)
+
+
+def data_sharding(sharding: Sharding | None, rank: int) -> Sharding | None:
+    """Returns the sharding of the data of PRNG keys: the words of a key are not split."""
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
+    """Returns it as a JAX array, if JAX can hold it."""
+    if is_wide(array.dtype):
+        return array
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
 def sharding_of(metadata: Any) -> NamedSharding | None:
@@ -157,26 +117,17 @@ def sharding_of(metadata: Any) -> NamedSharding | None:
         return NamedSharding(AbstractMesh(sizes, tuple(saved.axis_names), **types), spec)
 
 
-def stored_shardings(folder: Path) -> dict[tuple[str, ...], NamedSharding]:
-    """Returns where the arrays of a step were on a mesh when they were saved, by key."""
+def array_metadata(folder: Path) -> dict[tuple[str, ...], Any]:
+    """Returns Orbax's metadata of every array of a step, without reading it, by its key."""
     with closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = handler.metadata(_leaves(folder)).tree
-    found = {key: sharding_of(array) for key, array in flatten_dict(tree).items()}
-    return {key: sharding for key, sharding in found.items() if sharding is not None}
-
-
-def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:
-    """Returns shape and dtype of every array of a step, without reading them, by its key."""
-    with closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = handler.metadata(_leaves(folder)).tree
-    return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten_dict(tree).items()}
+        return dict(flatten_dict(handler.metadata(item_folder(folder)).tree))
 
 
 def tried(folder: Path, read: Callable[[], _T]) -> _T:
     """Makes errors of Orbax and TensorStore typed, unless they say nothing of the checkpoint."""
     try:
         return read()
-    except (MemoryError, CheckpointError):
+    except (MemoryError, OptimizerError):
         raise
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
@@ -185,7 +136,7 @@ def tried(folder: Path, read: Callable[[], _T]) -> _T:
         raise damaged(folder, f"cannot be read: {text}") from error
 
 
-def damaged(folder: Path, what: str) -> CheckpointError:
+def damaged(folder: Path, what: str) -> OptimizerError:
     """Returns the error of a checkpoint that is damaged, or was deleted meanwhile."""
     if not folder.is_dir():
         return MissingError(f"`{folder}` has been deleted while it was read")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from opt_core.errors import OptimizerError
 
 from opt_checkpoint import errors
 from opt_checkpoint.errors import CheckpointError
@@ -21,7 +22,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def raise_synced(error: CheckpointError | None) -> None:
+def raise_synced(error: OptimizerError | None) -> None:
     """Raises the error of one process in all; all processes must call it."""
     if jax.process_count() > 1:
         mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
@@ -30,9 +31,9 @@ def raise_synced(error: CheckpointError | None) -> None:
         for process, message in enumerate(every if error is None else ()):
             kind, _, text = message.tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
             if kind:
-                own = kind != "PlanError"  # that one carries a plan
-                found = getattr(errors, kind, CheckpointError) if own else CheckpointError
-                raise found(f"process {process}: {text}")
+                is_plain = kind != "PlanError"  # that one carries a plan
+                error_type = getattr(errors, kind, CheckpointError) if is_plain else CheckpointError
+                raise error_type(f"process {process}: {text}")
     if error is not None:
         raise error
 
@@ -43,8 +44,8 @@ def sync_errors() -> Iterator[None]:
     error = None
     try:
         yield
-    except CheckpointError as found:
-        error = found
+    except OptimizerError as caught:
+        error = caught
     raise_synced(error)
 
 

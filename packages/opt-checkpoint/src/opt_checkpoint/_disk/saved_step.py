@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from opt_core.errors import OptimizerError
 from opt_core.extend import LeafInfo, Names, Schema, abstract, leaf_name, named_leaves, shown
 
 from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.extras import EXTRA, rebuilt
-from opt_checkpoint._disk.manifest import Manifest, read_manifest
+from opt_checkpoint._disk.manifest import PYTHON, Manifest, is_scalar, is_stored, read_manifest
 from opt_checkpoint._disk.processes import is_first, sync_errors
-from opt_checkpoint._disk.steps import describe, is_orbax, own_item
-from opt_checkpoint._disk.storage import is_stored
+from opt_checkpoint._disk.steps import describe, is_orbax, item_with_manifest
 from opt_checkpoint.errors import (
-    CheckpointError,
     DamagedError,
     ForeignError,
     LeafError,
+    LoadError,
     MissingError,
 )
 
@@ -99,22 +98,35 @@ class SavedStep:
           LeafError: a sharding does not divide its leaf; nothing was read.
           MissingError: a leaf is not there, or the step has been deleted.
         """
-        infos, records = self.schema.by_name, self.manifest.records
+        infos = self.schema.by_name
         if unknown := sorted(wanted.keys() - infos.keys()):
             raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
         places = {name: place.sharding for name, place in wanted.items()}
         stored = self._read_stored({infos[name]: place for name, place in places.items()})
         return {
-            name: _storage.from_store(infos[name], records[name], stored.get(name), place)
-            for name, place in places.items()
+            name: self._leaf(infos[name], stored.get(name), place) for name, place in places.items()
         }
+
+    def same(self, names: Iterable[str]) -> bool | None:
+        """Returns whether leaves are the same, bit for bit, by their digests; reads no array.
+
+        `None` if one has no digest: empty arrays and Python scalars.
+        """
+        leaves = set()
+        for name in names:
+            info, digest = self.schema.by_name[name], self.manifest.records[name].digest
+            if digest is None:
+                return None
+            leaves.add((info.shape, info.dtype, bound(name, digest)))
+        return len(leaves) == 1
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
-        keys = {name: _storage.store_key(self.schema.by_name[name].path) for name in names}
         with sync_errors():
-            found = _orbax.tried(self.path, lambda: _orbax.stored_shardings(self.path))
-        return {name: found[key] for name, key in keys.items() if key in found}
+            arrays = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
+        keys = {name: _orbax.store_key(self.schema.by_name[name].path) for name in names}
+        places = {name: _orbax.sharding_of(arrays.get(key)) for name, key in keys.items()}
+        return {name: place for name, place in places.items() if place is not None}
 
     def read_extras(self, like: Any = None) -> Any:
         """Reads what was saved as `extras`.
@@ -147,12 +159,6 @@ class SavedStep:
         leaves = [read[leaf_name(path)] for path, _ in flat]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
-    def same(self, names: Sequence[str]) -> bool | None:
-        """Whether leaves are the same bit for bit, by their digests; see `Source.same`."""
-        digests = {name: self.manifest.records[name].digest for name in names}
-        bits = {None if x is None else bound(name, x) for name, x in digests.items()}
-        return None if None in bits else len(bits) == 1
-
     def validate(self, *, level: Level = "digests") -> StepReport:
         """Checks the step; see `Checkpointer.validate`."""
         report = StepReport(self.step, level, leaves=len(self.schema.leaves))
@@ -165,8 +171,8 @@ class SavedStep:
                     self._read_stored(batch)
         except MissingError:
             raise
-        except CheckpointError as found:
-            return dataclasses.replace(report, error=str(found))
+        except OptimizerError as error:
+            return dataclasses.replace(report, error=str(error))
         return report
 
     def check_extras(self) -> None:
@@ -175,20 +181,44 @@ class SavedStep:
 
     def _check_stored_shapes(self) -> None:
         expected = {info: self._struct(info) for info in self.schema.leaves if is_stored(info)}
-        stored = {}
+        stored: dict[Names, Any] = {}
         if expected:
-            stored = _orbax.tried(self.path, lambda: _orbax.stored_arrays(self.path))
+            stored = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
         for info, struct in expected.items():
-            found = stored.pop(_storage.store_key(info.path), None)
-            if found != (struct.shape, struct.dtype):
-                what = f"{found[1]}{list(found[0])}" if found else "nothing"
-                text = f"`{info.name}`: expected {shown(struct)}, found {what}"
+            array = stored.pop(_orbax.store_key(info.path), None)
+            if array is None or (tuple(array.shape), array.dtype) != (struct.shape, struct.dtype):
+                text = "nothing" if array is None else shown(array)
+                text = f"`{info.name}`: expected {shown(struct)}, found {text}"
                 raise _orbax.damaged(self.path, text)
         if stored:
             raise _orbax.damaged(self.path, f"`{next(iter(stored))}` is not in the manifest")
 
     def _struct(self, info: LeafInfo) -> jax.ShapeDtypeStruct:
-        return _storage.stored_shape(info, self.manifest.records[info.name])
+        """What is stored of a leaf."""
+        if not info.is_key:
+            return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
+        data = jax.eval_shape(lambda: jax.random.key_data(self._any_key(info)))
+        return jax.ShapeDtypeStruct((*info.shape, *data.shape), data.dtype)
+
+    def _leaf(self, info: LeafInfo, stored: Any, sharding: Sharding | None) -> Any:
+        """The leaf of what is stored of it."""
+        record = self.manifest.records[info.name]
+        if info.dtype == PYTHON:
+            return record.scalar
+        if is_stored(info):
+            return jax.random.wrap_key_data(stored, impl=record.impl) if info.is_key else stored
+        if info.is_key:
+            return jax.random.split(self._any_key(info), info.shape)
+        return _orbax.placed(np.zeros(info.shape, jnp.dtype(info.dtype)), sharding)
+
+    def _any_key(self, info: LeafInfo) -> jax.Array:
+        impl = self.manifest.records[info.name].impl
+        try:
+            return jax.random.key(0, impl=impl)
+        except ValueError as error:
+            raise LoadError(
+                f"`{info.name}`: this JAX has no PRNG keys of `{impl}`: {error}"
+            ) from None
 
     def _read_stored(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
         """Reads the stored arrays of some leaves, by name, and compares the digests."""
@@ -198,31 +228,28 @@ class SavedStep:
                 _check_sharding(info, sharding)
             stored = self._read_unchecked({x: s for x, s in places.items() if is_stored(x)})
         with sync_errors():
-            for name, digest in zip(stored, digests(list(stored.values())), strict=True):
-                expected, found = self.manifest.records[name].digest, bound(name, digest)
-                if found != expected:
-                    text = f"`{name}`: expected the digest {expected}, found {found}"
+            for name, sums in zip(stored, digests(list(stored.values())), strict=True):
+                expected, digest = self.manifest.records[name].digest, bound(name, sums)
+                if digest != expected:
+                    text = f"`{name}`: expected the digest {expected}, found {digest}"
                     raise _orbax.damaged(self.path, text)
         return stored
 
     def _read_unchecked(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
         if not places:
             return {}
-        item: dict[Names, Any] = {}
-        restore_args: dict[Names, Any] = {}
+        structs, how = {}, {}
         for info, sharding in places.items():
-            key, struct = _storage.store_key(info.path), self._struct(info)
+            key, struct = _orbax.store_key(info.path), self._struct(info)
             if info.is_key:
-                sharding = _storage.data_sharding(sharding, len(struct.shape))
-            item[key] = struct
-            restore_args[key] = _orbax.restore_args(struct.shape, struct.dtype, sharding)
-        nested = _storage.nest(item), _storage.nest(restore_args)
-        read = _orbax.tried(self.path, lambda: _orbax.restore_arrays(self.path, *nested))
-        tree = flatten_dict(read)
-        for info, key in zip(places, item, strict=True):
-            if not isinstance(tree.get(key), jax.Array | np.ndarray):
+                sharding = _orbax.data_sharding(sharding, len(struct.shape))
+            structs[key] = struct
+            how[key] = _orbax.restore_args(struct.shape, struct.dtype, sharding)
+        arrays = _orbax.read_arrays(self.path, structs, how)
+        for info, key in zip(places, structs, strict=True):
+            if not isinstance(arrays.get(key), jax.Array | np.ndarray):
                 raise _orbax.damaged(self.path, f"`{info.name}` is missing")
-        return {info.name: tree[key] for info, key in zip(places, item, strict=True)}
+        return {info.name: arrays[key] for info, key in zip(places, structs, strict=True)}
 
 
 def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
@@ -231,22 +258,22 @@ def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
     Args:
       path: the folder; or, in another program's checkpoint, the item that `OptimizerHandler` wrote,
         or the step with that item.
-      step: the number it must have been saved under, if given.
+      step: the number it must have been saved under.
 
     Raises:
       DamagedError: its manifest has changed since it was written.
       ForeignError: another program wrote it; see `open_foreign`.
-      LoadError: it has no manifest, or one that is not safe to read.
+      LoadError: it has no manifest, or one that cannot be read.
       MissingError: the folder does not exist.
       VersionError: a newer version wrote it.
     """
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise MissingError(f"`{folder}` is not a folder")
-    own = own_item(folder)
-    if own is None and is_orbax(folder):
+    item = item_with_manifest(folder)
+    if item is None and is_orbax(folder):
         raise ForeignError(describe(folder, ["."]))
-    saved = SavedStep(own or folder)
+    saved = SavedStep(item or folder)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved
@@ -279,7 +306,7 @@ def _spread(shape: tuple[int, ...]) -> Sharding:
 
 
 def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
-    if sharding is None or info.dtype == _storage.PYTHON:
+    if sharding is None or info.dtype == PYTHON:
         return
     try:
         sharding.shard_shape(info.shape)
@@ -292,7 +319,7 @@ def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
 
 
 def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = _storage.PYTHON if _storage.is_scalar(leaf) else str(leaf.dtype)
+    dtype = PYTHON if is_scalar(leaf) else str(leaf.dtype)
     if (tuple(np.shape(leaf)), dtype) != (info.shape, info.dtype):
         like = f"{dtype}{list(np.shape(leaf))}"
         raise LeafError(f"`{info.name}`: expected {like} as in `like`, found {shown(info)}")

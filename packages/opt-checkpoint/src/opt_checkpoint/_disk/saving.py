@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,21 +11,29 @@ from typing import Any
 import jax
 import numpy as np
 from opt_core import describe_state
-from opt_core.extend import LeafInfo, NamedState, Schema, View, count_of, named_view
+from opt_core.extend import LeafInfo, NamedState, Schema, View, count_of, named_view, shown
 
 from opt_checkpoint._disk import digest as _digest
-from opt_checkpoint._disk import storage as _storage
-from opt_checkpoint._disk.extras import EXTRA, extra_leaves, structure_of
-from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
+from opt_checkpoint._disk.extras import extra_leaves, structure_of
+from opt_checkpoint._disk.manifest import (
+    DTYPES,
+    PYTHON,
+    encode,
+    encode_schema,
+    encode_step,
+    is_stored,
+)
+from opt_checkpoint._disk.orbax import nest, store_key
 from opt_checkpoint._disk.processes import are_equal
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import LeafError
 
 _log = logging.getLogger(__name__)
+_MAX_BITS = 14_284  # of 4,300 digits
 
 
 class Layout:
-    """What all steps of one structure share, computed once.
+    """What all steps of one structure share, computed once: it takes a third of a save.
 
     `source` is what the schema was made from: the same object has the same structure. `rest` is
     what else it depends on.
@@ -32,20 +41,12 @@ class Layout:
 
     def __init__(self, schema: Schema, source: object = None, rest: object = None) -> None:
         self.schema, self.source, self.rest = schema, source, rest
-        leaves = schema.leaves
         self.text = encode_schema(schema)
-        self.names = [leaf.name for leaf in leaves]
-        if len(set(self.names)) != len(leaves):
+        self.names = [leaf.name for leaf in schema.leaves]
+        if len(set(self.names)) != len(self.names):
             raise LeafError("`schema` has a name twice")
-        self.stored = [i for i, leaf in enumerate(leaves) if _storage.is_stored(leaf)]
-        self.keys = [_storage.store_key(leaves[i].path) for i in self.stored]
-        self.counts = [i for i, leaf in enumerate(leaves) if leaf.value is not None]
-        # all but plain arrays of JAX
-        self.special = [
-            i
-            for i, leaf in enumerate(leaves)
-            if leaf.kind == EXTRA or leaf.is_key or not _storage.is_stored(leaf)
-        ]
+        self.stored = [i for i, leaf in enumerate(schema.leaves) if is_stored(leaf)]
+        self.keys = [store_key(schema.leaves[i].path) for i in self.stored]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +57,14 @@ class Saving:
       layout: what its leaves are.
       step: what the manifest says of this step alone, as JSON.
       arrays: to be stored, in the order of `layout.stored`.
+      tree: the arrays as a nested dictionary, by the keys of the store.
       digests: of them.
     """
 
     layout: Layout
     step: bytes
     arrays: Sequence[Any]
+    tree: Mapping[str, Any]
     digests: _digest.Digests
 
     @classmethod
@@ -84,34 +87,27 @@ class Saving:
         else:
             layout, values = _of_view(target, infos, known)
         values += extra_values
-        leaves = layout.schema.leaves
-        checked = range(len(leaves)) if layout is not known else _to_check(layout, values)
-        kept = {i: values[i] for i in layout.counts}
-        impls = {}
-        for i in checked:
-            info, leaf = leaves[i], values[i]
-            values[i] = _storage.to_store(info, leaf)
+        kept: dict[str, Any] = {}
+        impls: dict[str, str] = {}
+        arrays = []
+        for info, leaf in zip(layout.schema.leaves, values, strict=True):
+            array = _to_store(info, leaf)
+            if info.dtype == PYTHON:
+                kept[info.name] = leaf
+            elif info.value is not None:
+                kept[info.name] = count_of(leaf)
             if info.is_key:
                 impls[info.name] = str(jax.random.key_impl(leaf))
-            elif info.dtype == _storage.PYTHON:
-                kept[i] = leaf
-        named: dict[str, Any] = {
-            layout.names[i]: leaf if _storage.is_scalar(leaf) else count_of(leaf)
-            for i, leaf in kept.items()
-        }
-        number = int(named.get("state/step", 0)) if step is None else step
-        text = encode_step(number, metadata, named, impls, structure_of(extras))
-        check_size(layout.text, text, len(leaves))
-        arrays = [_to_save(values[i]) for i in layout.stored]
+            if is_stored(info):
+                arrays.append(_to_save(array))
+        number = int(kept.get("state/step", 0)) if step is None else step
+        text = encode_step(number, metadata, kept, impls, structure_of(extras))
+        tree = nest(dict(zip(layout.keys, arrays, strict=True)))
         if jax.process_count() > 1:
             # What follows communicates: on CPU, Gloo's collectives of several programs can
             # deadlock. The arrays are copied next anyway.
             jax.block_until_ready(arrays)
-        return cls(layout, text, arrays, _digest.Digests(arrays))
-
-    def tree(self) -> dict[str, Any]:
-        """Returns the arrays as a nested dictionary, by the keys of the store."""
-        return _storage.nest(dict(zip(self.layout.keys, self.arrays, strict=True)))
+        return cls(layout, text, arrays, tree, _digest.Digests(arrays))
 
     def sums(self) -> _digest.Sums:
         """Waits for the digests; returns what this process contributes to the sums of all."""
@@ -122,10 +118,10 @@ class Saving:
 
     def encode(self, sums: _digest.Sums) -> bytes:
         """Returns the manifest's bytes; the sums are those of all processes together."""
-        found: list[str | None] = [None] * len(self.layout.names)
+        digests: list[str | None] = [None] * len(self.layout.names)
         for i, pair in zip(self.layout.stored, sums, strict=True):
-            found[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
-        return encode(self.layout.text, self.step, found)
+            digests[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
+        return encode(self.layout.text, self.step, digests)
 
     def check_equal(self, where: str) -> None:
         """Raises a `LeafError` unless all processes have the same manifest; all must call it."""
@@ -142,8 +138,8 @@ class Saving:
 def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> View:
     """Returns what to save of a target; warns of fields that are not saved."""
     view = view_of(target)
-    given = extras if isinstance(extras, Mapping) else {}
-    if missing := [name for name in view.unsaved if name not in given]:
+    saved = extras if isinstance(extras, Mapping) else {}
+    if missing := [name for name in view.unsaved if name not in saved]:
         fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
         _log.warning(
             "%s: `%s` is not saved, because it is not the optimizer's: %s",
@@ -163,7 +159,6 @@ def _of_named(named: NamedState, infos: list[LeafInfo]) -> tuple[Layout, list[An
 
 def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[Layout, list[Any]]:
     optimizer, others = view.optimizer, view.others
-    params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
     # the same object for equal definitions and structures
     source = describe_state(optimizer)
     steps = jax.tree.leaves(optimizer.state.step)
@@ -174,17 +169,51 @@ def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[L
         known = Layout(
             dataclasses.replace(schema, leaves=(*schema.leaves, *infos)), source, depends
         )
+    params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
     return known, [*params, *others.values(), *state]
 
 
-def _to_check(layout: Layout, values: Sequence[Any]) -> list[int]:
-    """The leaves that may differ from the previous step in more than their values."""
-    is_array = {
-        kind: issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
-        for kind in set(map(type, values))
-    }
-    odd = [i for i, x in enumerate(values) if not is_array[type(x)] or x.is_deleted()]
-    return sorted({*layout.special, *odd})
+def _to_store(info: LeafInfo, leaf: Any) -> Any:
+    """The array to store for a leaf; a `LeafError` says why it cannot be saved."""
+    if info.dtype == PYTHON:
+        if type(leaf) is int and leaf.bit_length() > _MAX_BITS:
+            raise LeafError(f"`{info.name}`: Python could not read so many digits again")
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`, which has no value")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise LeafError(
+            f"`{info.name}`: the array has been donated or deleted: save it before the step that "
+            "donates it"
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise LeafError(f"`{info.name}`: a masked array loses its mask. Save `.data` and `.mask`")
+    if info.is_key:
+        if not isinstance(jax.random.key_impl(leaf), str):
+            raise LeafError(
+                f"`{info.name}`: this type of PRNG keys has no name: register it, or save "
+                "`jax.random.key_data`"
+            )
+        return jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)
+    dtype = _dtype_name(leaf.dtype)
+    if dtype not in DTYPES:
+        raise LeafError(
+            f"`{info.name}`: {dtype} cannot be saved. Convert it, or keep it out of the state. "
+            f"These can: {', '.join(sorted(DTYPES))}, and typed PRNG keys"
+        )
+    if (tuple(leaf.shape), dtype) != (info.shape, info.dtype):
+        raise LeafError(
+            f"`{info.name}`: expected {shown(info)} as the schema says, found {shown(leaf)}"
+        )
+    # a copy: the caller may write to it later
+    return np.array(leaf, order="C") if isinstance(leaf, np.ndarray) else leaf
+
+
+@functools.cache  # NumPy makes these names anew every time
+def _dtype_name(dtype: Any) -> str:
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 
 
 def _to_save(array: Any) -> Any:

@@ -9,18 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from opt_checkpoint._disk.manifest import FILE_NAME
+from opt_checkpoint._disk.manifest import FILE_NAME, ITEM_MARK, has_item
 from opt_checkpoint._disk.processes import are_equal, sync_errors
 from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
 
-LEAVES, MANIFEST = "leaves", "manifest"  # the items of a step
-# Orbax's markers of a checkpoint, and of an item in one
-CHECKPOINT_MARK, ITEM_MARK = "_CHECKPOINT_METADATA", "_METADATA"
+CHECKPOINT_MARK = "_CHECKPOINT_METADATA"  # of Orbax
 INDEX = "checkpoint"  # of T5X's own layout, and of Orbax 0.1
 _STEP = re.compile(r"(?:.*[_.-])?\d+", re.DOTALL)
 _LISTED = 5
 _log = logging.getLogger(__name__)
-_Found = TypeVar("_Found")
+_Used = TypeVar("_Used")
 
 
 def list_steps(root: Path) -> list[int]:
@@ -35,7 +33,7 @@ def _step(path: Path) -> int | None:
     name = path.name
     if not (name.isascii() and name.isdecimal() and str(int(name)) == name):
         return None
-    if path.is_symlink() or not (path / MANIFEST).is_dir():
+    if path.is_symlink() or not has_item(path):
         return None
     return int(name)
 
@@ -58,25 +56,25 @@ def check_new(directory: Path, step: int) -> None:
         raise SaveError(f"step {step} is not saved: `{path}` exists and is not a checkpoint")
 
 
-def check_equal(directory: Path, found: Sequence[object]) -> None:
-    """Raises a `DamagedError` unless all processes found the same."""
-    if not are_equal(repr(found).encode()):
+def check_equal(directory: Path, steps: Sequence[object]) -> None:
+    """Raises a `DamagedError` unless all processes see the same steps."""
+    if not are_equal(repr(steps).encode()):
         raise DamagedError(f"`{directory}`: the processes do not see the same steps")
 
 
 def newest(
-    directory: Path, use: Callable[[int], _Found], pass_over: Callable[[int], None]
-) -> _Found | None:
+    directory: Path, use: Callable[[int], _Used], pass_over: Callable[[int], None]
+) -> _Used | None:
     """Returns what `use` returns for the newest step, `None` without steps; all processes call it.
 
     Where `use` raises a `DamagedError` or a `LoadError` in every process, `pass_over` is called and
     the step before is tried. A `MissingError` says that no step is good.
     """
-    tried: set[int] = set()
+    passed: set[int] = set()
     while True:
-        found = list_own(directory)
-        check_equal(directory, found)
-        left = [step for step in found if step not in tried]
+        steps = list_own(directory)
+        check_equal(directory, steps)
+        left = [step for step in steps if step not in passed]
         if not left:
             break
         try:
@@ -87,35 +85,35 @@ def newest(
                 if left[-1] in list_own(directory):
                     raise
         except (DamagedError, LoadError) as error:
-            tried.add(left[-1])
+            passed.add(left[-1])
             pass_over(left[-1])
             _log.warning("step %d is passed over: %s", left[-1], error)
-    if found:
-        raise MissingError(f"`{directory}`: none of the steps {found} is valid")
+    if steps:
+        raise MissingError(f"`{directory}`: none of the steps {steps} is valid")
     return None
 
 
 def check_own(root: Path) -> None:
     """Raises a `ForeignError`, which says how to read them, if another program wrote steps."""
-    if found := foreign_steps(root):
-        raise ForeignError(describe(root, found))
+    if names := foreign_steps(root):
+        raise ForeignError(describe(root, names))
 
 
 def foreign_steps(root: Path) -> list[str]:
-    """Returns the names of steps that another program wrote; `.` if the folder itself is one."""
+    """Returns the names of steps that another program wrote; `.` if the folder itself is a step."""
     if not root.is_dir():
         return []
-    if is_orbax(root) and not _is_own(root):
+    if is_orbax(root) and not has_item(root):
         return ["."]
     return sorted(path.name for path in root.iterdir() if _is_foreign(path))
 
 
-def own_item(folder: Path) -> Path | None:
-    """Returns the folder of the manifest: the given one, or its one item that has a manifest.
+def item_with_manifest(folder: Path) -> Path | None:
+    """Returns the folder of the manifest: this folder, or its only item that has a manifest.
 
-    A `ForeignError` names the items if several have one.
+    A `ForeignError` names the items if several have a manifest.
     """
-    if _is_own(folder) or _is_item(folder):
+    if has_item(folder) or _is_item(folder):
         return folder
     items = sorted(path for path in folder.iterdir() if _is_item(path))
     if len(items) > 1:
@@ -129,23 +127,19 @@ def is_orbax(folder: Path) -> bool:
     return (folder / CHECKPOINT_MARK).is_file() or (folder / ITEM_MARK).is_file()
 
 
-def describe(root: Path, found: Sequence[str]) -> str:
+def describe(root: Path, names: Sequence[str]) -> str:
     """Returns the message of a `ForeignError` about foreign steps."""
-    one, what = root, "is a checkpoint that no `Checkpointer` wrote"
-    if found[0] != ".":
-        shown = ", ".join(f"`{name:.80}`" for name in found[:_LISTED])
-        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-        one, what = root / found[0], f"has checkpoints that no `Checkpointer` wrote: {shown}{more}"
-    who = "" if one.is_dir() and own_item(one) else ", written_by=..."
+    step, what = root, "is a checkpoint that no `Checkpointer` wrote"
+    if names[0] != ".":
+        shown = ", ".join(f"`{name:.80}`" for name in names[:_LISTED])
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        step, what = root / names[0], f"has checkpoints that no `Checkpointer` wrote: {shown}{more}"
+    who = "" if step.is_dir() and item_with_manifest(step) else ", written_by=..."
     return (
         f"`{root}` {what}. It is not empty, and nothing in it is touched. Restore one by "
-        f"`plan_restore(open_foreign({str(one)!r}{who}), target).apply()`, or a msgpack file by "
+        f"`plan_restore(open_foreign({str(step)!r}{who}), target).apply()`, or a msgpack file by "
         "`restore_legacy`, and save into another folder"
     )
-
-
-def _is_own(folder: Path) -> bool:
-    return (folder / MANIFEST).is_dir() or (folder / LEAVES).is_dir()
 
 
 def _is_item(folder: Path) -> bool:
@@ -160,7 +154,7 @@ def _is_foreign(path: Path) -> bool:
         return False
     if path.is_file():
         return name.startswith("checkpoint_")  # Flax's msgpack
-    if not path.is_dir() or _is_own(path):
+    if not path.is_dir() or has_item(path):
         return False
     if is_orbax(path) or (path / INDEX).is_file():
         return True

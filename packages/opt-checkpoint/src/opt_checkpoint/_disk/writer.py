@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
+import contextvars
 import logging
 import operator
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from opt_core.errors import OptimizerError
 from opt_core.extend import NamedState, View
+from orbax.checkpoint.path import atomicity_types
+from orbax.checkpoint.path import step as step_lib
 
-from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk.background import UninterruptedCalls
-from opt_checkpoint._disk.durable import sync, temporary_paths
+from opt_checkpoint._disk.handler import OptimizerHandler, OptimizerSave
 from opt_checkpoint._disk.lock import WriterLock
+from opt_checkpoint._disk.manifest import ITEM
 from opt_checkpoint._disk.processes import is_first, raise_synced, sync_errors
 from opt_checkpoint._disk.saving import Layout, Saving
-from opt_checkpoint._disk.steps import LEAVES, MANIFEST, check_new, list_steps
-from opt_checkpoint.errors import CheckpointError, LockError, MissingError, SaveError
+from opt_checkpoint._disk.steps import check_new, list_steps
+from opt_checkpoint.errors import LockError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_TRASH = "trash"
 
 
 def integer(step: Any) -> Any:
@@ -40,7 +48,10 @@ def integer(step: Any) -> Any:
 class Writer:
     """Saves and deletes the steps of a folder; every process of a run has one.
 
-    The first process holds the lock and removes leftovers.
+    The first process holds the lock, syncs files and removes leftovers. Orbax is called in a thread
+    of its own: if Ctrl-C, which Python raises in the main thread, interrupted Orbax in a save, it
+    would lose track of the threads of the save. So Ctrl-C ends the waiting for a call, not the
+    call; the next one runs after it.
 
     Attributes:
       passed: the damaged steps that a restore has skipped.
@@ -52,46 +63,47 @@ class Writer:
         self.is_closed = False
         self._directory = directory
         self._is_async = async_save
+        self._process = os.getpid()
         self._lock: WriterLock | None = None
         self._saving: int | None = None
         self._failed: set[int] = set()
         self._is_stale = False
         self._layout: Layout | None = None
         raise_synced(self._take() if is_first() else None)
-        self._calls = UninterruptedCalls()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         try:
+            self._pool.submit(int).result()  # the thread exists before anything is interrupted
             with self._failing(f"`{directory}` cannot be written"):
-                self._manager = _orbax.open_manager(directory, is_async=async_save, **options)
+                self._manager = _open_manager(directory, self._sync_saving, **options)
         except BaseException:
-            self._calls.close()
+            self._pool.shutdown()
             self._release()
             raise
+        atexit.register(self._log_unsaved)
 
     def save(self, step: int, target: View | NamedState, extras: Any, metadata: Any) -> None:
         """Saves a step; see `Checkpointer.save`."""
         with sync_errors():
             self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)
-            tree = saving.tree()
         saving.check_equal(f"step {step} is not saved")
         if self._failed:
             self._clean()
-        args: dict[str, Any] = {LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
-        args |= {MANIFEST: _orbax.ManifestSave(saving)}
+        args = ocp.args.Composite(**{ITEM: OptimizerSave(saving)})
         self._saving = step
         where = f"step {step} in `{self._directory}`"
         with self._failing(f"{where}: not saved", step):
             if self._is_stale:
                 # After a failed save, Orbax no longer knows which step to delete.
-                self._calls.call(self._manager.reload)
+                self._call(self._manager.reload)
                 self._is_stale = False
             # Orbax's own policy would skip steps; callers ask `should_save`.
-            save = partial(self._manager.save, step, args=ocp.args.Composite(**args), force=True)
-            saved = self._calls.call(save)
-        if not saved:
+            save = partial(self._manager.save, step, args=args, force=True)
+            is_saved = self._call(save)
+        if not is_saved:
             raise SaveError(f"{where}: not saved: Orbax left it out")
         self._layout = saving.layout
-        self._calls.start(self._clean)
+        self._pool.submit(self._clean)
         if not self._is_async:
             self.wait()
 
@@ -101,12 +113,15 @@ class Writer:
 
     def wait(self) -> None:
         """Waits until the step being saved is on the disk; a failure is raised once."""
-        if self._calls.is_elsewhere:
+        if self._is_forked:
             return
         step = self._saving
         where = f"`{self._directory}`" if step is None else f"step {step} in `{self._directory}`"
         with self._failing(f"{where}: not saved", step):
-            self._calls.call(self._manager.wait_until_finished)
+            self._call(self._manager.wait_until_finished)
+            if step is not None and is_first() and self._has(step):
+                sync_entries(self._directory / str(step))  # Orbax's marks, made at the commit
+                sync(self._directory)
         self._saving = None
         if step is not None and jax.process_count() == 1 and not self._has(step):
             self._failed.add(step)
@@ -118,13 +133,13 @@ class Writer:
             self.wait()
         finally:
             with suppress(Exception):  # it would repeat what was just raised
-                self._calls.call(self._manager.close)
-            step = self._saving  # still set if Ctrl-C has interrupted the waiting
-            if step is not None and is_first() and not self._has(step):
-                _log.error("step %d in `%s`: not saved", step, self._directory)
+                self._call(self._manager.close)
+            self._log_unsaved()  # if Ctrl-C has interrupted the waiting
             self._clean()
             self._release()
-            self._calls.close()
+            if not self._is_forked:
+                self._pool.shutdown()
+            atexit.unregister(self._log_unsaved)
             self.is_closed = True
 
     def delete(self, step: int, steps: list[int]) -> None:
@@ -134,10 +149,20 @@ class Writer:
             missing = MissingError(f"`{self._directory}` has no step {step}; it has {steps}")
         raise_synced(missing)
         with self._failing(f"step {step} in `{self._directory}`: not deleted"):
-            self._calls.call(self._manager.reload)
-            self._calls.call(partial(self._manager.delete, step))
+            self._call(self._manager.reload)
+            self._call(partial(self._manager.delete, step))
         self.passed.discard(step)
         self._clean()
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def _call(self, act: Callable[[], _T]) -> _T:
+        """Returns what a call returns that runs in the thread of this writer, to its end."""
+        if self._is_forked:
+            raise LockError("this process was forked from the one that saves: save there")
+        return self._pool.submit(contextvars.copy_context().run, act).result()
 
     def _check(self, step: int) -> None:
         if self._lock is not None:
@@ -159,7 +184,7 @@ class Writer:
         """Makes errors of Orbax typed, and says whether the step being saved exists."""
         try:
             yield
-        except CheckpointError:
+        except OptimizerError:
             raise
         except Exception as error:
             self._saving, self._is_stale = None, True
@@ -170,11 +195,11 @@ class Writer:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise SaveError(f"{what}: {text}") from error
 
-    def _take(self) -> CheckpointError | None:
+    def _take(self) -> OptimizerError | None:
         """Creates the folder and takes its lock; returns the error if it cannot."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            trash = self._directory / _orbax.TRASH
+            trash = self._directory / _TRASH
             if trash.is_symlink() or (trash.exists() and not trash.is_dir()):
                 return LockError(f"`{trash}`: expected a folder for deleted steps: move it away")
             self._lock = WriterLock(self._directory)
@@ -195,15 +220,91 @@ class Writer:
             return  # another process may hold it now
         failed, self._failed = self._failed, set()
         for step in failed:
-            for path in temporary_paths(self._directory / str(step)):
-                shutil.rmtree(path, ignore_errors=True)
-        trash = self._directory / _orbax.TRASH
+            shutil.rmtree(_temporary(self._directory, step), ignore_errors=True)
+        trash = self._directory / _TRASH
         if deleted := list(trash.iterdir()) if trash.is_dir() else []:
             sync(self._directory)  # the renames are on the disk before anything is deleted
             for path in deleted:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def _sync_saving(self) -> None:
+        """Syncs the step that is being saved; Orbax calls it before the rename to its name.
+
+        Orbax and TensorStore sync the arrays, but neither the metadata files nor the directories.
+        """
+        if self._saving is not None:
+            folder = _temporary(self._directory, self._saving)
+            folder = folder if folder.is_dir() else self._directory / str(self._saving)
+            for parent, _, _ in os.walk(folder, topdown=False):
+                sync_entries(Path(parent))
+
+    def _log_unsaved(self) -> None:
+        step = self._saving
+        if step is not None and is_first() and not self._is_forked and not self._has(step):
+            _log.error(
+                "step %d in `%s`: not saved: `wait` or `close` before the program ends",
+                *(step, self._directory),
+            )
+
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+class _StepNames(step_lib.NameFormat[step_lib.Metadata]):
+    """Steps are the folders named by a number that hold the item."""
+
+    def build_name(self, step: int) -> str:
+        return str(step)
+
+    def find_all(self, base_path: Any) -> Iterator[step_lib.Metadata]:
+        for step in list_steps(Path(base_path)):
+            yield step_lib.Metadata(step=step, path=base_path / str(step))
+
+    def find_step(self, base_path: Any, step: int) -> step_lib.Metadata:
+        if step not in list_steps(Path(base_path)):
+            raise ValueError(f"no step {step} in `{base_path}`")  # as Orbax expects
+        return step_lib.Metadata(step=step, path=base_path / str(step))
+
+
+def _open_manager(
+    directory: Path, before_commit: Callable[[], None], **policy: Any
+) -> ocp.CheckpointManager:
+    """Orbax's manager of a folder; `policy` says which steps it keeps."""
+    options = ocp.CheckpointManagerOptions(
+        **policy,
+        async_options=ocp.options.AsyncOptions(
+            # Threads that wait for a folder that cannot be created keep the process alive.
+            create_directories_asynchronously=False,
+            # It is called after the handlers' `finalize`, and before the rename (Orbax 0.12).
+            post_finalization_callback=before_commit,
+        ),
+        cleanup_tmp_directories=True,
+        step_name_format=_StepNames(),
+        todelete_subdir=_TRASH,
+    )
+    handlers = {ITEM: OptimizerHandler()}
+    return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
+
+
+def _temporary(directory: Path, step: int) -> Path:
+    """Where Orbax writes a step before it gets its name."""
+    return directory / f"{step}{atomicity_types.TMP_DIR_SUFFIX}"
+
+
+def sync_entries(folder: Path) -> None:
+    """Writes the files in a folder to the disk, and the folder after them."""
+    for path in folder.iterdir():
+        if path.is_file():
+            sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Writes a file or a directory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

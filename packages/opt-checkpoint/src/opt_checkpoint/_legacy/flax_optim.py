@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
 from opt_checkpoint._legacy.layouts import DYNAMIC_SCALE
 from opt_checkpoint.errors import EquivalenceError
-
-_Rate = optax.ScalarOrSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,97 +37,13 @@ class Equal:
         return frozenset(self.slots.values())
 
 
-# Their equals, with the names and defaults of `flax.optim`. Without underscores only for pickles
-# and fingerprints.
+def _decayed(scaling: Any, weight_decay: float, rate: Any) -> optax.GradientTransformation:
+    """A transformation with the weight decay of AdamW."""
+    return optax.chain(scaling, optax.add_decayed_weights(weight_decay), optax.sgd(rate))
 
 
-def gradient_descent(learning_rate: _Rate) -> optax.GradientTransformation:
-    """`flax.optim.GradientDescent`."""
-    return optax.sgd(learning_rate)
-
-
-def momentum(
-    learning_rate: _Rate, beta: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
-) -> optax.GradientTransformation:
-    """`flax.optim.Momentum`: the decay is added to the gradient."""
-    return optax.chain(
-        optax.add_decayed_weights(weight_decay),
-        optax.sgd(learning_rate, beta, nesterov),
-    )
-
-
-def adam(
-    learning_rate: _Rate,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> optax.GradientTransformation:
-    """`flax.optim.Adam`, which is AdamW."""
-    return optax.adamw(learning_rate, beta1, beta2, eps, weight_decay=weight_decay)
-
-
-def lamb(
-    learning_rate: _Rate,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    weight_decay: float = 0.0,
-    eps: float = 1e-6,
-) -> optax.GradientTransformation:
-    """`flax.optim.LAMB`, but an all-zero update keeps the leaf instead of making it NaN."""
-    return optax.lamb(learning_rate, beta1, beta2, eps, weight_decay=weight_decay)
-
-
-def lars(
-    learning_rate: _Rate,
-    beta: float = 0.9,
-    trust_coefficient: float = 0.001,
-    eps: float = 0.0,
-    nesterov: bool = False,
-) -> optax.GradientTransformation:
-    """`flax.optim.LARS` without weight decay."""
-    return optax.lars(
-        learning_rate,
-        trust_coefficient=trust_coefficient,
-        eps=eps,
-        momentum=beta,
-        nesterov=nesterov,
-    )
-
-
-def adagrad(learning_rate: _Rate) -> optax.GradientTransformation:
-    """`flax.optim.Adagrad` with an `eps` that only prevents a division by zero."""
-    return optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=0.0)
-
-
-def rmsprop(
-    learning_rate: _Rate, beta2: float = 0.9, eps: float = 1e-8, centered: bool = False
-) -> optax.GradientTransformation:
-    """`flax.optim.RMSProp`."""
-    return optax.rmsprop(learning_rate, beta2, eps, eps_in_sqrt=False, centered=centered)
-
-
-def adadelta(
-    learning_rate: _Rate, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
-) -> optax.GradientTransformation:
-    """`flax.optim.Adadelta`: the decay is AdamW's, not that of `optax.adadelta`."""
-    return _decayed(optax.scale_by_adadelta(rho, eps), weight_decay, learning_rate)
-
-
-def adabelief(
-    learning_rate: _Rate,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-16,
-    weight_decay: float = 0.0,
-) -> optax.GradientTransformation:
-    """`flax.optim.AdaBelief`."""
-    scaling = optax.scale_by_belief(beta1, beta2, eps, eps_root=eps)
-    return _decayed(scaling, weight_decay, learning_rate)
-
-
-def adafactor(
-    learning_rate: _Rate,
+def _adafactor(
+    learning_rate: Any,
     factored: bool = True,
     multiply_by_parameter_scale: bool = True,
     beta1: float | None = None,
@@ -141,7 +55,6 @@ def adafactor(
     epsilon1: float = 1e-30,
     dtype_momentum: Any = "float32",
 ) -> optax.GradientTransformation:
-    """`flax.optim.Adafactor`."""
     return optax.adafactor(
         learning_rate,
         min_dim_size_to_factor,
@@ -157,36 +70,86 @@ def adafactor(
     )
 
 
-def _decayed(scaling: Any, weight_decay: float, rate: _Rate) -> optax.GradientTransformation:
-    """A transformation with the weight decay of AdamW."""
-    return optax.chain(scaling, optax.add_decayed_weights(weight_decay), optax.sgd(rate))
-
-
 def _moments(transformation: str) -> dict[str, str]:
     return {f"{transformation}/mu": "grad_ema", f"{transformation}/nu": "grad_sq_ema"}
 
 
 _TRACE = {"trace/trace": "momentum"}
-_RMS = {"rms/nu": "v", "stddev/nu": "v", "stddev/mu": "mg"}
-_ADADELTA = {"adadelta/e_g": "sq_avg", "adadelta/e_x": "acc_delta"}
-_FACTORED = {f"factored_rms/{name}": name for name in ("v_row", "v_col", "v")}
 
-EQUALS: Mapping[str, Equal] = {
-    equal.name: equal
-    for equal in (
-        Equal("GradientDescent", gradient_descent, {}),
-        Equal("Momentum", momentum, _TRACE),
-        Equal("Adam", adam, _moments("adam")),
-        Equal("LAMB", lamb, _moments("adam")),
-        # Optax applies the rate, which is negative, before it averages.
-        Equal("LARS", lars, _TRACE, sign=-1),
-        Equal("Adagrad", adagrad, {"rss/sum_of_squares": "G"}),
-        Equal("RMSProp", rmsprop, _RMS),
-        Equal("Adadelta", adadelta, _ADADELTA),
-        Equal("AdaBelief", adabelief, _moments("belief")),
-        Equal("Adafactor", adafactor, {**_FACTORED, "ema/ema": "m"}),
-    )
-}
+# The constructors have the names and defaults of `flax.optim`.
+_EQUALS = (
+    Equal("GradientDescent", lambda learning_rate: optax.sgd(learning_rate), {}),
+    Equal(
+        "Momentum",  # the decay is added to the gradient
+        lambda learning_rate, beta=0.9, weight_decay=0.0, nesterov=False: optax.chain(
+            optax.add_decayed_weights(weight_decay), optax.sgd(learning_rate, beta, nesterov)
+        ),
+        _TRACE,
+    ),
+    Equal(
+        "Adam",  # it is AdamW
+        lambda learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0: optax.adamw(
+            learning_rate, beta1, beta2, eps, weight_decay=weight_decay
+        ),
+        _moments("adam"),
+    ),
+    Equal(
+        "LAMB",  # an all-zero update keeps the leaf in Optax, and made it NaN there
+        lambda learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-6: optax.lamb(
+            learning_rate, beta1, beta2, eps, weight_decay=weight_decay
+        ),
+        _moments("adam"),
+    ),
+    Equal(
+        "LARS",
+        lambda learning_rate, beta=0.9, trust_coefficient=0.001, eps=0.0, nesterov=False: (
+            optax.lars(
+                learning_rate,
+                trust_coefficient=trust_coefficient,
+                eps=eps,
+                momentum=beta,
+                nesterov=nesterov,
+            )
+        ),
+        _TRACE,
+        sign=-1,  # Optax applies the rate, which is negative, before it averages.
+    ),
+    Equal(
+        "Adagrad",  # an `eps` that only prevents a division by zero
+        lambda learning_rate: optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=0.0),
+        {"rss/sum_of_squares": "G"},
+    ),
+    Equal(
+        "RMSProp",
+        lambda learning_rate, beta2=0.9, eps=1e-8, centered=False: optax.rmsprop(
+            learning_rate, beta2, eps, eps_in_sqrt=False, centered=centered
+        ),
+        {"rms/nu": "v", "stddev/nu": "v", "stddev/mu": "mg"},
+    ),
+    Equal(
+        "Adadelta",  # the decay is AdamW's, not that of `optax.adadelta`
+        lambda learning_rate, rho=0.9, eps=1e-6, weight_decay=0.0: _decayed(
+            optax.scale_by_adadelta(rho, eps), weight_decay, learning_rate
+        ),
+        {"adadelta/e_g": "sq_avg", "adadelta/e_x": "acc_delta"},
+    ),
+    Equal(
+        "AdaBelief",
+        lambda learning_rate, beta1=0.9, beta2=0.999, eps=1e-16, weight_decay=0.0: _decayed(
+            optax.scale_by_belief(beta1, beta2, eps, eps_root=eps), weight_decay, learning_rate
+        ),
+        _moments("belief"),
+    ),
+    Equal(
+        "Adafactor",
+        _adafactor,
+        {"factored_rms/v_row": "v_row", "factored_rms/v_col": "v_col", "factored_rms/v": "v"}
+        | {"ema/ema": "m"},
+    ),
+)
+EQUALS: Mapping[str, Equal] = {equal.name: equal for equal in _EQUALS}
+for _equal in _EQUALS:
+    _equal.constructor.__name__ = _equal.name.lower()  # what definitions and errors call it
 _WITHOUT_EQUAL = {
     "WeightNorm": (
         "Optax has no weight normalisation, and what was saved are moments of directions and "
@@ -196,21 +159,35 @@ _WITHOUT_EQUAL = {
     "MultiOptimizer": "it is `opt_core.MultiOptimizer`: build it of the equals of its parts",
     "DynamicScale": DYNAMIC_SCALE,
 }
-# What Optax's equals lack: the hyper-parameter, its default, and why it can have no other value.
-_FIXED = {"LARS": ("weight_decay", 0.0), "Adagrad": ("eps", 1e-8), "Adafactor": ("epsilon2", 1e-3)}
-_WHY_FIXED = {
-    "LARS": (
+
+
+class _Fixed(NamedTuple):
+    """What an equal lacks: the hyper-parameter, its default, and why it can have no other value."""
+
+    param: str
+    default: float
+    why: str
+
+
+_FIXED = {
+    "LARS": _Fixed(
+        "weight_decay",
+        0.0,
         "its trust ratio is |p| / (|g| + decay |p|), that of `optax.lars` |p| / |g + decay p|. "
         "Steps differ by up to a half. Restore without `weight_decay`, or into "
-        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to continue with that"
+        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to continue with that",
     ),
-    "Adagrad": (
+    "Adagrad": _Fixed(
+        "eps",
+        1e-8,
         "it divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to 1e-8 steps differ by "
-        "`eps` in the size of the gradients, which is nothing in float32"
+        "`eps` in the size of the gradients, which is nothing in float32",
     ),
-    "Adafactor": (
+    "Adafactor": _Fixed(
+        "epsilon2",
+        1e-3,
         "`optax.adafactor` has fixed it at 0.001. `opt_adafactor.Adafactor` takes it, and its "
-        "checkpoints"
+        "checkpoints",
     ),
 }
 
@@ -246,18 +223,18 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
             f"`flax.optim` has no `{name}`; its optimizers are {', '.join(EQUALS)}."
         )
     equal = EQUALS[name]
-    given = _checked(name, dict(hyper_params))
+    hyper_params = _checked(name, hyper_params)
     known = inspect.signature(equal.constructor).parameters
-    if unknown := sorted(set(given) - set(known)):
+    if unknown := sorted(set(hyper_params) - set(known)):
         raise EquivalenceError(
             f"`flax.optim.{name}` has no `{'`, `'.join(unknown)}`; it has `{'`, `'.join(known)}`."
         )
-    if given.get("learning_rate") is None:
+    if hyper_params.get("learning_rate") is None:
         raise EquivalenceError(
             "`learning_rate` is missing. Where every step was given one, give the first one here, "
             "or the schedule: `apply_gradient(grads, learning_rate=...)` still acts."
         )
-    return wrap_optax_optimizer(equal.constructor)(**given)
+    return wrap_optax_optimizer(equal.constructor)(**hyper_params)
 
 
 def equal_of(definition: OptaxWrapper) -> Equal | None:
@@ -270,12 +247,12 @@ def equal_of(definition: OptaxWrapper) -> Equal | None:
 
 def _checked(name: str, hyper_params: dict[str, Any]) -> dict[str, Any]:
     """The hyper-parameters that Optax's equal takes, without the one that must have its default."""
-    if name in _FIXED:
-        param, default = _FIXED[name]
-        value = hyper_params.pop(param, default)
-        if value > default or (value < default and name != "Adagrad"):
-            raise EquivalenceError(
-                f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: "
-                f"{_WHY_FIXED[name]}."
-            )
-    return hyper_params
+    if name not in _FIXED:
+        return hyper_params
+    param, default, why = _FIXED[name]
+    value = hyper_params.get(param, default)
+    if value > default or (value < default and name != "Adagrad"):
+        raise EquivalenceError(
+            f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: {why}."
+        )
+    return {key: x for key, x in hyper_params.items() if key != param}

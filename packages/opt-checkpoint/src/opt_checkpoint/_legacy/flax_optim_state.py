@@ -32,16 +32,16 @@ def get_at(tree: Any, names: Names) -> Any:
 def is_per_parameter(target: Any, param_states: Any) -> bool:
     """Whether states have, at each parameter's path, what `flax.optim` kept for it, or `None`."""
     entries = [get_at(param_states, names) for names, _ in flatten_with_paths(target)]
-    found = [entry for entry in entries if entry is not None]
-    return bool(found) and all(
-        isinstance(entry, Mapping) and frozenset(entry) in _FIELDS for entry in found
+    kept = [entry for entry in entries if entry is not None]
+    return bool(kept) and all(
+        isinstance(entry, Mapping) and frozenset(entry) in _FIELDS for entry in kept
     )
 
 
 def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
     """Returns the dict that a state dict has for each parameter of an optimizer, or `None`."""
-    found = {path: get_at(param_states, path) for path, _ in named_leaves(optimizer.target)}
-    return {path: entry if isinstance(entry, Mapping) else None for path, entry in found.items()}
+    entries = {path: get_at(param_states, path) for path, _ in named_leaves(optimizer.target)}
+    return {path: entry if isinstance(entry, Mapping) else None for path, entry in entries.items()}
 
 
 def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
@@ -61,11 +61,7 @@ def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
 def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any], step: int) -> Any:
     """Returns the entry `param_states` that a wrapped Optax optimizer restores.
 
-    Args:
-      optimizer: the target.
-      equal: which optimizer of `flax.optim` wrote the entries.
-      entries: what it kept for each parameter of `optimizer`.
-      step: how many updates it had made: Optax's counts.
+    The `entries` are what `equal` kept for each parameter, `step` becomes Optax's counts.
     """
     values: list[Any] = []
     problems = list(_entry_problems(equal, entries))

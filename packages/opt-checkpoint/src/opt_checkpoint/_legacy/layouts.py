@@ -11,7 +11,6 @@ from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
 from opt_core.extend import Names, leaf_name
 
-from opt_checkpoint._legacy.msgpack import sequence_of
 from opt_checkpoint.errors import LoadError, VersionError
 
 _T5X_VERSION = 3
@@ -26,10 +25,9 @@ DYNAMIC_SCALE = (
 def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}` of a checkpoint.
 
-    Args:
-      contents: of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or of a
-        `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. Others, such as
-        `flax_mutables` or `batch_stats`, are left out.
+    The contents are those of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or
+    of a `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. Others, such as
+    `flax_mutables` or `batch_stats`, are left out.
     """
     if "optimizer" in contents:
         version = contents.get("version", _T5X_VERSION)
@@ -54,10 +52,10 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
 def _unknown(contents: Mapping[str, Any]) -> str:
     if set(contents) == {"fin_steps", "scale"}:
         return f"this is a `flax.optim.DynamicScale`: {DYNAMIC_SCALE}."
-    found = ", ".join(sorted(contents)[:10]) or "nothing"
+    keys = ", ".join(sorted(contents)[:10]) or "nothing"
     return (
         "expected the keys `target` and `state` (`flax.optim`), `params`, `opt_state` and `step` "
-        f"(`TrainState`), or `optimizer` (T5X); found {found}. Restore a part of it: "
+        f"(`TrainState`), or `optimizer` (T5X); found {keys}. Restore a part of it: "
         "`restore_legacy(optimizer, read_legacy(file)['...'])`."
     )
 
@@ -107,15 +105,22 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
         if step_of(entry, f"state/{i}/step") != step_of(entries[0], "state/0/step"):
             steps = f"{entry['step']}, and {entries[0]['step']} in the first group"
             raise LoadError(f"`state/{i}/step`: {steps}; groups share one step.")
-        own = sequence_of(entry.get("param_states", {}))
+        listed = sequence_of(entry.get("param_states", {}))
         names = sorted(names for names, _ in flatten_with_paths(group.target))
-        if own is None or len(own) != len(names):
+        if listed is None or len(listed) != len(names):
             expected = f"expected one state for each of {len(names)} parameters"
-            count = "something else" if own is None else len(own)
+            count = "something else" if listed is None else len(listed)
             raise LoadError(f"`state/{i}/param_states`: {expected}, found {count}.")
-        states |= zip(names, own, strict=True)
+        states |= zip(names, listed, strict=True)
     state = {"step": entries[0]["step"], "param_states": unflatten_dict(states)}
     return {"target": part["target"], "state": state}
+
+
+def sequence_of(value: Any) -> list[Any] | None:
+    """Returns the items of a list, or of `{'0': ..., '1': ...}`; `None` for anything else."""
+    if isinstance(value, Mapping) and set(value) == {str(i) for i in range(len(value))}:
+        value = [value[str(i)] for i in range(len(value))]
+    return value if isinstance(value, list) else None
 
 
 def step_of(state: Mapping[str, Any], path: str = "state/step") -> int:

@@ -12,7 +12,7 @@ from opt_core.extend import leaf_name
 
 from opt_checkpoint.errors import VersionError
 
-Found = Mapping[str, Any]
+Saved = Mapping[str, Any]
 
 
 class Change(NamedTuple):
@@ -27,71 +27,66 @@ class Change(NamedTuple):
     new: Mapping[str, Any] = {}
 
 
-def migrate(state: Any, found: Any, path: tuple[str, ...] = ()) -> Any:
-    """Returns an entry of a state dict in the layout that today's state has.
+def migrate(state: Any, saved: Any, path: tuple[str, ...] = ()) -> Any:
+    """Returns what a checkpoint has in place of a state, in the layout of the installed Optax.
 
     States that are not known to have changed are returned as they are: `restore_state` checks them.
-
-    Args:
-      state: an Optax state as the installed Optax makes it, or any pytree of such.
-      found: what a checkpoint has in its place.
-      path: where that is, for messages.
     """
     node = children(state)
-    if node is None or not isinstance(found, Mapping):
-        return found
+    if node is None or not isinstance(saved, Mapping):
+        return saved
     name = type(state).__name__
-    if name == "DoGState" and "first_step" in found and np.any(found["first_step"]):
+    if name == "DoGState" and "first_step" in saved and np.any(saved["first_step"]):
         raise VersionError(
             f"`{leaf_name(path)}`: this state of `dog` was saved before its first step by an Optax "
             "until 0.2.5: create a new optimizer with the parameters of the checkpoint."
         )
     if name in _CHANGED:
-        found = _changed(found, state, _CHANGED[name])
+        saved = _changed(saved, state, _CHANGED[name])
     elif name in _MOVED:
-        found = _MOVED[name](found, state) or found
+        saved = _MOVED[name](saved, state) or saved
     parts = dict(node.children)
     return {
         key: migrate(parts[key], value, (*path, key)) if key in parts else value
-        for key, value in found.items()
+        for key, value in saved.items()
     }
 
 
-def _changed(found: Found, state: Any, change: Change) -> Found:
+def _changed(saved: Saved, state: Any, change: Change) -> Saved:
     """The fields of today, if it has exactly those of before."""
     renamed, new = change
-    if set(found) != {*state._fields} - {*renamed.values()} - new.keys() | renamed.keys():
-        return found
-    made = {key: _filled(getattr(state, key), value, found) for key, value in new.items()}
-    return {renamed.get(key, key): value for key, value in found.items()} | made
+    if set(saved) != {*state._fields} - {*renamed.values()} - new.keys() | renamed.keys():
+        return saved
+    filled = {key: _filled(getattr(state, key), value, saved) for key, value in new.items()}
+    return {renamed.get(key, key): value for key, value in saved.items()} | filled
 
 
-def _filled(tree: Any, value: Any, found: Found) -> Any:
+def _filled(tree: Any, value: Any, saved: Saved) -> Any:
     if isinstance(value, Mapping):
-        return {key: _filled(getattr(tree, key), child, found) for key, child in value.items()}
+        return {key: _filled(getattr(tree, key), child, saved) for key, child in value.items()}
     if isinstance(value, str):
-        return to_state_dict(jax.tree.map(lambda _: found[value], tree))
+        return to_state_dict(jax.tree.map(lambda _: saved[value], tree))
     return to_state_dict(jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), tree))
 
 
-def _without_momentum(found: Found, state: Any) -> Found | None:
+def _without_momentum(saved: Saved, state: Any) -> Saved | None:
     """The base optimizer of schedule-free Adam: RMSProp since then, not Adam with `b1=0`."""
-    base: Any = found.get("base_optimizer_state")
+    base: Any = saved.get("base_optimizer_state")
     first = base.get("0") if isinstance(base, Mapping) else None
     if not isinstance(first, Mapping) or set(first) != {"count", "mu", "nu"}:
         return None
     if type(state.base_optimizer_state[0]).__name__ != "ScaleByRmsWithCountState":
         return None
     kept = {key: value for key, value in first.items() if key != "mu"}  # only the last gradient
-    b1: Any = found.get("b1")
+    b1: Any = saved.get("b1")
     if isinstance(b1, np.ndarray) and b1.size == 1:
         b1 = b1.reshape(state.b1.shape)
-    return {**found, "b1": b1, "base_optimizer_state": {**base, "0": kept}}
+    return {**saved, "b1": b1, "base_optimizer_state": {**base, "0": kept}}
 
 
-def _noise_first(found: Found, state: Any) -> Found | None:
+def _noise_first(saved: Saved, state: Any) -> Saved | None:
     """`noisy_sgd`: the noise comes before the learning rate, and so does its state."""
-    filled = {key: value for key, value in found.items() if not _is_empty(value)}
+    filled = {key: value for key, value in saved.items() if not _is_empty(value)}
     is_noisy_sgd = len(state) == 2 and type(state[0]).__name__ == "AddNoiseState"
     if not is_noisy_sgd or filled.keys() != {"1"} or not isinstance(filled["1"], Mapping):
         return None
@@ -115,7 +110,7 @@ _CHANGED = {
     ),
     "DoGState": Change({"first_step": "is_init_step", "estim_dist": "max_dist"}),  # 0.2.6
 }
-_MOVED: Mapping[str, Callable[[Found, Any], Found | None]] = {
+_MOVED: Mapping[str, Callable[[Saved, Any], Saved | None]] = {
     "tuple": _noise_first,  # 0.1.4
     "ScheduleFreeState": _without_momentum,  # 0.2.4
 }

@@ -2,59 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opt_checkpoint._legacy.msgpack import Limits, decode
-from opt_checkpoint._legacy.npz import decode_npz
+import jax.numpy as jnp
+import msgpack  # type: ignore[import-untyped]  # it ships no types
+import numpy as np
+from opt_core.extend import Names, leaf_name
+
+from opt_checkpoint._legacy.layouts import sequence_of
 from opt_checkpoint.errors import LoadError
 
+_CHUNKED = "__msgpack_chunked_array__"  # Flax's key for an array too large for one entry
+# entries of a dict, and of a list, for which msgpack 1.1 allocates memory when it is announced
+_MOST_KEYS, _MOST_LISTED = 1_000_000, 10_000
 _PICKLED = (
     "this is a pickle, which runs whatever code is in it, and is never loaded here. Load it where "
     "it was written, and write it again with `flax.serialization.to_bytes`"
 )
 # how files of other formats begin, and what to say
-_OTHERS: Sequence[tuple[bytes, str]] = (
-    (
-        b"\x93NUMPY",
-        "this is one array (`.npy`), not a state dict; an `.npz` of several can be read",
-    ),
-    (b"\x1f\x8b", "this is compressed with gzip: unpack it first"),
-    (b"\x89HDF\r\n", "this is HDF5, which Flax and T5X never wrote"),
-)
+_OTHERS = {
+    b"\x93NUMPY": "this is one array (`.npy`), not a state dict",
+    b"PK": "this is an archive (of PyTorch, or an `.npz`), which Flax and T5X never wrote",
+    b"\x1f\x8b": "this is compressed with gzip: unpack it first",
+    b"\x89HDF\r\n": "this is HDF5, which Flax and T5X never wrote",
+}
 
 
 def read_legacy(
     source: bytes | bytearray | memoryview | str | os.PathLike[str],
-    *,
-    max_depth: int = Limits.depth,
-    max_entries: int = Limits.entries,
-    max_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Returns a legacy checkpoint as nested plain dicts of NumPy arrays.
 
-    It reads what any version of `flax.serialization` has written (T5X, `flax.optim`,
-    `TrainState`, wrapped Optax; arrays cut in chunks, bfloat16, complex, NumPy scalars), and `.npz`
-    archives. It is safe on untrusted bytes: no pickle is ever loaded, and every size is checked
-    before memory is allocated for it.
+    It reads what any version of `flax.serialization` has written: T5X, `flax.optim`, `TrainState`,
+    wrapped Optax; arrays cut in chunks, bfloat16, complex, NumPy scalars. No pickle is ever loaded,
+    and what the bytes announce is compared with their number before memory is allocated for it.
 
     Args:
       source: the bytes, or the path of a file; T5X calls it `checkpoint` in its folder.
-      max_depth: how deep dicts may be nested.
-      max_entries: how many dicts, lists and leaves there may be.
-      max_bytes: how many bytes the arrays of an archive may take together once unpacked. By default
-        64 times the archive, or 64 MiB if that is more. Msgpack takes no more than its own size.
 
     Returns:
       Dicts with string keys; lists, numbers, strings and `None` as they were written. Arrays are
-      read-only, and of msgpack views of the bytes read. `restore_state` copies.
+      read-only. `restore_state` copies.
 
     Raises:
-      LoadError: it is not such a checkpoint, is damaged, has a dtype that no optimizer has, or
-        needs more memory than is allowed; says which entry.
+      LoadError: it is not such a checkpoint, is damaged, or has a dtype that no optimizer has; says
+        which entry.
 
     Examples:
       >>> import flax.serialization, numpy as np
@@ -62,17 +60,16 @@ def read_legacy(
       >>> read_legacy(data)['target']['w'].tolist()
       [1.0, 1.0]
     """
-    limits = Limits(max_depth, max_entries, max_bytes)
     if isinstance(source, bytes | bytearray | memoryview):
-        return _read(bytes(source), limits)
+        return _decoded(bytes(source))
     path = Path(source)
     try:
-        return _read(_file(path), limits)
+        return _decoded(_contents(path))
     except LoadError as error:
         raise LoadError(f"`{path}`: {error}") from error.__cause__
 
 
-def _file(path: Path) -> bytes:
+def _contents(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -84,23 +81,29 @@ def _file(path: Path) -> bytes:
         ) from None
 
 
-def _read(data: bytes, limits: Limits) -> dict[str, Any]:
-    """Reads the format that the first bytes announce."""
+def _decoded(data: bytes) -> dict[str, Any]:
     if not data:
         raise LoadError("the file is empty.")
-    for magic, problem in _OTHERS:
+    for magic, problem in _OTHERS.items():
         if data.startswith(magic):
             raise LoadError(f"{problem}.")
-    if data.startswith(b"PK"):
-        if b"data.pkl" in data[: 1 << 12]:
-            raise LoadError(f"an archive of PyTorch: {_PICKLED}.")
-        return decode_npz(data, limits)
     if _is_pickle(data):
         raise LoadError(f"{_PICKLED}.")
-    value = decode(data, limits)
+    try:
+        value = msgpack.unpackb(
+            data,
+            ext_hook=_extension,
+            object_pairs_hook=_unique,
+            max_array_len=_MOST_LISTED,
+            max_map_len=_MOST_KEYS,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        text = str(error) or type(error).__name__
+        raise LoadError(f"not msgpack, or damaged: {text}.") from None
     if not isinstance(value, dict):
         raise LoadError(f"this is a single {type(value).__name__}, not a state dict of Flax.")
-    return value
+    contents: dict[str, Any] = _checked(value, ())
+    return contents
 
 
 def _is_pickle(data: bytes) -> bool:
@@ -111,3 +114,87 @@ def _is_pickle(data: bytes) -> bool:
     if data[:1] == b"\x80" and len(data) > 1:  # for msgpack an empty map, with bytes behind it
         return True
     return data[0] < 0x80 and data.rstrip(b"\n").endswith(b".")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unreadable:
+    """What is in place of an entry that cannot be read, until its path is known."""
+
+    problem: str
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise ValueError(f"the key {key!r:.80} is there twice")
+        entries[key] = value
+    return entries
+
+
+def _extension(code: int, payload: bytes) -> Any:
+    """An array, a complex number or a scalar, as Flax packs them."""
+    try:
+        content = msgpack.unpackb(payload)
+    except (ValueError, msgpack.UnpackException) as error:
+        return _Unreadable(f"damaged: {error}")
+    match code, content:
+        case 1, [list() as shape, str() as name, bytes() as buffer]:
+            return _array(shape, name, buffer)
+        case 2, [float() as real, float() as imaginary]:
+            return complex(real, imaginary)
+        case 3, [[], str() as name, bytes() as buffer]:
+            array = _array([], name, buffer)
+            return array[()] if isinstance(array, np.ndarray) else array
+    return _Unreadable(f"the extension {code} is not an array, complex number or scalar")
+
+
+def _array(shape: list[Any], name: str, buffer: bytes) -> np.ndarray | _Unreadable:
+    """A view of the buffer; only of numbers and booleans."""
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = np.dtype(object)
+    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    if not is_number or dtype.name != name:
+        return _Unreadable(f"the dtype {name[:80]!r} is not that of numbers or booleans")
+    if not all(type(size) is int and size >= 0 for size in shape):
+        return _Unreadable("expected a shape of non-negative sizes")
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != len(buffer):
+        return _Unreadable(f"{name}{shape} takes {expected} bytes, not the {len(buffer)} it has")
+    try:
+        return np.ndarray(shape, dtype, buffer)
+    except ValueError as error:  # too many sizes, or of an empty array too large ones
+        return _Unreadable(f"NumPy has no array of this shape: {error}")
+
+
+def _checked(value: Any, path: Names) -> Any:
+    """The value with arrays in one piece; raises an error with the path of what is unreadable."""
+    if isinstance(value, dict):
+        entries = {key: _checked(child, (*path, str(key))) for key, child in value.items()}
+        value = _joined(entries) if _CHUNKED in entries else entries
+    elif isinstance(value, list):
+        value = [_checked(child, (*path, str(i))) for i, child in enumerate(value)]
+    elif isinstance(value, msgpack.Timestamp):
+        value = _Unreadable("Flax does not write timestamps")
+    if isinstance(value, _Unreadable):
+        raise LoadError(f"`{leaf_name(path)}`: {value.problem}.")
+    return value
+
+
+def _joined(entry: Mapping[str, Any]) -> np.ndarray | _Unreadable:
+    """The array that Flax has split into chunks."""
+    chunks, shape = sequence_of(entry.get("chunks")), sequence_of(entry.get("shape"))
+    if entry.keys() != {_CHUNKED, "shape", "chunks"} or not chunks or shape is None:
+        return _Unreadable(
+            f"`{_CHUNKED}` is not an array in chunks, for which Flax reserves the key"
+        )
+    if len({chunk.dtype if isinstance(chunk, np.ndarray) else None for chunk in chunks}) > 1:
+        return _Unreadable("the chunks of an array are not of one dtype")
+    try:
+        whole = np.concatenate(chunks).reshape(shape)
+    except (TypeError, ValueError, OverflowError) as error:
+        return _Unreadable(f"the chunks of an array do not fit together: {error!s:.200}")
+    whole.flags.writeable = False
+    return whole

@@ -89,24 +89,24 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
     target, state = part["target"], part["state"]
     if not isinstance(state, Mapping):
         raise LoadError("`state`: expected the state of an optimizer, a dict.")
-    step, found = layouts.step_of(state), state.get("param_states", {})
+    step, states = layouts.step_of(state), state.get("param_states", {})
     definition = optimizer.optimizer_def
     parts = definition.sub_optimizers if isinstance(definition, MultiOptimizer) else (definition,)
     has_wrapper = any(isinstance(part, OptaxWrapper) for part in parts)
-    is_flax_optim = is_per_parameter(target, found)
+    is_flax_optim = is_per_parameter(target, states)
     if written_by is not None:
         _check_writers(written_by, is_flax_optim, has_wrapper)
     if not is_flax_optim or not has_wrapper:
-        found = migrate(optimizer.state.param_states, found, ("state", "param_states"))
+        states = migrate(optimizer.state.param_states, states, ("state", "param_states"))
     elif isinstance(definition, MultiOptimizer):
         groups = definition.split(optimizer)
-        _check_frozen(optimizer, groups, found)
-        found = _placed(groups, found, step, written_by)
+        _check_frozen(optimizer, groups, states)
+        states = _placed(groups, states, step, written_by)
     elif isinstance(written_by, Mapping):
         raise EquivalenceError("`written_by`: this optimizer has no groups; pass one name.")
     else:
-        found = _placed({"": optimizer}, found, step, written_by)[""]
-    return {"target": target, "state": {"step": step, "param_states": found}}
+        states = _placed({"": optimizer}, states, step, written_by)[""]
+    return {"target": target, "state": {"step": step, "param_states": states}}
 
 
 def _check_writers(
@@ -128,10 +128,10 @@ def _check_writers(
         )
 
 
-def _check_frozen(optimizer: Optimizer, groups: Mapping[str, Optimizer], found: Any) -> None:
-    trained = {path for group in groups.values() for path in entries_of(group, found)}
+def _check_frozen(optimizer: Optimizer, groups: Mapping[str, Optimizer], states: Any) -> None:
+    trained = {path for group in groups.values() for path in entries_of(group, states)}
     saved = {
-        path for path, entry in entries_of(optimizer, found).items() if entry not in (None, {})
+        path for path, entry in entries_of(optimizer, states).items() if entry not in (None, {})
     }
     if frozen := sorted(saved - trained):
         names = ", ".join(map(leaf_name, frozen))
@@ -142,7 +142,7 @@ def _check_frozen(optimizer: Optimizer, groups: Mapping[str, Optimizer], found: 
 
 
 def _placed(
-    groups: Mapping[str, Optimizer], found: Any, step: int, written_by: Writers
+    groups: Mapping[str, Optimizer], states: Any, step: int, written_by: Writers
 ) -> dict[str, Any]:
     """For each group Optax's states with what was kept of each parameter, or that as it is."""
     names = written_by if isinstance(written_by, Mapping) else {}
@@ -152,7 +152,7 @@ def _placed(
         )
     placed: dict[str, Any] = {}
     for name, group in groups.items():
-        entries = entries_of(group, found)
+        entries = entries_of(group, states)
         if isinstance(group.optimizer_def, OptaxWrapper):
             who = names.get(name) if isinstance(written_by, Mapping) else written_by
             equal = writer_of(group.optimizer_def, who, f" (group `{name}`)" if name else "")
@@ -174,8 +174,8 @@ def _check_windows(optimizer: Optimizer) -> None:
     """
     described = describe_state(optimizer)
     lengths = {
-        (made.group, made.name, made.number): made.settings.get("every_k_schedule")
-        for made in described.transformations
+        (t.group, t.name, t.number): t.settings.get("every_k_schedule")
+        for t in described.transformations
     }
     values = jax.tree.leaves(optimizer.state.param_states)
     for leaf, value in zip(described.leaves, values, strict=True):

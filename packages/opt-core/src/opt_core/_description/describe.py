@@ -25,7 +25,6 @@ from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import Names, flatten_with_paths
 from opt_core.closures import origin_of, qualified
 from opt_core.errors import DescriptionError
-from opt_core.protocols import DerivesLogicalAxes, DescribesState
 
 _KEPT = 64  # descriptions; one of 10,000 leaves is a few MB
 _cache: OrderedDict[Any, StateDescription] = OrderedDict()
@@ -43,8 +42,8 @@ def describe_state(
 ) -> StateDescription:
     """Returns what every leaf of a state means.
 
-    A definition that implements `opt_core.protocols.DescribesState` describes its own state. Any
-    other is described as far as types and shapes allow: see `LeafDescription.source`. The result is
+    A definition describes its own state (`OptimizerDef.describe_state`); by default as far as
+    types and shapes allow: see `LeafDescription.source`. The result is
     cached for equal definitions and structures.
 
     Args:
@@ -114,8 +113,6 @@ def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _describe(definition: OptimizerDef, params: Any, state: OptimizerState) -> StateDescription:
-    if not isinstance(definition, DescribesState):
-        return describe_by_types(definition, params, state)
     found = definition.describe_state(params, state)
     count = len(jax.tree.leaves(state.param_states))
     if len(found.leaves) != count:
@@ -139,7 +136,7 @@ def describe_by_types(
     origin = origin_of(type(definition))
     whole = qualified(type_name(type(definition)), origin)
     leaves = jax.tree.leaves(state.param_states)
-    given = roles(params, state.param_states, whole_tree=definition.whole_tree)
+    given = roles(params, state.param_states)
     paths = [names for names, x in flatten_with_paths(state.param_states) if x is not None]
     shapes = {names: np.shape(x) for names, x in flatten_with_paths(params) if x is not None}
     dimensions = list(_dimensions(definition, params, state, given, shapes))
@@ -259,7 +256,7 @@ def _dimensions(
     """The dimensions of every leaf, by logical axes if the definition derives them."""
     leaves = jax.tree.leaves(state.param_states)
     specs: Sequence[Any] = [None] * len(leaves)
-    if isinstance(definition, DerivesLogicalAxes):
+    if type(definition).derive_logical_axes is not OptimizerDef.derive_logical_axes:
         numbers = jax.tree.map(_numbers, params)
         optimizer = Optimizer(definition, state, params)
         axes = definition.derive_logical_axes(optimizer, numbers).state.param_states

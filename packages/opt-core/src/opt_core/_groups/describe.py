@@ -12,13 +12,10 @@ import numpy as np
 
 from opt_core._fingerprint import fingerprint
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.patterns import Rest, pattern_str
-from opt_core._groups.selection import GroupSelection, has_shape
-from opt_core._groups.table import Group
+from opt_core._groups.patterns import Rest, has_shape, pattern_str
 from opt_core._optimizer import Optimizer
 from opt_core._paths import path_str
 from opt_core.errors import OptimizerError
-from opt_core.protocols import HasPrecision, ResolvesHyperParams
 
 _WIDEST = 60
 _NUMBERS = (bool, int, float, complex)
@@ -37,7 +34,7 @@ class GroupRow:
       definition: the class of the definition, or `frozen`.
       hyper_params: by name, without those at their defaults; for a schedule its name and, if the
         state is known, the value of the next update. Plain text if they are not a dataclass.
-      precision: how its parameters and state are stored (`protocols.HasPrecision`), as text; empty
+      precision: how its parameters and state are stored (`OptimizerDef.precision`), as text; empty
         if as the definition does by itself.
     """
 
@@ -118,44 +115,29 @@ def describe(optimizer: Optimizer) -> GroupTable:
 
 
 def _rows(definition: MultiOptimizer, optimizer: Optimizer, outer: str = "") -> list[GroupRow]:
-    selection = definition.select(optimizer.target)
-    leaves = jax.tree.leaves(optimizer.target)
+    division = definition.division(optimizer.state)
+    leaves = division.leaves(optimizer.target)
     split = definition.split(optimizer)
     rows = []
-    for part in selection.parts:
-        own = split.get(part.group.name)
-        if own is not None and isinstance(own.optimizer_def, MultiOptimizer):
-            rows += _rows(own.optimizer_def, own, f"{outer}{part.group.name}/")
-        elif part.members or not isinstance(part.group.pattern, Rest):
-            paths = tuple(path_str(selection.paths[i]) for i in part.members)
-            sizes = [_elements(leaves[i]) for i in part.members]
-            state = 0 if own is None else _bytes(own.state.param_states)
-            hyper_params = "" if own is None else _hyper_params(own)
-            rows.append(_row(part, outer, paths, sum(sizes), state, hyper_params))
+    for group in definition.groups:
+        members, part = division.members[group.name], split.get(group.name)
+        if part is not None and isinstance(part.optimizer_def, MultiOptimizer):
+            rows += _rows(part.optimizer_def, part, f"{outer}{group.name}/")
+        elif members or not isinstance(group.pattern, Rest):
+            precision = group.definition.precision
+            rows.append(
+                GroupRow(
+                    name=outer + group.name,
+                    pattern=pattern_str(group.pattern),
+                    paths=tuple(path_str(division.paths[i]) for i in members),
+                    elements=sum(_elements(leaves[i]) for i in members),
+                    state_bytes=0 if part is None else _bytes(part.state.param_states),
+                    definition="frozen" if part is None else type(group.definition).__name__,
+                    hyper_params="" if part is None else _hyper_params(part),
+                    precision="" if precision is None else _value(precision, None),
+                )
+            )
     return rows
-
-
-def _row(
-    part: GroupSelection,
-    outer: str,
-    paths: tuple[str, ...],
-    elements: int,
-    state_bytes: int,
-    hyper_params: str,
-) -> GroupRow:
-    group: Group = part.group
-    definition = "frozen" if group.is_frozen else type(group.definition).__name__
-    stored = group.definition.precision if isinstance(group.definition, HasPrecision) else None
-    return GroupRow(
-        outer + group.name,
-        pattern_str(group.pattern),
-        paths,
-        elements,
-        state_bytes,
-        definition,
-        hyper_params,
-        "" if stored is None else _value(stored, None),
-    )
 
 
 def _hyper_params(optimizer: Optimizer) -> str:
@@ -178,9 +160,7 @@ def _used(optimizer: Optimizer) -> Any:
     """The hyper-parameters of the next update, if they can be known."""
     definition = optimizer.optimizer_def
     leaves = jax.tree.leaves(optimizer)
-    if not isinstance(definition, ResolvesHyperParams) or any(
-        isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) for leaf in leaves
-    ):
+    if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) for leaf in leaves):
         return None
     try:
         return definition.resolve_hyper_params(

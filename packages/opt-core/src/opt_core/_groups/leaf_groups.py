@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.selection import described
 from opt_core._optimizer import Optimizer
-from opt_core._paths import Names
+from opt_core._paths import Names, flatten_with_paths
 
 
 def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
@@ -42,5 +41,6 @@ def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names
 def members(optimizer: Optimizer) -> Iterator[tuple[Names, Names]]:
     """Yields the group and the path of every leaf that is updated."""
     for group, part in leaf_groups(optimizer):
-        for leaf in described(part.target)[0]:
-            yield group, leaf.names
+        for names, leaf in flatten_with_paths(part.target):
+            if leaf is not None:
+                yield group, names

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from opt_core._gradients import gradient_leaves
+from opt_core._groups.division import Division
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.patterns import REST
-from opt_core._groups.selection import Selection, has_shape, select
-from opt_core._groups.table import Group
+from opt_core._groups.patterns import has_shape
 from opt_core._optimizer import Optimizer
 
 
@@ -66,21 +65,20 @@ def group_metrics(before: Optimizer, grads: Any, after: Optimizer) -> dict[str, 
       >>> {name: [float(x) for x in jax.tree.leaves(norms)] for name, norms in found.items()}
       {'weights': [5.0, 4.0, 2.5, 0.625], 'rest': [0.0, 2.0, 0.0, 0.0]}
     """
-    selection = selection_of(before)
-    needed = {selection.paths[i] for part in selection.trained for i in part.members}
-    gradients = gradient_leaves(before.target, grads, needed)
+    division = _division(before)
+    gradients = gradient_leaves(before.target, grads, optional=frozenset(division.frozen))
     old, new = jax.tree.leaves(before.target), jax.tree.leaves(after.target)
-    found = OrderedDict[str, GroupNorms]()  # of a dict, `jax.jit` sorts the keys
-    for part in selection.parts:
-        if not part.members:
+    norms = OrderedDict[str, GroupNorms]()  # of a dict, `jax.jit` sorts the keys
+    for name, members in division.members.items():
+        if not members:
             continue
-        updates = [] if part.group.is_frozen else [(new[i], old[i]) for i in part.members]
-        parameter = _norm([(old[i],) for i in part.members])
+        updates = [(new[i], old[i]) for i in members] if name in division.trained else []
+        parameter = _norm([(old[i],) for i in members])
         update = _norm(updates)
         ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
-        gradient = _norm([(gradients[i],) for i in part.members if gradients[i] is not None])
-        found[part.group.name] = GroupNorms(gradient, parameter, update, ratio)
-    return found
+        gradient = _norm([(gradients[i],) for i in members if gradients[i] is not None])
+        norms[name] = GroupNorms(gradient, parameter, update, ratio)
+    return norms
 
 
 class ClipMetrics(flax.struct.PyTreeNode):
@@ -119,12 +117,13 @@ def clip_metrics(norms: Mapping[str, GroupNorms], max_norm: Any) -> ClipMetrics:
     return ClipMetrics(norm, is_above.astype(jnp.float32), factor.astype(jnp.float32))
 
 
-def selection_of(optimizer: Optimizer) -> Selection:
-    """Returns the groups of an optimizer's parameters."""
+def _division(optimizer: Optimizer) -> Division:
+    """The groups of any optimizer; one without groups is a single one."""
     definition = optimizer.optimizer_def
     if isinstance(definition, MultiOptimizer):
-        return definition.select(optimizer.target)
-    return select([Group("rest", REST, definition)], optimizer.target, None)
+        return definition.division(optimizer.state)
+    treedef: Any = jax.tree.structure(optimizer.target)
+    return Division(("rest",), ("rest",), (0,) * treedef.num_leaves, treedef)
 
 
 def _norm(terms: list[tuple[Any, ...]]) -> jax.Array:

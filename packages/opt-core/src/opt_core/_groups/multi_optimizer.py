@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 
-from opt_core._aliasing import unalias
-from opt_core._description.values import StateDescription
-from opt_core._groups import overrides as hypers
-from opt_core._groups.axes import derive_axes
-from opt_core._groups.description import describe_groups
-from opt_core._groups.grouped import Grouped
-from opt_core._groups.state_dict import (
-    GroupOptimizer,
-    group_optimizers,
-    is_merged,
-    is_whole,
-    match_groups,
-    read_list_layout,
-    target_dict,
-    write_states,
+from opt_core._axes import axes_of_leaves
+from opt_core._description.describe import describe_state
+from opt_core._description.values import (
+    LeafDescription,
+    StateDescription,
+    TransformationDescription,
 )
-from opt_core._groups.states import join_states
-from opt_core._groups.updates import (
-    args_of_params,
-    extra_arg_names,
-    resolve_groups,
-    takes_per_example_grads,
-    update_groups,
+from opt_core._gradients import gradient_leaves
+from opt_core._groups.axes import with_axes
+from opt_core._groups.division import Division, GroupStates
+from opt_core._groups.extra_args import check_used, taken_args
+from opt_core._groups.overrides import (
+    RESERVED,
+    check_group_overrides,
+    check_length,
+    known_names,
+    listed,
+    naming,
 )
-from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
+from opt_core._groups.patterns import LogicalAxes, Rest, logical_axes_by_path
+from opt_core._groups.table import (
+    FROZEN,
+    Group,
+    Pair,
+    Rule,
+    check_groups,
+    divide,
+    groups_of_pairs,
+    groups_of_rules,
+)
+from opt_core._hyper_params import check_missing
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core._paths import flatten_with_paths, parts_at
 from opt_core._report import RestoreReport
+from opt_core._state_dict import to_state_dict
+from opt_core.errors import GroupError, HyperParamError
 
 
-class MultiOptimizer(Grouped):
+class MultiOptimizer(OptimizerDef):
     """Several definitions over disjoint groups of the parameters.
 
-    Every definition sees a tree with only the leaves of its group. Leaves without a group are
-    frozen: they have no state, are returned unchanged, and need no gradient.
+    Every definition sees the containers of the parameters, with `()` where a leaf belongs to
+    another group. Leaves without a group are frozen: they have no state, are returned unchanged,
+    and need no gradient. Which leaf belongs to which group is decided in `create`, and carried by
+    the state (`GroupStates.division`).
 
     Args:
-      *traversals_and_optimizers: pairs of a pattern and a definition, or one sequence of them. A
-        pattern is a traversal with `iterate` and `update` (`flax.traverse_util`), or what
-        `from_rules` takes.
+      *pairs: pairs of a pattern and a definition, or one sequence of them. A pattern is a traversal
+        with `iterate` and `update` (`flax.traverse_util`), or what `from_rules` takes.
       names: of the groups; by default `'0'`, `'1'`, ...
       rest: the definition of the leaves that no pattern matches; `FROZEN` by default, as in Flax.
 
@@ -75,6 +87,132 @@ class MultiOptimizer(Grouped):
       {'bias': 0.75, 'kernel': 0.5, 'scale': 1.0}
     """
 
+    groups: tuple[Group, ...]
+    sub_optimizers: tuple[OptimizerDef, ...]
+    traversals: tuple[Any, ...]
+    param_axes: LogicalAxes | None
+
+    def __init__(
+        self,
+        *pairs: Pair | Iterable[Pair],
+        names: Sequence[str] | None = None,
+        rest: OptimizerDef = FROZEN,
+    ) -> None:
+        self._define(groups_of_pairs(pairs, names, rest), None)
+
+    @classmethod
+    def from_rules(
+        cls, rules: Iterable[Rule], *, rest: OptimizerDef | None = None, param_axes: Any = None
+    ) -> Self:
+        """Returns the definition for an ordered table of path patterns.
+
+        Args:
+          rules: rows `(pattern, definition)` or `(name, pattern, definition)`; `FROZEN` may stand
+            for a definition. A pattern is a regular expression that matches the whole path
+            (`decoder/layers_0/mlp/wi/kernel`), a function of `(path, leaf)` where `leaf` is a
+            `jax.ShapeDtypeStruct`, or a set of logical axes, all of which a leaf must have.
+          rest: the definition of the leaves that no pattern matches. Without it they are an error.
+          param_axes: a tree like the parameters with a `PartitionSpec` per leaf, for sets of
+            logical axes and for definitions that take them.
+
+        Raises:
+          GroupError: see the class; or no pattern matches a leaf, and `rest` is not given.
+
+        Examples:
+          >>> from opt_core import MultiOptimizer
+          >>> sgd, adam = OptimizerDef('sgd'), OptimizerDef('adam')
+          >>> rules = [('norms', '.*norm/.*', sgd), ('.*old_head.*', FROZEN)]
+          >>> [group.name for group in MultiOptimizer.from_rules(rules, rest=adam).groups]
+          ['norms', '1', 'rest']
+        """
+        self = cls.__new__(cls)
+        self._define(groups_of_rules(rules, rest), None)
+        return self if param_axes is None else self.with_param_axes(param_axes)
+
+    def with_groups(self, groups: Sequence[Group]) -> Self:
+        """Returns the definition with another table, see `groups`; known logical axes are kept."""
+        new = type(self).__new__(type(self))
+        new._define(groups, self.param_axes)
+        return new
+
+    def _define(self, groups: Sequence[Group], param_axes: LogicalAxes | None) -> None:
+        check_groups(groups)
+        trained = [group for group in groups if not group.is_frozen]
+        definitions = tuple(group.definition for group in trained)
+        vars(self).pop("_fingerprint_cache", None)
+        vars(self).update(
+            groups=tuple(groups),
+            sub_optimizers=definitions,
+            traversals=tuple(group.pattern for group in trained),
+            hyper_params=tuple(definition.hyper_params for definition in definitions),
+            param_axes=param_axes,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"`{name}`: a `{type(self).__name__}` cannot change. Build another one, and carry the "
+            "state over with `regroup`; or override for one update: "
+            "`apply_gradient(grads, hyper_params=...)`."
+        )
+
+    def _identity(self) -> Any:
+        return (self.groups, self.param_axes)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return copy.copy(self)
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{group}: {group.definition!r}" for group in self.groups)
+        return f"{type(self).__name__}({rows})"
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """The names of the groups that are not frozen, in order."""
+        return tuple(group.name for group in self.groups if not group.is_frozen)
+
+    # Who belongs where.
+
+    def select(self, params: Any) -> Division:
+        """Returns how the patterns divide a tree of parameters, as `create` does.
+
+        An optimizer that exists has its own division in its state, which counts.
+
+        Args:
+          params: arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+
+        Raises:
+          GroupError: the groups do not partition the tree.
+        """
+        return divide(self.groups, params, self.param_axes, may_be_empty=self.may_be_empty)
+
+    def may_be_empty(self, group: Group) -> bool:
+        """Returns whether a group may have no leaf: the rest alone; of others that is an error."""
+        return isinstance(group.pattern, Rest)
+
+    def division(self, state: OptimizerState) -> Division:
+        """Returns how the parameters of an optimizer are divided, as decided in its `create`.
+
+        Raises:
+          GroupError: the state was made for other groups.
+        """
+        states = state.param_states
+        names = [group.name for group in self.groups]
+        is_grouped = isinstance(states, GroupStates)
+        if not is_grouped or set(states) != set(self.group_names):
+            found = f"groups {list(states)}" if is_grouped else f"a {type(states).__name__}"
+            raise GroupError(
+                f"`param_states`: expected `GroupStates` of the groups {list(self.group_names)}, "
+                f"found {found}. Create the optimizer with this definition, carry its state over "
+                "with `regroup`, or read a state dict with `restore_state`."
+            )
+        division: Division = states.division
+        if set(division.names) != set(names):
+            raise GroupError(
+                f"`param_states`: expected the groups {names}, found {list(division.names)}, of "
+                "which some are frozen. Carry the state over with `regroup`."
+            )
+        return division
+
     def split(self, optimizer: Optimizer) -> dict[str, Optimizer]:
         """Returns an optimizer per group that is not frozen, as its definition sees it.
 
@@ -82,20 +220,25 @@ class MultiOptimizer(Grouped):
           optimizer: one of this definition.
 
         Examples:
-          >>> from opt_core import GroupStates
-          >>> definition = MultiOptimizer(('w', OptimizerDef(None)), names=['weights'])
-          >>> params = {'w': jnp.ones(2), 'b': jnp.ones(1)}
-          >>> state = OptimizerState(jnp.int32(3), GroupStates({'weights': {'w': jnp.zeros(2)}}))
-          >>> definition.split(Optimizer(definition, state, params))['weights'].target.keys()
-          dict_keys(['w'])
+          >>> class Sgd(OptimizerDef):
+          ...     def init_state(self, params):
+          ...         return OptimizerState(jnp.zeros((), jnp.int32), ())
+          >>> definition = MultiOptimizer(('w', Sgd(None)), names=['weights'])
+          >>> optimizer = definition.create({'w': 1.0, 'b': 2.0})
+          >>> definition.split(optimizer)['weights'].target
+          {'b': (), 'w': 1.0}
         """
-        shared = self._group_optimizers(optimizer.target, optimizer.state)
-        return {group.name: group.optimizer for group in shared}
+        division, state = self.division(optimizer.state), optimizer.state
+        return {
+            name: Optimizer(
+                definition,
+                OptimizerState(state.step, state.param_states[name]),
+                division.cut(name, optimizer.target),
+            )
+            for name, definition in zip(self.group_names, self.sub_optimizers, strict=True)
+        }
 
-    def _group_optimizers(self, target: Any, state: OptimizerState) -> list[GroupOptimizer]:
-        return list(
-            group_optimizers(self._selection_like(target), self.sub_optimizers, target, state)
-        )
+    # Updates.
 
     def init_state(self, params: Any) -> OptimizerState:
         """Returns the state of every group before the first step.
@@ -106,21 +249,19 @@ class MultiOptimizer(Grouped):
         Returns:
           One `step`; the `param_states` of every group by its name (`GroupStates`).
         """
-        selection = self._selections.of(params, creates=True)
-        leaves = jax.tree.leaves(params)
-        parts = zip(selection.trained, self.sub_optimizers, strict=True)
-        states = [d.init_state(part.cut(leaves)).param_states for part, d in parts]
-        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        division = self.select(params)
+        states = {
+            name: definition.init_state(division.cut(name, params)).param_states
+            for name, definition in zip(self.group_names, self.sub_optimizers, strict=True)
+        }
+        is_abstract = any(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)
+        )
         step = jax.eval_shape(_zero) if is_abstract else _zero()
-        return OptimizerState(step, join_states(selection, states))
+        return OptimizerState(step, GroupStates(states, division))
 
     def apply_gradient(
-        self,
-        hyper_params: Any,
-        params: Any,
-        state: OptimizerState,
-        grads: Any,
-        **extra_args: Any,
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
     ) -> tuple[Any, OptimizerState]:
         """Makes one update of every group.
 
@@ -132,8 +273,10 @@ class MultiOptimizer(Grouped):
           **extra_args: passed to the definitions that use them.
 
         Raises:
+          GroupError: an extra argument is about all parameters, such as the function of a line
+            search, and a group that takes it has some of them.
           HyperParamError: `hyper_params` has the wrong length; or raised by a definition.
-          TreeMismatchError: `grads` have other containers or keys than `params`.
+          TreeMismatchError: `grads` have other containers, keys or shapes than `params`.
         """
         return self._update("apply_gradient", hyper_params, params, state, grads, extra_args)
 
@@ -163,15 +306,37 @@ class MultiOptimizer(Grouped):
         grads: Any,
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, OptimizerState]:
-        hypers.check_length(hyper_params, self.group_names)
-        return update_groups(
-            self.select(params),
-            Optimizer(self, state, params),
-            grads,
-            method=method,
-            hyper_params=hyper_params,
-            extra_args=extra_args,
+        check_length(hyper_params, self.group_names)
+        division, parts = self.division(state), self.split(Optimizer(self, state, params))
+        gradients = division.treedef.unflatten(
+            gradient_leaves(params, grads, optional=frozenset(division.frozen))
         )
+        results = division.leaves(params)
+        if method == "compute_updates":
+            for i in division.frozen:
+                results[i] = jnp.zeros_like(results[i])
+        states: dict[str, Any] = {}
+        used = frozenset[str]()
+        for (name, part), hyper in zip(parts.items(), hyper_params, strict=True):
+            definition = part.optimizer_def
+            operands = hyper, part.target, part.state, division.cut(name, gradients)
+            with naming(name):
+                taken = taken_args(definition, extra_args, division, name)
+                new, new_state = getattr(definition, method)(*operands, **taken)
+            used |= taken.keys()
+            division.paste(name, new, results)
+            states[name] = new_state.param_states
+        check_used(extra_args, used)
+        new_state = OptimizerState(increment_step(state.step), GroupStates(states, division))
+        return division.treedef.unflatten(results), new_state
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that some definition takes in its update and none overrides."""
+        asked = frozenset(names) - RESERVED
+        taken = frozenset[str]().union(*(d.extra_arg_names(asked) for d in self.sub_optimizers))
+        return frozenset(name for name in taken if not self.has_hyper_param(name))
+
+    # Hyper-parameters.
 
     def has_hyper_param(self, name: str) -> bool:
         """Returns whether some group has a hyper-parameter of that name."""
@@ -185,46 +350,53 @@ class MultiOptimizer(Grouped):
         Args:
           missing: `'ignore'` to apply an override only to the groups that have it.
           **overrides: `hyper_params=` a sequence with one dataclass per group that is not frozen;
-            `group_overrides=` a mapping from group names to overrides; any other name reaches every
-            group, or with a mapping from names of groups as its value those groups.
+            `group_overrides=` a mapping from names of groups to overrides,
+            `{'group': {'learning_rate': 0.1}}`; any other name reaches every group.
 
         Raises:
           HyperParamError: a wrong length, an unknown group, or a name that a group does not have.
         """
-        given = overrides.pop("hyper_params", None)
-        by_group = hypers.by_group(overrides.pop("group_overrides", None), given, self.groups)
-        if given is not None:
-            hypers.check_length(given, self.group_names)
-        shared = hypers.of_groups(overrides, self.group_names, self.sub_optimizers, missing=missing)
-        found = []
-        names = zip(self.group_names, self.sub_optimizers, shared, strict=True)
-        for i, (name, definition, broadcast) in enumerate(names):
-            own: dict[str, Any] = {} if given is None else {"hyper_params": given[i]}
-            if missing != "error" and isinstance(definition, MultiOptimizer):
-                own["missing"] = missing
-            with hypers.named(name):
-                found.append(
-                    self._hyper_params_of(definition, own, broadcast, by_group.get(name, {}))
-                )
-        return tuple(found)
+        check_missing(missing)
+        hyper_params = overrides.pop("hyper_params", None)
+        by_group = overrides.pop("group_overrides", None) or {}
+        if hyper_params is not None:
+            check_length(hyper_params, self.group_names)
+        check_group_overrides(by_group, hyper_params, self.groups)
+        self._check_reach(overrides, missing)
+        updated = []
+        for i, (name, definition) in enumerate(
+            zip(self.group_names, self.sub_optimizers, strict=True)
+        ):
+            values = {
+                key: value
+                for key, value in overrides.items()
+                if missing == "error" or definition.has_hyper_param(key)
+            }
+            if hyper_params is not None:
+                values["hyper_params"] = hyper_params[i]
+            if isinstance(definition, MultiOptimizer):
+                values["missing"] = missing
+            with naming(name):
+                updated.append(definition.update_hyper_params(**values | by_group.get(name, {})))
+        return tuple(updated)
 
-    def _hyper_params_of(
-        self,
-        definition: OptimizerDef,
-        given: Mapping[str, Any],
-        broadcast: Mapping[str, Any],
-        overrides: Mapping[str, Any],
-    ) -> Any:
-        """Those of one group: given or its own, with overrides for all groups and for this one."""
-        return definition.update_hyper_params(**given, **{**broadcast, **overrides})
+    def _check_reach(self, overrides: Iterable[str], missing: str) -> None:
+        """Raises a `HyperParamError` for overrides that no group has."""
+        if not self.sub_optimizers and (names := listed(overrides)) != "none":
+            raise HyperParamError(f"{names}: there is no group to override: all of them are frozen")
+        if missing == "error":
+            return  # the first group that lacks one says so
+        for name in overrides:
+            if not self.has_hyper_param(name):
+                known = listed(dict.fromkeys(known_names(self.hyper_params)))
+                raise HyperParamError(
+                    f"no group has a hyper-parameter `{name}`; the groups have {known}"
+                )
 
     def resolve_hyper_params(
         self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
     ) -> dict[str, Any]:
-        """Returns the hyper-parameters that an update uses, by group.
-
-        Schedules are resolved to numbers if a group's definition supports it
-        (`opt_core.protocols.ResolvesHyperParams`).
+        """Returns the hyper-parameters that an update uses, by group, schedules as numbers.
 
         Args:
           hyper_params: one dataclass per group that is not frozen, in order.
@@ -232,32 +404,46 @@ class MultiOptimizer(Grouped):
           state: the state that belongs to them.
           **extra_args: passed to the definitions that use them.
         """
-        hypers.check_length(hyper_params, self.group_names)
-        return resolve_groups(
-            self.select(params),
-            list(self.split(Optimizer(self, state, params)).values()),
-            jax.tree.leaves(params),
-            hyper_params=hyper_params,
-            extra_args=extra_args,
-        )
+        check_length(hyper_params, self.group_names)
+        division = self.division(state)
+        parts = self.split(Optimizer(self, state, params))
+        resolved: dict[str, Any] = {}
+        used = frozenset[str]()
+        for (name, part), hyper in zip(parts.items(), hyper_params, strict=True):
+            definition = part.optimizer_def
+            with naming(name):
+                taken = taken_args(definition, extra_args, division, name)
+                resolved[name] = definition.resolve_hyper_params(
+                    hyper, part.target, part.state, **taken
+                )
+            used |= taken.keys()
+        check_used(extra_args, used)
+        return resolved
 
-    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that some definition takes in its update and none overrides."""
-        return extra_arg_names(self.sub_optimizers, names)
+    # Axes and meaning.
 
-    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that refer to the parameters for some definition."""
-        return args_of_params(self.sub_optimizers, names)
-
-    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
-        """Returns whether some definition takes its group's gradients per example.
+    def with_param_axes(self, param_axes: Any) -> Self:
+        """Returns a definition whose patterns and definitions know the logical axes.
 
         Args:
-          params: pytree of parameters.
-          state: the state that belongs to them.
-          grads: pytree like `params`; frozen leaves may be `None` or missing.
+          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
         """
-        return takes_per_example_grads(self.select(params), Optimizer(self, state, params), grads)
+        axes = logical_axes_by_path(param_axes)
+        new = type(self).__new__(type(self))
+        new._define(with_axes(self.groups, param_axes, axes), axes)
+        return new
+
+    def set_param_axes(self, param_axes: Any) -> None:
+        """Sets the logical axes, before `create`, as T5X's trainer does.
+
+        Prefer `with_param_axes`: functions compiled with this definition do not see the change.
+        The definitions of the groups are not changed; this one replaces them by copies.
+
+        Args:
+          param_axes: see `with_param_axes`. If it is rejected, nothing changes.
+        """
+        new = self.with_param_axes(param_axes)
+        self._define(new.groups, new.param_axes)
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns the optimizer with every leaf replaced by its logical axes.
@@ -268,65 +454,143 @@ class MultiOptimizer(Grouped):
             and FrozenDicts are interchangeable.
 
         Returns:
-          An `Optimizer`: the axes as its target, `None` as its step. For a definition that does not
-          derive axes, a leaf of its state with the parameter's shape has the parameter's axes.
+          An `Optimizer`: the axes as its target, `None` as its step.
 
         Raises:
           TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
         """
-        selection = self.select(optimizer.target)
-        target, param_states = derive_axes(
-            selection, optimizer, list(self.split(optimizer).values()), param_axes
-        )
-        return Optimizer(self, OptimizerState(step=None, param_states=param_states), target)
+        division = self.division(optimizer.state)
+        axes = division.treedef.unflatten(axes_of_leaves(division.paths, param_axes))
+        states = {
+            name: part.optimizer_def.derive_logical_axes(
+                part, division.cut(name, axes)
+            ).state.param_states
+            for name, part in self.split(optimizer).items()
+        }
+        return Optimizer(self, OptimizerState(None, GroupStates(states, division)), axes)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns what the state of every group means, as described by its definition.
-
-        Leaves and transformations have their groups. Parameters have their paths in the whole tree,
-        whatever a group's definition sees.
 
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
           state: the state that belongs to them.
         """
-        return describe_groups(self, params, state)
+        paths = (path for path, x in flatten_with_paths(state.param_states) if x is not None)
+        leaves: list[LeafDescription] = []
+        transformations: list[TransformationDescription] = []
+        for name, part in self.split(Optimizer(self, state, params)).items():
+            inner = describe_state(part)
+            leaves += [
+                dataclasses.replace(leaf, group=(name, *leaf.group), path=path)
+                for leaf, path in zip(inner.leaves, paths, strict=False)
+            ]
+            transformations += [
+                dataclasses.replace(x, group=(name, *x.group)) for x in inner.transformations
+            ]
+        return StateDescription(tuple(leaves), tuple(transformations))
+
+    # State dicts.
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.
 
-        Every definition writes its own part. If every group keeps an entry per parameter,
-        `param_states` has the parameters' paths, with `None` for frozen ones, as in Flax and T5X;
-        otherwise it has an entry per group by name, omitting groups with nothing to write.
+        If every group keeps an entry per parameter, `param_states` has the parameters' paths, with
+        `None` for frozen ones, as in Flax and T5X; otherwise it has an entry per group by name,
+        which its definition writes, omitting groups with nothing to write.
 
         Args:
           target: the parameters.
           state: the state that belongs to them.
         """
-        states = write_states(target, self._group_optimizers(target, state))
-        return target_dict(target, state.step, states)
+        merged = self._merged(state)
+        written = {"step": to_state_dict(state.step)}
+        if merged is not None:
+            written["param_states"] = to_state_dict(merged)
+            return {"target": to_state_dict(target), "state": written}
+        entries = {
+            name: part.optimizer_def.state_dict(part.target, part.state)["state"].get(
+                "param_states", {}
+            )
+            for name, part in self.split(Optimizer(self, state, target)).items()
+        }
+        if entries := {name: entry for name, entry in entries.items() if _has_content(entry)}:
+            written["param_states"] = entries
+        return {"target": to_state_dict(target), "state": written}
 
-    def _has_entries(self, structure: Any, target: Any, state: OptimizerState) -> bool:
-        del structure
-        return is_merged(self._group_optimizers(target, state))
+    def _merged(self, state: OptimizerState) -> Any:
+        """The states as one tree with an entry per parameter; `None` if they are not laid out so.
+
+        A definition that writes or restores its own state dict has a layout of its own.
+        """
+        division = self.division(state)
+        positions = division.treedef.unflatten(range(len(division.owners)))
+        entries: list[Any] = [None] * len(division.owners)
+        for name, definition in zip(self.group_names, self.sub_optimizers, strict=True):
+            states = state.param_states[name]
+            if isinstance(definition, MultiOptimizer):
+                states = definition._merged(OptimizerState(state.step, states))
+            elif _writes_itself(definition) or _restores_itself(definition):
+                return None
+            structure: Any = jax.tree.structure(division.cut(name, positions))
+            if states is None or parts_at(structure, states) is None:
+                return None
+            division.paste(name, states, entries)
+        return division.treedef.unflatten(entries)
 
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        given = self._group_optimizers(target, state)
-        state_dict, problems = read_list_layout(state_dict, given)
-        if not is_whole(state_dict):
-            return super()._match(target, state, state_dict)
-        whole = Optimizer(self, state, target)
-        restored, report = match_groups(whole, state_dict, given, self._match_rest)
-        found = dataclasses.replace(report, mismatches=(*problems, *report.mismatches))
-        return unalias(restored), found
+        like = OptimizerState(state.step, self._to_layout(target, state))
+        (target, restored), report = super()._match(target, like, state_dict)
+        states = self._from_layout(target, state, restored.param_states)
+        return (target, OptimizerState(restored.step, states)), report
 
-    def _match_rest(
-        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
-    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        """Restores the step and the frozen leaves; leaves of groups are `()` here."""
-        return super()._match(target, state, state_dict)
+    def _to_layout(self, target: Any, state: OptimizerState) -> Any:
+        """The states in the containers of a state dict."""
+        if (merged := self._merged(state)) is not None:
+            return merged
+        states: dict[str, Any] = {}
+        for name, part in self.split(Optimizer(self, state, target)).items():
+            definition = part.optimizer_def
+            if isinstance(definition, MultiOptimizer):
+                states[name] = definition._to_layout(part.target, part.state)
+            elif _restores_itself(definition):
+                written = definition.state_dict(part.target, part.state)["state"]
+                states[name] = written.get("param_states", {})
+            else:
+                states[name] = part.state.param_states
+        return GroupStates(states, self.division(state))
+
+    def _from_layout(self, target: Any, state: OptimizerState, layout: Any) -> GroupStates:
+        """The inverse of `_to_layout`."""
+        division = self.division(state)
+        is_grouped = isinstance(layout, GroupStates)
+        states: dict[str, Any] = {}
+        for name, part in self.split(Optimizer(self, state, target)).items():
+            definition = part.optimizer_def
+            states[name] = layout[name] if is_grouped else division.cut(name, layout)
+            if isinstance(definition, MultiOptimizer):
+                states[name] = definition._from_layout(part.target, part.state, states[name])
+            elif _restores_itself(definition):
+                entry = to_state_dict(states[name])
+                written = {"step": to_state_dict(state.step), "param_states": entry}
+                whole = {"target": to_state_dict(part.target), "state": written}
+                _, restored = definition.restore_state(part.target, part.state, whole)
+                states[name] = restored.param_states
+        return GroupStates(states, division)
+
+
+def _writes_itself(definition: OptimizerDef) -> bool:
+    return type(definition).state_dict is not OptimizerDef.state_dict
+
+
+def _restores_itself(definition: OptimizerDef) -> bool:
+    return type(definition).restore_state is not OptimizerDef.restore_state
+
+
+def _has_content(entry: Any) -> bool:
+    return not isinstance(entry, Mapping) or bool(entry)
 
 
 def _zero() -> jax.Array:

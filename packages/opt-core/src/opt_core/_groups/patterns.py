@@ -1,8 +1,4 @@
-"""Patterns, which select leaves of a tree.
-
-They see paths, shapes, dtypes and logical axes, never values, so that a tree has the same groups
-before, inside and after a compiled function.
-"""
+"""Patterns, which select leaves of a tree by paths, shapes, dtypes and logical axes, not values."""
 
 from __future__ import annotations
 
@@ -15,9 +11,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.sharding import PartitionSpec
 
-from opt_core._paths import Names, flatten_with_paths, path_str
+from opt_core._paths import Names, flatten_with_paths, path_names, path_str
 from opt_core._state_dict import to_state_dict
 from opt_core.errors import GroupError
 
@@ -49,12 +44,7 @@ class Traversal(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Except:
-    """The leaves that `pattern` matches and `excluded` does not.
-
-    Attributes:
-      pattern: any pattern.
-      excluded: another.
-    """
+    """The leaves that one pattern matches and another does not."""
 
     pattern: Any
     excluded: Any
@@ -63,49 +53,41 @@ class Except:
         return f"{pattern_str(self.pattern)} but not {pattern_str(self.excluded)}"
 
 
-class Leaf:
-    """The properties of a leaf that a pattern may read.
+def has_shape(leaf: Any) -> bool:
+    """Whether it is an array, abstract or not."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
-    Attributes:
-      names: the names along its path.
-      path: the same, joined by `/`.
-      info: a `jax.ShapeDtypeStruct`, or a placeholder if the shape is not known yet.
-    """
+
+class Leaf:
+    """What a pattern may read of a leaf: its path, and `info`, its shape and dtype if known."""
 
     __slots__ = ("info", "names", "path")
 
     def __init__(self, names: Names, value: Any) -> None:
         self.names, self.path = names, path_str(names)
         self.info: Any
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if has_shape(value):
             self.info = jax.ShapeDtypeStruct(value.shape, value.dtype)
         elif isinstance(value, bool | int | float | complex):
             self.info = jax.ShapeDtypeStruct((), jnp.result_type(value))
         else:
-            self.info = _Unknown(self.path, value)
+            self.info = _NotAnArray(self.path, type(value).__name__)
 
 
-class _Unknown:
-    """Stands for a leaf that is not an array, or of which only the path is known."""
+class _NotAnArray:
+    """Stands for a leaf of which only the path can be asked."""
 
     __slots__ = ("_kind", "_path")
 
-    def __init__(self, path: str, value: Any) -> None:
-        is_axes = value is None or isinstance(value, PartitionSpec)
-        self._path, self._kind = path, "" if is_axes else type(value).__name__
+    def __init__(self, path: str, kind: str) -> None:
+        self._path, self._kind = path, kind
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._kind:
-            raise GroupError(
-                f"a pattern asks for `{name}` of `{self._path}`, which is not an array but a "
-                f"{self._kind}: decide by the path"
-            )
         raise GroupError(
-            f"a pattern asks for `{name}` of `{self._path}`, of which only the path is known here. "
-            "Create the optimizer, or call `derive_logical_axes`, with this definition first, or "
-            "decide by the path."
+            f"a pattern asks for `{name}` of `{self._path}`, which is not an array but a "
+            f"{self._kind}: decide by the path"
         )
 
 
@@ -150,20 +132,41 @@ def check_pattern(pattern: Any) -> None:
         )
 
 
-def matched(
-    pattern: Any, tree: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
-) -> frozenset[int]:
-    """Returns the positions of the leaves that a pattern matches.
+def described(tree: Any) -> tuple[list[Leaf], Any]:
+    """Returns what patterns may read of every leaf, in order, and the structure."""
+    _check_names(tree)
+    treedef: Any = jax.tree.structure(tree)
+    return [Leaf(names, x) for names, x in flatten_with_paths(tree) if x is not None], treedef
 
-    Args:
-      pattern: any pattern but `REST`.
-      tree: the parameters' containers with `leaves[i].info` as leaves.
-      leaves: the same leaves, in order.
-      axes: logical axes by path; needed for a set of them.
-    """
+
+def _check_names(tree: Any) -> None:
+    """Raises a `GroupError` if two nodes of the tree have one path."""
+    known: dict[Names, Any] = {}
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+        names = path_names(keys)
+        for n in range(1, len(names) + 1):
+            other = known.setdefault(names[:n], keys[:n])
+            if other != keys[:n]:
+                both = " and ".join(f"`{jax.tree_util.keystr(path)}`" for path in (other, keys[:n]))
+                raise GroupError(
+                    f"{both} have the same path, `{path_str(names[:n])}`, and could not be "
+                    "distinguished; rename one of the keys"
+                )
+
+
+def positions_of(pattern: Any, tree: Any, axes: LogicalAxes | None) -> frozenset[int]:
+    """Returns the positions of the leaves of `tree` that a pattern matches."""
+    leaves, treedef = described(tree)
+    return matched(pattern, treedef, leaves, axes)
+
+
+def matched(
+    pattern: Any, treedef: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
+) -> frozenset[int]:
+    """Returns the positions of the leaves that a pattern, any but `REST`, matches."""
     match pattern:
         case Except(inner, excluded):
-            return matched(inner, tree, leaves, axes) - matched(excluded, tree, leaves, axes)
+            return matched(inner, treedef, leaves, axes) - matched(excluded, treedef, leaves, axes)
         case str() | re.Pattern():
             expression = re.compile(pattern)
             return frozenset(i for i, x in enumerate(leaves) if expression.fullmatch(x.path))
@@ -182,7 +185,7 @@ def matched(
             return frozenset(i for i, x in enumerate(leaves) if set(pattern) <= axes[x.names])
     try:
         if isinstance(pattern, Traversal):
-            return _traversed(pattern, tree, leaves)
+            return _traversed(pattern, treedef, leaves)
         return frozenset(i for i, x in enumerate(leaves) if _answer(pattern, x))
     except GroupError:
         raise
@@ -203,11 +206,12 @@ def _answer(pattern: Callable[[str, Any], Any], leaf: Leaf) -> bool:
     return bool(answer)
 
 
-def _traversed(traversal: Traversal, tree: Any, leaves: Sequence[Leaf]) -> frozenset[int]:
+def _traversed(traversal: Traversal, treedef: Any, leaves: Sequence[Leaf]) -> frozenset[int]:
+    tree = treedef.unflatten([leaf.info for leaf in leaves])
     if isinstance(traversal, traverse_util.ModelParamTraversal):
         # It knows nested dicts alone.
-        positions = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
-        tree = jax.tree.map(lambda i: leaves[i].info, to_state_dict(positions))
+        positions = to_state_dict(treedef.unflatten(range(len(leaves))))
+        tree = jax.tree.map(lambda i: leaves[i].info, positions)
     selected = {id(leaf) for part in traversal.iterate(tree) for leaf in jax.tree.leaves(part)}
     return frozenset(i for i, x in enumerate(leaves) if id(x.info) in selected)
 
@@ -215,17 +219,14 @@ def _traversed(traversal: Traversal, tree: Any, leaves: Sequence[Leaf]) -> froze
 def logical_axes_by_path(param_axes: Any) -> dict[Names, frozenset[str]]:
     """Returns the names of the logical axes of every leaf.
 
-    Args:
-      param_axes: nested containers with a `PartitionSpec`, or `None`, per parameter.
-
     Examples:
       >>> from jax.sharding import PartitionSpec as P
       >>> logical_axes_by_path({'w': P('embed', ('heads', 'kv'), None)})[('w',)] == {
       ...     'embed', 'heads', 'kv'}
       True
     """
-    found: dict[Names, frozenset[str]] = {}
+    by_path: dict[Names, frozenset[str]] = {}
     for names, spec in flatten_with_paths(param_axes):
         parts = [part if isinstance(part, tuple) else (part,) for part in tuple(spec or ())]
-        found[names] = frozenset(name for part in parts for name in part if name is not None)
-    return found
+        by_path[names] = frozenset(name for part in parts for name in part if name is not None)
+    return by_path

@@ -1,20 +1,20 @@
-"""The table of groups, which assigns a definition to each leaf of a tree."""
+"""The table of groups: how it is written, and how its patterns divide a tree."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
+from opt_core._groups.division import Division
 from opt_core._groups.patterns import (
     REST,
     Leaf,
     LogicalAxes,
     Rest,
-    Traversal,
     check_pattern,
+    described,
     matched,
     pattern_str,
 )
@@ -28,18 +28,19 @@ _ADVICE = (
     "patterns disjoint, or say `rest=FROZEN` or `rest=` a definition."
 )
 
+Pair: TypeAlias = tuple[Any, OptimizerDef]
+Rule: TypeAlias = Pair | tuple[str, Any, OptimizerDef]
 
-class Frozen(enum.Enum):
+
+class Frozen(OptimizerDef):
     """The type of `FROZEN`."""
-
-    FROZEN = "frozen"
 
     def __repr__(self) -> str:
         return "FROZEN"
 
 
-FROZEN = Frozen.FROZEN
-"""In place of a definition: these leaves have no state and are not updated."""
+FROZEN = Frozen(None)
+"""The definition of leaves that have no state and are not updated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Group:
 
     name: str
     pattern: Any
-    definition: OptimizerDef | Frozen
+    definition: OptimizerDef
 
     @property
     def is_frozen(self) -> bool:
@@ -65,79 +66,70 @@ class Group:
         return f"`{self.name}` ({pattern_str(self.pattern)})"
 
 
-def assign(
+def divide(
     groups: Sequence[Group],
     tree: Any,
-    leaves: Sequence[Leaf],
     axes: LogicalAxes | None,
     *,
-    allow_unused: bool = False,
-) -> list[int]:
-    """Returns the position of the group of every leaf.
-
-    Args:
-      groups: the table; at most one pattern is `REST`.
-      tree: the parameters' containers with `leaves[i].info` as leaves.
-      leaves: the same leaves, in order.
-      axes: logical axes by path, if known.
-      allow_unused: whether a traversal may match nothing, as in Flax and T5X. Any other pattern is
-        written for this package, and a typo in it must be reported.
-
-    Raises:
-      GroupError: a leaf is matched twice or never, or a pattern matches nothing; lists them all.
-    """
-    found = [
-        frozenset[int]() if isinstance(g.pattern, Rest) else matched(g.pattern, tree, leaves, axes)
-        for g in groups
+    may_be_empty: Callable[[Group], bool],
+) -> Division:
+    """Returns how the patterns of a table divide the parameters; lists all that is wrong."""
+    leaves, treedef = described(tree)
+    matches = [
+        frozenset[int]()
+        if isinstance(group.pattern, Rest)
+        else matched(group.pattern, treedef, leaves, axes)
+        for group in groups
     ]
-    rest = next((i for i, g in enumerate(groups) if isinstance(g.pattern, Rest)), None)
+    rest = [i for i, group in enumerate(groups) if isinstance(group.pattern, Rest)]
     owners: list[int] = []
     problems: list[str] = []
     for position, leaf in enumerate(leaves):
-        own = [i for i, matches in enumerate(found) if position in matches]
-        if not own and rest is not None:
-            own = [rest]
-        if len(own) != 1:
-            names = " and ".join(str(groups[i]) for i in own)
+        claims = [i for i, match in enumerate(matches) if position in match] or rest
+        if len(claims) != 1:
+            names = " and ".join(str(groups[i]) for i in claims)
             problems.append(f"`{leaf.path}` is matched by " + (names or "no group"))
-        owners.append(own[0] if own else -1)
-    for group, matches in zip(groups, found, strict=True):
-        may_be_unused = allow_unused and isinstance(group.pattern, Traversal)
-        if not matches and not may_be_unused and not isinstance(group.pattern, Rest):
+        owners.append(claims[0] if claims else -1)
+    for group, match in zip(groups, matches, strict=True):
+        if not match and not may_be_empty(group):
             problems.append(f"{group} matches no parameter" + _hint(group.pattern, leaves))
     if problems:
         raise GroupError(_message(problems))
-    return owners
+    trained = tuple(group.name for group in groups if not group.is_frozen)
+    return Division(tuple(group.name for group in groups), trained, tuple(owners), treedef)
 
 
 def _hint(pattern: Any, leaves: Sequence[Leaf]) -> str:
     if not isinstance(pattern, str | re.Pattern):
         return ""
-    found = sum(1 for leaf in leaves if re.search(pattern, leaf.path))
-    return f"; a part of the path matches for {found}: write '.*' around it" if found else ""
+    count = sum(1 for leaf in leaves if re.search(pattern, leaf.path))
+    return f"; a part of the path matches for {count}: write '.*' around it" if count else ""
 
 
 def _message(problems: Sequence[str]) -> str:
-    listed = [f"  {line}" for line in problems[:_LISTED]]
+    lines = [f"  {line}" for line in problems[:_LISTED]]
     if len(problems) > _LISTED:
-        listed.append(f"  ... and {len(problems) - _LISTED} more")
-    return "\n".join(
-        [
-            "the groups do not divide the parameters:",
-            *listed,
-            _ADVICE,
-        ]
-    )
-
-
-# How a table may be written.
+        lines.append(f"  ... and {len(problems) - _LISTED} more")
+    return "\n".join(["the groups do not divide the parameters:", *lines, _ADVICE])
 
 
 def groups_of_pairs(
-    given: Sequence[Any], names: Sequence[str] | None, rest: OptimizerDef | Frozen
+    pairs: Sequence[Any], names: Sequence[str] | None, rest: OptimizerDef
 ) -> list[Group]:
     """Returns the table of `(pattern, definition)` pairs, given as varargs or as one sequence."""
-    pairs = _pairs(given)
+    if len(pairs) == 1 and isinstance(pairs[0], Iterable) and not _is_pair(pairs[0]):
+        pairs = list(pairs[0])
+    if not pairs:
+        raise GroupError("there is no group: pass `(pattern, definition)` pairs")
+    for pair in pairs:
+        if not _has_two(pair):
+            raise TypeError(
+                f"a group is a pair `(pattern, definition)`; got a {type(pair).__name__}"
+            )
+        if not isinstance(pair[1], OptimizerDef):
+            raise TypeError(
+                f"a group is a pair `(pattern, definition)`; got {_no_definition(pair[1])}"
+            )
     names = [str(i) for i in range(len(pairs))] if names is None else list(names)
     if len(names) != len(pairs):
         raise GroupError(f"`names` has {len(names)} names for {len(pairs)} groups; give one each")
@@ -145,7 +137,17 @@ def groups_of_pairs(
     return [*rows, Group("rest", REST, rest)]
 
 
-def groups_of_rules(rules: Sequence[Any], rest: OptimizerDef | Frozen | None) -> list[Group]:
+def _is_pair(value: Any) -> bool:
+    """Whether it is a pair, right or wrong, and not a sequence of pairs."""
+    is_definition = _has_two(value) and isinstance(value[1], OptimizerDef)
+    return is_definition or (_has_two(value) and not _has_two(value[0]))
+
+
+def _has_two(pair: Any) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2
+
+
+def groups_of_rules(rules: Iterable[Any], rest: OptimizerDef | None) -> list[Group]:
     """Returns the table of `(pattern, definition)` or `(name, pattern, definition)` rows."""
     groups = []
     for position, row in enumerate(rules):
@@ -161,53 +163,15 @@ def check_groups(groups: Sequence[Group]) -> None:
     """Raises a `GroupError` or a `TypeError` for a table that is invalid for every tree."""
     if not groups:
         raise GroupError("there is no group: pass `(pattern, definition)` pairs")
-    names = [group.name for group in groups]
-    for name in names:
-        _check_name(name)
+    names: list[Any] = [group.name for group in groups]
+    for name, group in zip(names, groups, strict=True):
+        if not isinstance(name, str) or not name or "/" in name:
+            raise GroupError(f"a group's name is text without `/`; got {name!r}")
         if names.count(name) > 1:
-            raise GroupError(f"two groups are called `{name}`; rename one")
-    for group in groups:
+            raise GroupError(f"two groups are called `{group.name}`; rename one")
         check_pattern(group.pattern)
-        _check_definition(group, group.definition)
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or not name or "/" in name:
-        raise GroupError(f"a group's name is text without `/`; got {name!r}")
-
-
-def _check_definition(group: Group, definition: Any) -> None:
-    if not isinstance(definition, OptimizerDef | Frozen):
-        raise TypeError(f"group {group} has {_no_definition(definition)}")
-
-
-def _pairs(given: Sequence[Any]) -> list[tuple[Any, Any]]:
-    if len(given) == 1 and isinstance(given[0], Iterable) and not _looks_like_pair(given[0]):
-        given = list(given[0])
-    for pair in given:
-        if not _has_two(pair):
-            raise TypeError(
-                f"a group is a pair `(pattern, definition)`; got a {type(pair).__name__}"
-            )
-        if not _is_pair(pair):
-            raise TypeError(
-                f"a group is a pair `(pattern, definition)`; got {_no_definition(pair[1])}"
-            )
-    if not given:
-        raise GroupError("there is no group: pass `(pattern, definition)` pairs")
-    return [(pattern, definition) for pattern, definition in given]
-
-
-def _looks_like_pair(value: Any) -> bool:
-    return _has_two(value) and (_is_pair(value) or not _has_two(value[0]))
-
-
-def _has_two(pair: Any) -> bool:
-    return isinstance(pair, tuple | list) and len(pair) == 2
-
-
-def _is_pair(pair: Any) -> bool:
-    return _has_two(pair) and isinstance(pair[1], OptimizerDef | Frozen)
+        if not isinstance(group.definition, OptimizerDef):
+            raise TypeError(f"group {group} has {_no_definition(group.definition)}")
 
 
 def _no_definition(value: Any) -> str:

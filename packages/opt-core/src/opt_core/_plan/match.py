@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -11,12 +12,21 @@ import jax
 import numpy as np
 
 from opt_core._description.describe import describe_state
+from opt_core._description.values import TransformationDescription
 from opt_core._paths import Names
-from opt_core._plan.destinations import with_placement
-from opt_core._plan.initial import unlike_initial
-from opt_core._plan.kept import KeptDimensions
-from opt_core._plan.names import named_view
+from opt_core._plan.apply import unlike_initial
+from opt_core._plan.leaves import (
+    LeafInfo,
+    Source,
+    View,
+    leaf_name,
+    leaf_path,
+    named_view,
+    numbered,
+    state_path,
+)
 from opt_core._plan.pairing import STEP, Pair, pair_leaves
+from opt_core._plan.placement import with_placement
 from opt_core._plan.plan import Plan, Row
 from opt_core._plan.policy import (
     Move,
@@ -27,13 +37,10 @@ from opt_core._plan.policy import (
     setting_notes,
     structural_notes,
 )
-from opt_core._plan.rules import Action, Pad, Policy, Rename, Taking, sources_of
-from opt_core._plan.schema import LeafInfo, Source, leaf_name, leaf_path, numbered
+from opt_core._plan.rules import Action, KeptDimensions, Pad, Policy, Rename, Taking, sources_of
 from opt_core._plan.sides import Side, frozen, holds_parameters, side_of, state_leaves
 from opt_core._plan.stored import plain_sides, with_ways
-from opt_core._plan.suggestions import suggested_renames
 from opt_core._plan.values import RuledRows, fitted
-from opt_core._plan.view import View
 from opt_core.errors import SurgeryError
 
 Schedules = Literal["continue", "restart"]
@@ -414,3 +421,42 @@ def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
         if is_new and count is not None:
             row = dataclasses.replace(row, note=f"as `init` makes it, while {count}")
         yield row
+
+
+def suggested_renames(move: Move) -> Iterator[str]:
+    """Yields the `Rename` that would keep a state instead of dropping and initialising it.
+
+    Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
+    Two known transformations are not the same: Adam's moments are not Adamax's.
+    """
+    initial = {j for j, pair in enumerate(move.pairs) if not pair.sources and j not in move.ruled}
+    gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, initial)
+    for after, look in new.items():
+        like = [old for old, other in gone.items() if other == look and old.group == after.group]
+        is_one = len(like) == 1 and [*new.values()].count(look) == 1
+        if is_one and "stated" not in (like[0].source, after.source):
+            yield _suggestion(like[0], after)
+
+
+def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
+    """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
+    found = {}
+    for made in side.description.transformations:
+        own = side.leaves_of((made.group, made.name, made.number))
+        if own and all(i in chosen for i in own):
+            looks = (
+                (side.descriptions[i].field, side.descriptions[i].parameter, side.leaves[i].shape)
+                for i in own
+            )
+            found[made] = frozenset(looks)
+    return found
+
+
+def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:
+    was, now = numbered(old.name, old.number), numbered(new.name, new.number)
+    pattern = re.escape(leaf_name(state_path(new.group, now))).replace("\\#", "#") + "/(.*)"
+    source = leaf_name(state_path(old.group, was)).replace("\\", "\\\\") + "/\\1"
+    return (
+        f"`{now}` may be the former `{was}`: their states look the same. If so, say: "
+        f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
+    )

@@ -10,10 +10,8 @@ from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import jax.numpy as jnp
 
-from opt_core._plan.functions import function_name
-from opt_core._plan.rules import FREE, KINDS, Map, Pad, Rename, Stack, Unstack
-from opt_core._plan.schema import LeafInfo, Source, shown
-from opt_core._plan.view import View
+from opt_core._plan.leaves import LeafInfo, Source, View, shown
+from opt_core._plan.rules import FREE, KINDS, Map, Pad, Rename, Stack, Unstack, function_name
 from opt_core.errors import SurgeryError
 
 Action: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]

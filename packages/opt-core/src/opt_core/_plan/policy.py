@@ -36,15 +36,17 @@ import jax.numpy as jnp
 
 from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
 from opt_core._paths import Names, path_str
-from opt_core._plan.likes import (
+from opt_core._plan.pairing import (
     UPDATE,
+    Pair,
+    Pairs,
+    continued,
     like_numbers,
     setting_text,
     shared_settings,
     switched,
     without_code,
 )
-from opt_core._plan.pairing import Pair, Pairs, continued
 from opt_core._plan.rules import Allowance
 from opt_core._plan.sides import (
     TRAINED,
@@ -474,8 +476,8 @@ def setting_notes(move: Move) -> Iterator[str]:
     for group, name in dict.fromkeys((t.group, t.name) for t in new.description.transformations):
         if old.alike(group, name):
             numbers, _ = like_numbers(old, new, name, group, group)
-            for after, before in sorted(numbers.items()):
-                successors[(group, name, before), (group, name, after)] = None
+            for number, previous in sorted(numbers.items()):
+                successors[(group, name, previous), (group, name, number)] = None
     # Leaves that moved show which transformations of other groups go on.
     successors |= {pair: None for pair in move.continued if pair[0][0] != pair[1][0]}
     for before, after in successors:

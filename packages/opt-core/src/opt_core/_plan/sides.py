@@ -14,7 +14,7 @@ from opt_core._description.values import (
     TransformationDescription,
 )
 from opt_core._paths import Names
-from opt_core._plan.schema import LeafInfo, Schema, Source, leaf_path
+from opt_core._plan.leaves import LeafInfo, Schema, Source, leaf_path
 
 Made: TypeAlias = tuple[Names, str, int]
 """A transformation: group, name, number."""

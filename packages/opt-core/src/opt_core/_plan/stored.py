@@ -17,13 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from opt_core._optimizer import Optimizer
-from opt_core._plan.functions import abstract
-from opt_core._plan.names import named_view
-from opt_core._plan.placement import placed
+from opt_core._plan.leaves import HasShardings, LeafInfo, Schema, Source, View, named_view
 from opt_core._plan.plan import Plan, Row
-from opt_core._plan.rules import Policy
-from opt_core._plan.schema import HasShardings, LeafInfo, Schema, Source
-from opt_core._plan.view import View
+from opt_core._plan.rules import Policy, abstract
+from opt_core._shardings import placed
 from opt_core.errors import LeafError
 from opt_core.storage import EXTRAS, PlainOptimizer, decode, join, stored_as
 

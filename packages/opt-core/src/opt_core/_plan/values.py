@@ -13,29 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._paths import Names
-from opt_core._plan.functions import Refused, function_name, listed, result_of
-from opt_core._plan.kept import (
-    Kept,
-    KeptDimensions,
-    copies_parameter,
-    dims,
-    sm3_dimension,
-    with_dimension,
-)
+from opt_core._plan.leaves import LeafInfo, leaf_name
 from opt_core._plan.plan import Action, Row
 from opt_core._plan.rules import (
     FREE,
+    Kept,
+    KeptDimensions,
     Map,
     Pad,
     Policy,
+    Refused,
     Rename,
     Stack,
     Taking,
     Unstack,
+    copies_parameter,
+    dims,
     expanded,
+    function_name,
+    listed,
+    result_of,
+    sm3_dimension,
     sources_of,
+    with_dimension,
 )
-from opt_core._plan.schema import LeafInfo, leaf_name
 
 _ADVICE = "make it by a `Map` of its own, or initialise it"
 

@@ -20,7 +20,6 @@ from opt_core import (
     roles,
 )
 from opt_core.closures import origin_of, qualified
-from opt_core.errors import DescriptionError
 
 from opt_optax_bridge._description.dimensions import (
     Dimensions,
@@ -71,19 +70,13 @@ class _Slot(NamedTuple):
     kind: type | None = None
 
 
-def describe_optax(
-    tx: Any, params: Any, param_states: Any, aliases: Mapping[str, str]
-) -> StateDescription:
+def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
     """Returns what every leaf of a state means, and the transformations that keep them.
 
     Args:
       tx: the transformation.
       params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
       param_states: the state that belongs to them; likewise.
-      aliases: new names of transformations, by the names they would otherwise have.
-
-    Raises:
-      DescriptionError: an alias does not match any transformation.
     """
     params, states = (jax.tree.map(_abstract, tree) for tree in (params, param_states))
     root = open_transformation(tx)
@@ -104,7 +97,7 @@ def describe_optax(
     if listed and (seen := shown()) is not None:
         given = followed(given, seen, listed, list(shapes))
         slots = [_slot(role, made.places) for role in given]
-    names = _Names(root, made.nodes, slots, aliases)
+    names = _Names(root, made.nodes, slots)
     rows = list(zip(given, leaves, slots, strict=True))
     reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
     stated = [None if reshapes else _stated(*row, shapes) for row in rows]
@@ -210,7 +203,6 @@ class _Names:
       root: the transformation with everything nested in it.
       nodes: the transformations that made a state, in order.
       slots: one per leaf, in order.
-      aliases: new names, by the names they replace.
     """
 
     def __init__(
@@ -218,9 +210,8 @@ class _Names:
         root: Node,
         nodes: Sequence[Node],
         slots: Sequence[_Slot],
-        aliases: Mapping[str, str],
     ) -> None:
-        self._root, self._aliases = root, aliases
+        self._root = root
         self._numbers: dict[Any, tuple[Names, str, int]] = {}
         self._counts: dict[tuple[Names, str], int] = {}
         self._by_type: dict[tuple[Names, str, Names], Node | None] = {}
@@ -232,22 +223,12 @@ class _Names:
                 self._by_type.setdefault((slot.group, slot.name, slot.place), slot.node)
         for key in self._by_type:
             self._number(key, key[0], key[1])
-        self._check()
 
     def _number(self, key: Any, group: Names, name: str) -> None:
         if key in self._numbers:
             return
-        name = self._aliases.get(name, name)
         count = self._counts[group, name] = self._counts.get((group, name), 0) + 1
         self._numbers[key] = group, name, count
-
-    def _check(self) -> None:
-        known = {_base(node) for node in self._root.walk()} | {name for _, name, _ in self._by_type}
-        if unknown := sorted(self._aliases.keys() - known):
-            raise DescriptionError(
-                f"`aliases`: {', '.join(f'`{name}`' for name in unknown)} is not the name of a "
-                f"transformation; they are {', '.join(f'`{n}`' for n in sorted(known) if n)}"
-            )
 
     def of(self, slot: _Slot) -> tuple[Names, str, int]:
         """Returns the group, the name and the number of the transformation of a leaf."""

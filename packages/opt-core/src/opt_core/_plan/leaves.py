@@ -1,11 +1,11 @@
-"""The leaves of an optimizer by names that say what they mean, not where they are."""
+"""The leaves of an optimizer by names that say what they mean: what a source holds."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +14,217 @@ from flax.core import FrozenDict
 from jax.sharding import NamedSharding, Sharding
 
 from opt_core._description.describe import describe_state
+from opt_core._description.values import LeafDescription, TransformationDescription
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer
 from opt_core._paths import Names, flatten_with_paths
-from opt_core._plan.placement import committed_sharding
-from opt_core._plan.schema import (
-    Kind,
-    LeafInfo,
-    Schema,
-    leaf_name,
-    numbered,
-    shown,
-    state_path,
-)
-from opt_core._plan.view import View
+from opt_core._shardings import committed_sharding
 from opt_core.errors import LeafError
-from opt_core.protocols import DerivesLogicalAxes
-from opt_core.storage import storages, stored_as
+from opt_core.storage import PlainOptimizer, storages, stored_as
+
+Kind: TypeAlias = Literal["params", "state", "extra"]
+
+
+def leaf_name(path: Sequence[str]) -> str:
+    """Returns the components of a name joined by `/`; inside of them `~` is `~0` and `/` is `~1`.
+
+    The escapes are those of JSON Pointer (RFC 6901), so no two paths share a name.
+
+    Examples:
+      >>> leaf_name(('params', 'decoder', 'kernel'))
+      'params/decoder/kernel'
+      >>> leaf_name(('params', 'a/b')), leaf_name(('params', 'a', 'b'))
+      ('params/a~1b', 'params/a/b')
+    """
+    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def leaf_path(name: str) -> Names:
+    """Returns the components of a name; the inverse of `leaf_name`.
+
+    Examples:
+      >>> leaf_path('params/a~1b')
+      ('params', 'a/b')
+    """
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafInfo:
+    """One leaf of a checkpoint.
+
+    Attributes:
+      path: the components of its name.
+      shape: of the array; of a typed PRNG key, that of the array of keys.
+      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like; of a
+        Python scalar among the extras `'python'`.
+      kind: `'params'`, `'state'` or `'extra'`.
+      parameter: the path of the parameter that the leaf is or follows, if any.
+      group: the names of the groups around it, outermost first.
+      transformation: what keeps it, e.g. `'adam'`, or `'adam#2'` for the second one.
+      role: what it is for, see `opt_core.LeafDescription`; empty for other leaves.
+      dimensions: for each of its dimensions that of the parameter, or `None`; `None` altogether if
+        that is not known.
+      axes: logical axes, if known.
+      value: of a single integer: counts are needed before arrays are read.
+      stored: of an array that stands for another leaf, or for more digits of a parameter, how: a
+        key of `Schema.storage`, or a word of `opt_core.protocols.StoresParams`.
+    """
+
+    path: Names
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    parameter: Names | None = None
+    group: Names = ()
+    transformation: str = ""
+    role: str = ""
+    dimensions: tuple[int | None, ...] | None = None
+    axes: tuple[Any, ...] | None = None
+    value: int | None = None
+    stored: str = ""
+
+    @functools.cached_property  # used many times, for thousands of leaves
+    def name(self) -> str:
+        """The components joined: see `leaf_name`."""
+        return leaf_name(self.path)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it is a typed PRNG key."""
+        return self.dtype.startswith("key<")
+
+    @property
+    def base(self) -> str:
+        """What keeps it, without the number."""
+        return self.transformation.partition("#")[0]
+
+    @property
+    def field(self) -> Names:
+        """The part of its name between transformation and parameter."""
+        first = 2 * len(self.group) + 2  # state, groups and names, transformation
+        return self.path[first : len(self.path) - len(self.parameter or ())]
+
+    @property
+    def description(self) -> LeafDescription:
+        """Its `opt_core.LeafDescription`, with the name as its path."""
+        number = self.transformation.partition("#")[2]
+        role: Any = self.role or "other"
+        return LeafDescription(
+            path=self.path,
+            group=self.group,
+            transformation=self.base,
+            number=int(number or 1),
+            field=self.field,
+            parameter=self.parameter,
+            dimensions=self.dimensions,
+            role=role,
+            source="stated",
+        )
+
+
+def shown(leaf: Any) -> str:
+    """Returns the dtype and the shape of a leaf or an array: `'float32[2, 3]'`."""
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def numbered(name: str, number: int) -> str:
+    """Returns what names of leaves have for a transformation: `'adam#2'` for the second `adam`."""
+    return name if number == 1 else f"{name}#{number}"
+
+
+def state_path(group: Names, transformation: str) -> Names:
+    """Returns the beginning of the paths of what a transformation in a group keeps."""
+    return ("state", *(part for label in group for part in ("groups", label)), transformation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The leaves of a checkpoint, and what is known about the optimizer that wrote it.
+
+    Attributes:
+      leaves: every leaf, in the order of JAX.
+      optimizer: the transformations in the order in which they act: the optimizer's fingerprint;
+        `None` if it is not known.
+      groups: the path of every parameter of each group, by the group's name; frozen ones too.
+      versions: of the libraries that wrote it.
+      storage: what codes mean: see `opt_core.protocols.StoresLeaf`.
+    """
+
+    leaves: tuple[LeafInfo, ...]
+    optimizer: tuple[TransformationDescription, ...] | None = None
+    groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    storage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, LeafInfo]:
+        """The leaves by name."""
+        return {leaf.name: leaf for leaf in self.leaves}
+
+    @property
+    def transformations(self) -> tuple[TransformationDescription, ...]:
+        """The transformations that are known."""
+        return self.optimizer or ()
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A source of restores: a checkpoint on disk, or a state in memory."""
+
+    @property
+    def schema(self) -> Schema:
+        """The leaves, without their values."""
+
+    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Returns the named leaves, in the dtype and shape in which they were saved.
+
+        Args:
+          wanted: the sharding of each leaf, by name; shapes and dtypes are those of the schema.
+            Without a sharding: on the default device. What JAX cannot hold, 64 bits without
+            `jax_enable_x64`, is a NumPy array.
+
+        Raises:
+          DamagedError: a leaf has changed since it was written.
+        """
+
+    def same(self, names: Sequence[str]) -> bool | None:
+        """Whether leaves of one shape and dtype are the same bit for bit.
+
+        `None` if that is not known without reading arrays.
+        """
+
+
+@runtime_checkable
+class HasShardings(Protocol):
+    """A source that knows where its leaves were."""
+
+    def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
+        """Returns the shardings of those leaves of which one is known, by name.
+
+        One over devices that this process does not have is on an `AbstractMesh`.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A target as the planner sees it.
+
+    Attributes:
+      optimizer: parameters, state and step, with what updates them.
+      put_back: makes a target of the given kind from an optimizer and other leaves.
+      others: leaves of the model that the optimizer does not update, by path.
+      unsaved: fields of the target that are neither: they are kept as they are.
+      stored: what `optimizer` is the plain one of, where the target stores leaves differently.
+      placement: what the target knows of where its leaves lie, as `params` and `state`.
+    """
+
+    optimizer: Optimizer
+    put_back: Callable[[Optimizer, Mapping[Names, Any]], Any] = lambda optimizer, _: optimizer
+    others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
+    unsaved: tuple[str, ...] = ()
+    stored: PlainOptimizer | None = None
+    placement: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +285,17 @@ class HeldState(NamedState):
         return {name: place for name, place in found.items() if isinstance(place, NamedSharding)}
 
 
-def _bits(leaf: Any) -> bytes | None:
+def _bits(leaf: Any) -> tuple[str, tuple[int, ...], bytes] | None:
+    """What two leaves have in common if they are the same; `None` of one that is not here."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         return None
+    dtype, shape = _dtype(leaf), tuple(np.shape(leaf))
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted() or not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             return None
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-    return local(leaf).tobytes()
+    return dtype, shape, local(leaf).tobytes()
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:
@@ -230,10 +426,7 @@ def local(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> list[LeafInfo]:
-    definition = optimizer.optimizer_def
-    if not isinstance(definition, DerivesLogicalAxes):
-        return infos
-    axes = definition.derive_logical_axes(optimizer, param_axes)
+    axes = optimizer.optimizer_def.derive_logical_axes(optimizer, param_axes)
     ours, theirs = ((o.target, o.state.step, o.state.param_states) for o in (optimizer, axes))
     structure: Any = jax.tree.structure(ours)
     flat = structure.flatten_up_to(theirs)  # `None` stands for no axes, and for no leaf
