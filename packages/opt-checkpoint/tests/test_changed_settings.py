@@ -246,6 +246,22 @@ def test_a_setting_that_is_the_meaning_of_the_state_needs_a_rule(name: str) -> N
     assert plan_restore(saved, matrix(new), allow=EVERYTHING, rules=rules).is_ok
 
 
+def plateau(patience: int) -> Any:
+    return optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=patience))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (plateau(9), plateau(5)),
+        (optax.adafactor(0.1), optax.adafactor(0.1, decay_offset=6)),
+    ],
+)
+def test_a_number_that_a_count_limits(old: Any, new: Any) -> None:
+    (problem,) = planned(old, new).problems
+    assert "the saved state means something else under it" in problem
+
+
 def test_what_multiplies_after_moments_may_change() -> None:
     assert planned(scaled(2.0, rate=0.1), scaled(2.0, rate=0.2)).is_exact
     assert planned(scaled(2.0, moments=optax.identity), scaled(1.0, moments=optax.identity)).is_ok

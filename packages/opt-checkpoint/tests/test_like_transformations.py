@@ -59,7 +59,6 @@ _CAPTURED: dict[str, tuple[Any, Any]] = {
     "tuples": (mine((0.9, 0.1)), mine((0.5, 0.5))),
     "dataclasses": (mine(Config(0.9)), mine(Config(0.9, ("y",)))),
     "arrays": (mine(jnp.arange(3.0)), mine(jnp.ones(3))),
-    "lambdas": (mine(lambda x: x + 1), mine(lambda x: x * x)),
 }
 
 

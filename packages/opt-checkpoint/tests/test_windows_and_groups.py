@@ -62,7 +62,7 @@ _BEGUN = {"multi_steps__mini_step": 1}
 @pytest.mark.parametrize(
     ("old", "new", "counts", "told"),
     [
-        (steps(_SGD, lambda s: 4), steps(_SGD, lambda s: 2), _BEGUN, "was a function, is another"),
+        (steps(_SGD, halves(8)), steps(_SGD, halves(4)), _BEGUN, "was a function, is another"),
         (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "its length was 4"),
         (steps(_SGD, [object].pop), steps(_SGD, [object()].pop), _BEGUN, "it is not known"),
         (steps(_SGD, 4), steps(_SGD, 4, use_grad_mean=False), _BEGUN, "`use_grad_mean` was True"),

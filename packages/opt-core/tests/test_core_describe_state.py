@@ -96,19 +96,19 @@ def test_the_default_goes_by_records_shapes_and_dtypes() -> None:
         (f"{MINE}.momentum", 2, ("trace",), ("w",), (0, 1)),
         (f"{MINE}.momentum", 2, ("count",), None, ()),
         (f"{MINE}.records", 1, ("2", "0"), None, ()),
-        (f"{MINE}.slots", 1, ("row",), None, (None,)),
-        (f"{MINE}.slots", 1, ("col",), None, (None,)),
-        (f"{MINE}.slots", 1, ("full",), None, (None, None)),
-        (f"{MINE}.slots", 1, ("counts",), None, (None, None)),
+        (f"{MINE}.records", 1, ("3", "s", "row"), ("w",), (0,)),
+        (f"{MINE}.records", 1, ("3", "s", "col"), ("w",), (1,)),
+        (f"{MINE}.records", 1, ("3", "s", "full"), ("w",), (0, 1)),
+        (f"{MINE}.records", 1, ("3", "s", "counts"), ("w",), (0, 1)),
     ]
     roles = [leaf.role for leaf in found.leaves]
-    assert roles == [*("moment", "moment", "count") * 2, "key", "other", "other", "other", "other"]
+    last = ["factored", "factored", "moment", "other"]
+    assert roles == [*("moment", "moment", "count") * 2, "key", *last]
     assert {leaf.source for leaf in found.leaves} == {"types"}
     assert [(made.name, made.number) for made in found.transformations] == [
         (f"{MINE}.records", 1),
         (f"{MINE}.momentum", 1),
         (f"{MINE}.momentum", 2),
-        (f"{MINE}.slots", 1),
     ]
 
 

@@ -41,7 +41,7 @@ MADE = TransformationDescription(
     {"every_k_schedule": 4, "rates": [0.1, {"b": None}], "name": "é\n", "eps": math.inf, "x": True},
     {
         "every_k_schedule": Bearing("window", ("mini_step",)),
-        "rates": Bearing("at_or_below_count", ("count",)),
+        "rates": Bearing("window", ("count",), "x"),
         "name": Bearing("refused"),
     },
     "stated",
@@ -92,7 +92,7 @@ def test_the_table_in_full() -> None:
         "adam            mu     .                moment  stated",
         "",
         'fast/a~1b/multi_steps#2: every_k_schedule=4 (window), rates=[0.1, {"b": null}]',
-        "    (at_or_below_count), name=é  (refused), eps=inf, x=true",
+        "    (window), name=é  (refused), eps=inf, x=true",
         "adam",
     ]
     long = ("decoder", "layers_10", "self_attention", "relative_positions", "query", "kernel")

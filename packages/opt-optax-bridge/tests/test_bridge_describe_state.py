@@ -227,19 +227,16 @@ def test_windows_are_numbers_or_functions() -> None:
     def every(tx: Any) -> Any:
         return tx.settings["every_k_schedule"]
 
-    def rising(step: Any) -> Any:
-        return step + 1
-
-    def doubling(step: Any) -> Any:
-        return step * 2
+    def rising(by: int) -> Any:
+        return lambda step: step + by
 
     number, one, again, other = (
         every(of(optax.MultiSteps(optax.sgd(0.1), k)).transformations[0])
-        for k in (4, rising, rising, doubling)
+        for k in (4, rising(1), rising(1), rising(2))
     )
     assert number == 4
     assert one == again != other
-    assert one["function"] == "test_windows_are_numbers_or_functions"
+    assert one == {"function": "rising", "by": 1}
 
 
 def test_amsgrad_is_adam_with_a_switch() -> None:

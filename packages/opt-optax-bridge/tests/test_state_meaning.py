@@ -414,39 +414,6 @@ def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
     assert HARMS[name, setting]() > 0.05
 
 
-def only(name: str, tx: Any) -> Any:
-    return optax.masked(tx, {key: key == name for key in PARAMS})
-
-
-# What acts on gradients of one parameter before moments: plans list another mask.
-PARTIAL: dict[str, Callable[[str], Any]] = {
-    "scale": lambda name: only(name, optax.scale(64.0)),
-    "stateless": lambda name: only(
-        name, optax.stateless(lambda g, _: jax.tree.map(lambda x: 64.0 * x, g))
-    ),
-    "partition": lambda name: optax.partition(
-        {"x": optax.scale(64.0), "y": optax.identity()},
-        {key: "x" if key == name else "y" for key in PARAMS},
-    ),
-    "conditionally_mask": lambda name: optax.conditionally_mask(
-        optax.identity(), lambda step: step % 10 == 0 if name == "w" else step >= 0
-    ),
-    "conditionally_transform": lambda name: optax.conditionally_transform(
-        optax.scale(64.0), lambda step: step < 0 if name == "w" else step >= 0
-    ),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("how", PARTIAL)
-@pytest.mark.parametrize("after", ["scale_by_adam", "flatten"])
-def test_another_mask_before_moments_goes_wrong(how: str, after: str) -> None:
-    adam = optax.scale_by_adam()
-    last = optax.chain(optax.flatten(adam) if after == "flatten" else adam, optax.scale(-0.01))
-    one, other = (optax.chain(PARTIAL[how](name), last) for name in PARAMS)
-    assert from_another_state(one, other, steps=20) > 0.05
-
-
 @pytest.mark.internals
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
@@ -539,21 +506,6 @@ def built(maker: str, **options: float) -> Any:
     if maker == "contrib.reduce_on_plateau":
         tx = optax.chain(optax.adam(0.05), tx)
     return optax.with_extra_args_support(tx)
-
-
-@pytest.mark.parametrize("change", [{"accumulation_size": 9}, {"patience": 9}], ids=str)
-def test_a_plateau_above_the_saved_count_still_ends(change: dict[str, int]) -> None:
-    name = next(iter(change))
-    saved = plateau({name: 10}, None, 8)
-    assert float(plateau(change, saved, 300).scale) < 1e-2
-
-
-@pytest.mark.slow
-def test_an_offset_up_to_the_saved_count_may_change() -> None:
-    old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 5))
-    params, state = trained(old, 5)
-    going, _ = go(new, params, state, 5, 40)
-    assert float(loss(going, 45)) < 1.1 * float(loss(trained(old, 45)[0], 45)) + 0.02
 
 
 @pytest.mark.slow

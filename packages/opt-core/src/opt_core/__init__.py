@@ -10,7 +10,6 @@ from importlib.metadata import version as _version
 from opt_core import errors, protocols
 from opt_core._aliasing import unalias
 from opt_core._description.describe import describe_state
-from opt_core._description.roles import Role, roles
 from opt_core._description.values import (
     Bearing,
     LeafDescription,
@@ -57,7 +56,6 @@ __all__ = [
     "OptimizerState",
     "Plan",
     "RestoreReport",
-    "Role",
     "StateDescription",
     "TransformationDescription",
     "check_gradients",
@@ -80,7 +78,6 @@ __all__ = [
     "replace_hyper_params",
     "reset",
     "restore_state_dict",
-    "roles",
     "split_path",
     "strip_weak_type",
     "to_state_dict",

@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from opt_core.closures import cells, code_of, globals_read, rebound_names
+from opt_core.closures import attributes, globals_read, opened, rebound_names, slots
 
 
 class _Same:
@@ -94,32 +93,44 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
     match obj:
         case np.ndarray() | np.generic() | jax.Array():
             return _array(obj)
-        case tuple() | list():
-            return (type(obj), _attributes(obj, seen), *map(each, obj))
-        case OrderedDict():
-            items: Hashable = tuple((each(k), each(v)) for k, v in obj.items())
-            return (type(obj), _attributes(obj, seen), items)
         case dict() | FrozenDict() | types.MappingProxyType():
-            items = frozenset((each(k), each(v)) for k, v in _in_order(obj))
-            return (type(obj), _attributes(obj, seen) if isinstance(obj, dict) else None, items)
+            held = attributes(obj) if isinstance(obj, dict) else {}
+            is_ordered = isinstance(obj, OrderedDict)
+            items = obj.items() if is_ordered else _in_order(obj)
+            pairs = [(each(key), each(value)) for key, value in items]
+            both = tuple(pairs) if is_ordered else frozenset(pairs)
+            return (type(obj), _named(held.items(), seen), both)
         case set() | frozenset():
-            return (type(obj), _attributes(obj, seen), frozenset(map(each, obj)))
+            return (type(obj), _named(attributes(obj).items(), seen), frozenset(map(each, obj)))
         case types.FunctionType():
-            return _function(obj, seen)
-        case types.MethodType():
-            return (types.MethodType, each(obj.__self__), each(obj.__func__))
-        case functools.partial():
-            parts = (each(obj.func), each(obj.args), each(obj.keywords))
-            return (type(obj), _attributes(obj, seen), *parts)
+            return (_parts(obj, seen), tuple(_globals(obj, seen)))
+        case tuple() | list() | functools.partial() | types.MethodType():
+            return _parts(obj, seen)
     is_value = _defines_equality(type(obj))
     is_record = dataclasses.is_dataclass(obj) or isinstance(obj, types.SimpleNamespace)
     if is_value and not is_record:
         return (type(obj), obj) if _is_hashable(obj) else _Same(obj)
     if not _is_plain(type(obj)):
         return _Same(obj)
-    attributes = _attributes(obj, seen)
     # What holds nothing and says nothing of equality may be a sentinel.
-    return (type(obj), attributes) if attributes or is_value else _Same(obj)
+    return _parts(obj, seen) if attributes(obj) or is_value else _Same(obj)
+
+
+def _parts(obj: Any, seen: dict[int, int]) -> Hashable:
+    parts = opened(obj)
+    assert parts is not None, "only what has no parts is opened to `None`"
+    children = parts.children
+    if isinstance(obj, types.FunctionType) and (rebound := rebound_names(obj)):
+        # Of the same value: Optax's cosine schedule makes 100 100.0 when it is called.
+        children = [
+            (name, float(x) if name in rebound and isinstance(x, int | float) else x)
+            for name, x in children
+        ]
+    return (parts.kind, _named(children, seen))
+
+
+def _named(items: Iterable[tuple[Any, Any]], seen: dict[int, int]) -> tuple[Hashable, ...]:
+    return tuple((name, _fingerprint(value, seen)) for name, value in items)
 
 
 def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -128,30 +139,6 @@ def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     if all(isinstance(key, str | int) for key in mapping):
         items.sort(key=lambda item: (type(item[0]).__name__, str(item[0])))
     return items
-
-
-def _attributes(obj: Any, seen: dict[int, int]) -> tuple[Hashable, ...]:
-    """The Python attributes of an object, in addition to what its type keeps in C."""
-    slots = [name for base in type(obj).__mro__ for name in _slots(base)]
-    kept = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
-    kept |= getattr(obj, "__dict__", {})
-    kept = {name: value for name, value in kept.items() if not _is_cache(type(obj), name)}
-    return tuple((name, _fingerprint(value, seen)) for name, value in sorted(kept.items()))
-
-
-def _is_cache(cls: type, name: str) -> bool:
-    return isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    private = f"_{cls.__name__.lstrip('_')}"
-    return tuple(
-        private + name if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-        if name not in ("__dict__", "__weakref__")
-    )
 
 
 def _is_hashable(obj: Any) -> bool:
@@ -174,30 +161,10 @@ def _is_plain(cls: type) -> bool:
     """Whether all that an instance keeps is in attributes: a bigger one keeps state in C."""
     if cls is types.SimpleNamespace:
         return True
-    slots = sum(len(_slots(base)) for base in cls.__mro__)
+    count = sum(len(slots(base)) for base in cls.__mro__)
     pointer = np.dtype(np.intp).itemsize
     sizes = (object.__basicsize__, _Plain.__basicsize__)
-    return cls.__basicsize__ - slots * pointer in sizes
-
-
-def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
-    rebound = rebound_names(function)
-    closure_digest = tuple(
-        # Of the same value: Optax's cosine schedule makes 100 100.0 when it is called.
-        _fingerprint(float(x) if name in rebound and isinstance(x, int | float) else x, seen)
-        for name, x in cells(function).items()
-    )
-    return (
-        types.FunctionType,
-        function.__module__,
-        function.__qualname__,
-        code_of(function),
-        _fingerprint(function.__defaults__, seen),
-        _fingerprint(function.__kwdefaults__, seen),
-        closure_digest,
-        _attributes(function, seen),
-        tuple(_globals(function, seen)),
-    )
+    return cls.__basicsize__ - count * pointer in sizes
 
 
 def _globals(function: types.FunctionType, seen: dict[int, int]) -> Iterator[Hashable]:

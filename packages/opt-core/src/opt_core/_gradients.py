@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._paths import Names, children, flatten_with_paths, path_str
+from opt_core._paths import Names, children, path_str
 from opt_core.errors import TreeMismatchError
 
 _ABSENT: Any = object()
@@ -37,10 +37,7 @@ def check_gradients(params: Any, grads: Any) -> None:
     Raises:
       TreeMismatchError: lists every path that differs.
     """
-    gradients, problems = _align(params, grads, None)
-    problems += _lines(
-        params, gradients, lambda param, grad: _shape(param, grad) or _numbers(param, grad)
-    )
+    _, problems = _align(params, grads, None, _difference)
     expected: Any = jax.tree.structure(params)
     found: Any = jax.tree.structure(grads)
     if not problems and expected != found:
@@ -54,8 +51,7 @@ def gradient_leaves(params: Any, grads: Any, *, optional: frozenset[int]) -> lis
 
     Leaves at the `optional` positions may have `None`, or nothing at all: then it is `None`.
     """
-    gradients, problems = _align(params, grads, optional)
-    problems += _lines(params, gradients, _shape)
+    gradients, problems = _align(params, grads, optional, _other_shape)
     if problems:
         pairs = zip(jax.tree.leaves(params), gradients, strict=True)
         are_stacked = all(np.shape(x)[1:] == np.shape(param) for param, x in pairs if _is_there(x))
@@ -63,64 +59,52 @@ def gradient_leaves(params: Any, grads: Any, *, optional: frozenset[int]) -> lis
     return gradients
 
 
-def _align(params: Any, grads: Any, optional: frozenset[int] | None) -> tuple[list[Any], list[str]]:
-    """Returns the gradient of every leaf, and lines about other containers."""
+def _align(
+    params: Any, grads: Any, optional: frozenset[int] | None, check: Callable[[Any, Any], str]
+) -> tuple[list[Any], list[str]]:
+    """Returns the gradient of every leaf, and lines about those that do not match."""
+    leaves, gradients = jax.tree.leaves(params), jax.tree.leaves(grads)
     expected: Any = jax.tree.structure(params)
-    if expected == jax.tree.structure(grads):
-        return jax.tree.leaves(grads), []
-    problems: list[str] = []
-    return list(_walk(params, grads, (), 0, optional, problems)), problems
+    if expected == jax.tree.structure(grads) and not any(map(check, leaves, gradients)):
+        return gradients, []
+    walk = _Walk(optional, check)
+    return list(walk.subtree(params, grads, (), 0)), walk.problems
 
 
-def _walk(
-    param: Any,
-    grad: Any,
-    names: Names,
-    start: int,
-    optional: frozenset[int] | None,
-    problems: list[str],
-) -> Iterator[Any]:
-    """Yields the gradient of every leaf of a subtree, the first of which is number `start`."""
-    count = len(jax.tree.leaves(param))
-    expected, found = children(param), None if grad is _ABSENT else children(grad)
-    is_empty = grad is _ABSENT or grad is None or (found is not None and not found.children)
-    if is_empty and optional is not None and optional.issuperset(range(start, start + count)):
-        yield from [None] * count
-        return
-    line = f"{path_str(names)}: expected {_kind(param)}, found {_kind(grad)}"
-    if param is None:  # a container without leaves
-        problems.extend([] if grad is None else [line])
-        return
-    if expected is None:
-        is_leaf = not is_empty and found is None
-        problems.extend([] if is_leaf else [line])
-        yield grad if is_leaf else _ABSENT
-        return
-    if found is None or type(param) is not type(grad):
-        problems.append(line)
-        yield from [_ABSENT] * count
-        return
-    theirs = dict(found.children)
-    for name, child in expected.children:
-        there = theirs.pop(name, _ABSENT)
-        yield from _walk(child, there, (*names, name), start, optional, problems)
-        start += len(jax.tree.leaves(child))
-    for name, child in theirs.items():
-        problems.append(f"{path_str((*names, name))}: expected nothing, found {_kind(child)}")
+class _Walk:
+    """One walk over parameters and gradients, which collects what does not match."""
 
+    def __init__(self, optional: frozenset[int] | None, check: Callable[[Any, Any], str]) -> None:
+        self.problems: list[str] = []
+        self._optional, self._check = optional, check
 
-def _lines(params: Any, gradients: list[Any], check: Callable[[Any, Any], str]) -> list[str]:
-    """What is wrong with gradients that are there, by path."""
-    pairs = zip(jax.tree.leaves(params), gradients, strict=True)
-    lines = {
-        i: line
-        for i, (param, grad) in enumerate(pairs)
-        if _is_there(grad) and (line := check(param, grad))
-    }
-    if not lines:
-        return []
-    paths = [names for names, leaf in flatten_with_paths(params) if leaf is not None]
-    return [f"{path_str(paths[i])}: {line}" for i, line in lines.items()]
+    def subtree(self, param: Any, grad: Any, names: Names, start: int) -> Iterator[Any]:
+        """Yields the gradient of every leaf of a subtree, the first of which is number `start`."""
+        count = len(jax.tree.leaves(param))
+        expected, found = children(param), None if grad is _ABSENT else children(grad)
+        is_empty = not _is_there(grad) or (found is not None and not found.children)
+        numbers = range(start, start + count)
+        if is_empty and self._optional is not None and self._optional.issuperset(numbers):
+            yield from [None] * count
+        elif param is None:  # a container without leaves
+            self._note(names, "" if grad is None else f"expected None, found {_kind(grad)}")
+        elif expected is None and found is None and _is_there(grad):
+            self._note(names, self._check(param, grad))
+            yield grad
+        elif expected is None or found is None or type(param) is not type(grad):
+            self._note(names, f"expected {_kind(param)}, found {_kind(grad)}")
+            yield from [_ABSENT] * count
+        else:
+            theirs = dict(found.children)
+            for name, child in expected.children:
+                yield from self.subtree(child, theirs.pop(name, _ABSENT), (*names, name), start)
+                start += len(jax.tree.leaves(child))
+            for name, child in theirs.items():
+                self._note((*names, name), f"expected nothing, found {_kind(child)}")
+
+    def _note(self, names: Names, problem: str) -> None:
+        if problem:
+            self.problems.append(f"{path_str(names)}: {problem}")
 
 
 def _is_there(grad: Any) -> bool:
@@ -128,17 +112,21 @@ def _is_there(grad: Any) -> bool:
 
 
 def _mismatch(problems: list[str], advice: str = _ADVICE) -> TreeMismatchError:
-    lines = [f"  {line}" for line in sorted(problems)]
+    lines = [f"  {line}" for line in problems]
     return TreeMismatchError("\n".join(["`grads` do not match the parameters:", *lines, advice]))
 
 
-def _shape(param: Any, grad: Any) -> str:
+def _difference(param: Any, grad: Any) -> str:
+    return _other_shape(param, grad) or _other_numbers(param, grad)
+
+
+def _other_shape(param: Any, grad: Any) -> str:
     if np.shape(param) == np.shape(grad):
         return ""
     return f"expected shape {np.shape(param)}, found {np.shape(grad)}"
 
 
-def _numbers(param: Any, grad: Any) -> str:
+def _other_numbers(param: Any, grad: Any) -> str:
     """Why a gradient loses more than precision; Python numbers have no dtype."""
     dtype, found = (getattr(leaf, "dtype", None) for leaf in (param, grad))
     if dtype is None or found is None or not jnp.issubdtype(dtype, jnp.inexact):

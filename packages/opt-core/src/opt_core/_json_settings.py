@@ -13,22 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core.closures import (
-    attributes,
-    closure_vars,
-    code_values,
-    factory_of,
-    globals_read,
-    package_of,
-    unwrapped,
-)
+from opt_core.closures import attributes, closure_vars, factory_of, unwrapped
 
 _DEPTH = 5
 _DIGITS = 16
 _LARGE = 2**16
 _MANY = 64
-_NAMED = (types.ModuleType, type)
-_FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def json_settings(settings: Any, *, known: Collection[str] | None = None) -> dict[str, Any]:
@@ -39,9 +29,9 @@ def json_settings(settings: Any, *, known: Collection[str] | None = None) -> dic
 
     Args:
       settings: a mapping or a dataclass; anything else has no settings.
-      known: packages whose functions are described by their factory and captured variables. If
-        given, other functions are described likewise, with a digest of their code, and arrays by
-        their type and a digest of their values.
+      known: packages whose factories are module-level functions. If given, functions are described
+        by their factory and captured variables, and arrays by their type and a digest of their
+        values. The code of a function is not described.
 
     Examples:
       >>> json_settings({'b1': np.float32(0.5), 'dtype': np.dtype('float32'), 'mask': object()})
@@ -96,30 +86,22 @@ def _json(value: Any, known: Collection[str] | None, depth: int) -> Any:
 
 
 def _function(value: Any, known: Collection[str], depth: int) -> Any:
-    """The contents of a function or callable object; `None` for anything else."""
-    inner = functools.partial(_json, known=known, depth=depth + 1)
-    if isinstance(value, types.BuiltinMethodType):
-        is_bound = not isinstance(value.__self__, types.ModuleType)
-        return {"function": value.__qualname__, "of": inner(value.__self__)} if is_bound else None
+    """A function by its factory and what it has captured; `None` for anything else."""
     plain = unwrapped(value)
-    if not isinstance(plain, _FUNCTIONS):
-        if isinstance(value, functools.partial):
-            return {"function": _json(plain, None, 0)} | _contents(closure_vars(value), inner)
-        held = {} if isinstance(value, type) or not callable(value) else attributes(value)
-        return {"function": type(value).__name__} | _contents(held, inner) if held else None
-    function: Any = getattr(plain, "__func__", plain)
-    held = {name: child for name, child in closure_vars(value).items() if child is not value}
-    found = {"function": factory_of(function, known)}
-    if package_of(function) not in known:
-        parts = code_values(function), function.__defaults__, function.__kwdefaults__
-        found["code"] = hashlib.sha256(repr(parts).encode()).hexdigest()[:_DIGITS]
-        read = globals_read(function).items()
-        found |= _contents({name: x for name, x in read if not isinstance(x, _NAMED)}, inner)
-    return found | _contents(held, inner)
-
-
-def _contents(held: Mapping[str, Any], inner: Any) -> dict[str, Any]:
-    return {name: inner(child) for name, child in held.items()}
+    if isinstance(plain, types.FunctionType | types.MethodType):
+        name, held = factory_of(plain, known), closure_vars(value)
+    elif isinstance(value, functools.partial):
+        name, held = _json(plain, None, 0), closure_vars(value)
+    elif isinstance(value, types.BuiltinMethodType):
+        name, held = value.__qualname__, {"of": value.__self__}
+        if isinstance(value.__self__, types.ModuleType):
+            return None
+    elif callable(value) and not isinstance(value, type) and (held := attributes(value)):
+        name = type(value).__name__
+    else:
+        return None
+    inner = {k: _json(child, known, depth + 1) for k, child in held.items() if child is not value}
+    return {"function": name} | inner
 
 
 def _is_number(value: Any) -> bool:

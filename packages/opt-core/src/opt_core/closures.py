@@ -1,25 +1,34 @@
-"""The one module that inspects functions: their code, captured variables and globals.
+"""The one walker over closures: what functions, containers and objects are made of.
 
-Optimizers are often made of closures. Their contents decide whether two are the same and what their
-state means, and are needed to pickle them. Nothing is traced or called.
+Optimizers are often made of functions that have captured their settings and one another. Python
+compares functions by identity and shows none of it, so this looks inside, which is not pleasant:
+where something keeps its state in C, it counts as opaque. Nothing is traced or called.
+
+  >>> import optax
+  >>> names = [name for name, _ in opened(optax.scale_by_rms(0.9).update).children]
+  >>> names[:2]
+  ['bias_correction', 'decay']
+
+Equality of definitions, their settings and what made a state are read off `opened`.
 """
 
 from __future__ import annotations
 
-import copy
 import dis
 import functools
+import inspect
+import re
 import sys
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 __all__ = [
-    "Rebuilt",
+    "Opened",
     "Unassigned",
     "assign_cells",
     "attributes",
@@ -27,22 +36,22 @@ __all__ = [
     "cells",
     "closure_vars",
     "code_of",
-    "code_values",
     "definer_of",
     "factory_of",
     "globals_read",
+    "opened",
     "origin_of",
     "own_name",
     "package_of",
-    "parts",
     "qualified",
     "reached",
     "rebound_names",
+    "slots",
+    "snake_case",
     "unwrapped",
 ]
 
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "functools", "flax"})
-_DEPTH = 12
 _ONE_NAMESPACE = frozenset(
     {
         *("optax", "opt_accumulate", "opt_adafactor", "opt_checkpoint", "opt_core"),
@@ -96,6 +105,90 @@ def _content(cell: types.CellType) -> Any:
         return Unassigned
 
 
+class Opened(NamedTuple):
+    """One level of a value.
+
+    Attributes:
+      kind: what makes two values with equal children the same: a type, the code of a function.
+      children: names, or the keys of a mapping, and what the value holds there.
+    """
+
+    kind: tuple[Any, ...]
+    children: Sequence[tuple[Any, Any]]
+
+
+def opened(value: Any) -> Opened | None:
+    """Returns what a value is made of; `None` for numbers, arrays, classes and the like.
+
+    Of a function these are its captured variables, defaults and attributes; `globals_read` has the
+    globals.
+
+    Examples:
+      >>> import functools
+      >>> opened(functools.partial(print, 1, sep=', ')).children[1:]
+      [('0', 1), ('sep', ', ')]
+    """
+    match value:
+        case None | bool() | int() | float() | complex() | str() | bytes() | type():
+            return None
+        case np.ndarray() | np.generic() | jax.Array() | types.ModuleType() | types.CodeType():
+            return None
+        case types.FunctionType():
+            kind = types.FunctionType, value.__module__, value.__qualname__, value.__code__
+            held = [(name, x) for name, x in cells(value).items() if x is not Unassigned]
+            held += [("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)]
+            return Opened(kind, [*held, *attributes(value).items()])
+        case types.MethodType():
+            both = [("__self__", value.__self__), ("__func__", value.__func__)]
+            return Opened((types.MethodType,), both)
+        case types.BuiltinMethodType():
+            return Opened((type(value), value.__name__), [("__self__", value.__self__)])
+        case functools.partial():
+            given = [*_numbered(value.args), *value.keywords.items()]
+            return Opened(
+                (type(value),), [("func", value.func), *given, *attributes(value).items()]
+            )
+        case tuple() | list() | set() | frozenset():
+            return Opened((type(value),), [*_numbered(value), *attributes(value).items()])
+        case Mapping():
+            return Opened((type(value),), [*value.items(), *attributes(value).items()])
+    inner = getattr(value, "__wrapped__", None) if callable(value) else None
+    if isinstance(inner, types.FunctionType):  # of a compiled function
+        return Opened((type(value),), [("__wrapped__", inner)])
+    return Opened((type(value),), list(attributes(value).items()))
+
+
+def _numbered(values: Any) -> list[tuple[str, Any]]:
+    return [(str(i), value) for i, value in enumerate(values)]
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Returns the Python attributes of an object, without what it has cached, sorted by name."""
+    if isinstance(value, type | types.ModuleType | np.ndarray | jax.Array):
+        return {}
+    names = [name for base in type(value).__mro__ for name in slots(base)]
+    kept = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    own = getattr(value, "__dict__", None)
+    kept |= own if isinstance(own, dict) else {}
+    return {name: kept[name] for name in sorted(kept) if not _is_cache(type(value), name)}
+
+
+def slots(cls: type) -> tuple[str, ...]:
+    """Returns the names of the slots that a class itself defines."""
+    found = cls.__dict__.get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    private = f"_{cls.__name__.lstrip('_')}"
+    return tuple(
+        private + name if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    )
+
+
+def _is_cache(cls: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
+
+
 def closure_vars(function: Any) -> dict[str, Any]:
     """Returns the captured variables of a function by name, or the attributes of a method's object.
 
@@ -104,44 +197,15 @@ def closure_vars(function: Any) -> dict[str, Any]:
       >>> closure_vars(functools.partial(print, 1, sep=', '))
       {'0': 1, 'sep': ', '}
     """
-    given: dict[str, Any] = {}
+    bound: dict[str, Any] = {}
     if isinstance(function, functools.partial):
-        given = {str(i): value for i, value in enumerate(function.args)} | function.keywords
+        bound = dict(_numbered(function.args)) | function.keywords
     match unwrapped(function):
         case types.MethodType() as method:
-            return attributes(method.__self__) | given
+            return attributes(method.__self__) | bound
         case types.FunctionType() as plain:
-            return {k: v for k, v in cells(plain).items() if v is not Unassigned} | given
-    return given
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Returns the Python attributes of an object that is neither a class nor a module."""
-    if isinstance(value, type | types.ModuleType | np.ndarray | jax.Array):
-        return {}
-    found = getattr(value, "__dict__", None)
-    return dict(found) if isinstance(found, dict) else {}
-
-
-def parts(value: Any) -> list[Any]:
-    """Returns the direct contents of a function, a container or an object."""
-    match value:
-        case None | bool() | int() | float() | str() | bytes() | np.ndarray() | jax.Array():
-            return []
-        case types.FunctionType():
-            return [] if package_of(value) in _FOREIGN else list(closure_vars(value).values())
-        case types.MethodType():
-            return list(attributes(value.__self__).values())
-        case functools.partial():
-            return [value.func, *value.args, *value.keywords.values()]
-        case tuple() | list():
-            return list(value)
-        case Mapping():
-            return list(value.values())
-    inner = getattr(value, "__wrapped__", None)
-    if isinstance(inner, types.FunctionType):
-        return parts(inner)
-    return list(attributes(value).values())
+            return {k: v for k, v in cells(plain).items() if v is not Unassigned} | bound
+    return bound
 
 
 def package_of(function: Any) -> str:
@@ -182,6 +246,17 @@ def qualified(name: str, origin: str) -> str:
       ('adam', 'mine.adam')
     """
     return name if origin in _ONE_NAMESPACE else f"{origin}.{name}"
+
+
+def snake_case(name: str) -> str:
+    """Returns the name of a class or function in descriptions.
+
+    Examples:
+      >>> snake_case('MultiStepsState'), snake_case('SGD')
+      ('multi_steps', 'sgd')
+    """
+    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    return re.sub(words, "_", name).lower().removesuffix("_state").strip("_") or name
 
 
 def factory_of(function: Any, known: Container[str] = ()) -> str:
@@ -229,10 +304,13 @@ def reached(value: Any) -> Iterator[Any]:
     left = [value]
     while left:
         value = left.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            left += reversed(parts(value))
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        is_foreign = isinstance(value, types.FunctionType) and package_of(value) in _FOREIGN
+        if not is_foreign and (parts := opened(value)) is not None:
+            left += [child for _, child in reversed(parts.children)]
 
 
 def globals_read(function: types.FunctionType) -> dict[str, Any]:
@@ -260,16 +338,6 @@ def _rebound(code: types.CodeType) -> frozenset[str]:
     return frozenset(stores) & frozenset(code.co_freevars)
 
 
-def code_values(function: Any) -> Any:
-    """Returns the code of a function as plain values, the same in every process."""
-    return None if (code := code_of(function)) is None else _values(code)
-
-
-def _values(code: types.CodeType) -> Any:
-    inner = [_values(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
-    return code.co_code.hex(), code.co_names, inner
-
-
 def blank_function(
     code: types.CodeType, module_globals: dict[str, Any], name: str
 ) -> types.FunctionType:
@@ -283,81 +351,3 @@ def assign_cells(function: types.FunctionType, contents: Mapping[str, Any]) -> N
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if contents[name] is not Unassigned:
             cell.cell_contents = contents[name]
-
-
-class Rebuilt:
-    """Copies of functions in which captured values are replaced.
-
-    Cells are copied with them, so assignments in the copies do not affect the originals.
-
-    Args:
-      is_replaced: whether to replace a value.
-      replace: returns the replacement; called once for every occurrence.
-    """
-
-    def __init__(self, is_replaced: Callable[[Any], bool], replace: Callable[[Any], Any]) -> None:
-        self._is_replaced, self._replace = is_replaced, replace
-        self._reaches: dict[int, bool] = {}
-        self._made: dict[int, Any] = {}
-
-    def __call__(self, value: Any) -> Any:
-        """Returns a value itself, or a copy if something in it is replaced."""
-        return self._inside(value, 0)
-
-    def _new(self, value: Any, depth: int) -> Any:
-        return self._replace(value) if self._is_replaced(value) else self._inside(value, depth)
-
-    def _inside(self, value: Any, depth: int) -> Any:
-        if not self._is_reaching(value, depth):
-            return value
-        new = functools.partial(self._new, depth=depth + 1)
-        match value:
-            case types.FunctionType():
-                return self._function(value, depth)
-            case types.MethodType():
-                return types.MethodType(value.__func__, self._object(value.__self__, depth))
-            case functools.partial():
-                given = {name: new(child) for name, child in value.keywords.items()}
-                return functools.partial(new(value.func), *map(new, value.args), **given)
-            case tuple() if hasattr(value, "_fields"):
-                return type(value)(*map(new, value))
-            case tuple() | list():
-                return type(value)(map(new, value))
-            case Mapping():
-                return {key: new(child) for key, child in value.items()}
-        inner = getattr(value, "__wrapped__", None)
-        if isinstance(inner, types.FunctionType):
-            return self._inside(inner, depth + 1)  # a compiled function would come from a cache
-        return self._object(value, depth)
-
-    def _function(self, function: types.FunctionType, depth: int) -> Any:
-        if id(function) in self._made:  # it captures itself
-            return self._made[id(function)]
-        made = blank_function(function.__code__, function.__globals__, function.__name__)
-        made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-        made.__dict__.update(function.__dict__)
-        self._made[id(function)] = made
-        held = cells(function).items()
-        assign_cells(made, {name: self._new(value, depth + 1) for name, value in held})
-        del self._made[id(function)]
-        return made
-
-    def _object(self, value: Any, depth: int) -> Any:
-        made = copy.copy(value)
-        if made is value:  # immutable objects return themselves, and must not be written to
-            made = object.__new__(type(value))
-        for name, child in attributes(value).items():
-            object.__setattr__(made, name, self._new(child, depth + 1))
-        return made
-
-    def _is_reaching(self, value: Any, depth: int) -> bool:
-        """Whether something in a value is replaced."""
-        if depth > _DEPTH:
-            return False
-        if id(value) not in self._reaches:
-            self._reaches[id(value)] = False  # until it is known: it may capture itself
-            self._reaches[id(value)] = any(
-                self._is_replaced(child) or self._is_reaching(child, depth + 1)
-                for child in parts(value)
-            )
-        return self._reaches[id(value)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from opt_core._description.roles import Role, roles
+from opt_core._description.follow import StateLeaf, follow
 from opt_core._description.values import (
     LeafDescription,
     LeafRole,
@@ -23,7 +22,7 @@ from opt_core._description.values import (
 from opt_core._json_settings import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import Names, flatten_with_paths
-from opt_core.closures import origin_of, qualified
+from opt_core.closures import origin_of, qualified, snake_case
 from opt_core.errors import DescriptionError
 
 _KEPT = 64  # descriptions; one of 10,000 leaves is a few MB
@@ -126,43 +125,38 @@ def _describe(definition: OptimizerDef, params: Any, state: OptimizerState) -> S
 def describe_by_types(
     definition: OptimizerDef, params: Any, state: OptimizerState
 ) -> StateDescription:
-    """Returns a description by types, names and shapes alone.
-
-    Args:
-      definition: its class names leaves that are not in a record of their own.
-      params: see `describe_state`.
-      state: likewise.
-    """
+    """Returns a description by placeholders, types and shapes alone."""
     origin = origin_of(type(definition))
-    whole = qualified(type_name(type(definition)), origin)
-    leaves = jax.tree.leaves(state.param_states)
-    given = roles(params, state.param_states)
-    paths = [names for names, x in flatten_with_paths(state.param_states) if x is not None]
+    whole = qualified(snake_case(type(definition).__name__), origin)
     shapes = {names: np.shape(x) for names, x in flatten_with_paths(params) if x is not None}
-    dimensions = list(_dimensions(definition, params, state, given, shapes))
-    places: dict[str, list[Names]] = {}
-    found = []
-    for path, role, leaf, dims in zip(paths, given, leaves, dimensions, strict=True):
-        slot = slot_of(role, whole, origin)
-        nodes = places.setdefault(slot.name, [])
-        if slot.node not in nodes:
-            nodes.append(slot.node)
-        shape = None if role.param is None else shapes[role.param]
-        found.append(
+    followed = follow(
+        lambda tree: definition.init_state(tree).param_states, params, state.param_states
+    )
+    leaves = jax.tree.leaves(state.param_states)
+    axes = _derived_axes(definition, params, state)
+    nodes: dict[str, list[Names]] = {}
+    described = []
+    for at, leaf, spec in zip(followed, leaves, axes, strict=True):
+        node, name, field = _record_of(at, whole, origin)
+        alike = nodes.setdefault(name, [])
+        if node not in alike:
+            alike.append(node)
+        shape = None if at.parameter is None else shapes[at.parameter]
+        described.append(
             LeafDescription(
-                path=path,
+                path=at.path,
                 group=(),
-                transformation=slot.name,
-                number=nodes.index(slot.node) + 1,
-                field=slot.field,
-                parameter=role.param,
-                dimensions=dims,
+                transformation=name,
+                number=alike.index(node) + 1,
+                field=field,
+                parameter=at.parameter,
+                dimensions=_dimensions(leaf, shape, spec),
                 role=role_by_type(leaf, shape),
                 source="types",
             )
         )
     settings = json_settings(definition.hyper_params)
-    return StateDescription(tuple(found), _transformations(whole, settings, places))
+    return StateDescription(tuple(described), _transformations(whole, settings, nodes))
 
 
 def _transformations(
@@ -178,48 +172,18 @@ def _transformations(
     return TransformationDescription(whole, settings=settings), *others
 
 
-def type_name(kind: type) -> str:
-    """Returns the name of a class in descriptions.
+def _record_of(leaf: StateLeaf, whole: str, origin: str) -> tuple[Names, str, Names]:
+    """The place and the name of the innermost record around a leaf, and its field.
 
-    Examples:
-      >>> class TraceState: ...
-      >>> type_name(TraceState), type_name(OptimizerDef)
-      ('trace', 'optimizer_def')
+    Plain containers, and what is inside the place of a parameter, are not records. Records are
+    their definition's, whichever package has their classes.
     """
-    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-    snake = re.sub(words, "_", kind.__name__).lower()
-    return snake.removesuffix("_state").strip("_") or kind.__name__
-
-
-class Slot(NamedTuple):
-    """The record that a leaf is a field of.
-
-    Attributes:
-      node: its path.
-      name: its name.
-      field: the path of the leaf within it.
-    """
-
-    node: Names
-    name: str
-    field: Names
-
-
-def slot_of(role: Role, whole: str, origin: str) -> Slot:
-    """Returns the innermost record that contains a leaf, ignoring plain containers.
-
-    Args:
-      role: the role of the leaf.
-      whole: the name of the definition, for leaves that are not in a record.
-      origin: the package of the definition, which makes the records, whatever their classes are.
-    """
-    names = tuple(name for _, name in role.outer)
-    inner = tuple(name for _, name in role.inner)
-    for k in reversed(range(len(role.outer))):
-        kind = role.outer[k][0]
+    for k in reversed(range(len(leaf.outer))):
+        kind = leaf.kinds[k]
         if kind not in (tuple, list, dict) and not issubclass(kind, Mapping):
-            return Slot(names[:k], qualified(type_name(kind), origin), (*names[k:], *inner))
-    return Slot((), whole, (*names, *inner))
+            name = qualified(snake_case(kind.__name__), origin)
+            return leaf.outer[:k], name, (*leaf.outer[k:], *leaf.inner)
+    return (), whole, leaf.field
 
 
 def role_by_type(leaf: Any, param_shape: tuple[int, ...] | None) -> LeafRole:
@@ -246,34 +210,26 @@ def role_by_type(leaf: Any, param_shape: tuple[int, ...] | None) -> LeafRole:
     return "factored" if is_part else "other"
 
 
+def _derived_axes(definition: OptimizerDef, params: Any, state: OptimizerState) -> Sequence[Any]:
+    """For each leaf the numbers of dimensions that the definition derives as its axes."""
+    structure: Any = jax.tree.structure(state.param_states)
+    if type(definition).derive_logical_axes is OptimizerDef.derive_logical_axes:
+        return [None] * structure.num_leaves
+    numbers = jax.tree.map(lambda x: PartitionSpec(*map(str, range(np.ndim(x)))), params)
+    derived = definition.derive_logical_axes(Optimizer(definition, state, params), numbers)
+    axes: Sequence[Any] = structure.flatten_up_to(derived.state.param_states)
+    return axes
+
+
 def _dimensions(
-    definition: OptimizerDef,
-    params: Any,
-    state: OptimizerState,
-    given: Sequence[Role],
-    shapes: Mapping[Names, tuple[int, ...]],
-) -> Iterator[tuple[int | None, ...] | None]:
-    """The dimensions of every leaf, by logical axes if the definition derives them."""
-    leaves = jax.tree.leaves(state.param_states)
-    specs: Sequence[Any] = [None] * len(leaves)
-    if type(definition).derive_logical_axes is not OptimizerDef.derive_logical_axes:
-        numbers = jax.tree.map(_numbers, params)
-        optimizer = Optimizer(definition, state, params)
-        axes = definition.derive_logical_axes(optimizer, numbers).state.param_states
-        structure: Any = jax.tree.structure(state.param_states)
-        specs = structure.flatten_up_to(axes)
-    for role, leaf, spec in zip(given, leaves, specs, strict=True):
-        shape = np.shape(leaf)
-        if role.param is None:
-            yield (None,) * len(shape)
-        elif isinstance(spec, PartitionSpec) and len(spec) == len(shape):
-            yield tuple(None if axis is None else int(str(axis)) for axis in spec)
-        else:
-            yield dimensions_by_shape(shape, shapes[role.param])
-
-
-def _numbers(leaf: Any) -> PartitionSpec:
-    return PartitionSpec(*map(str, range(np.ndim(leaf))))
+    leaf: Any, param_shape: tuple[int, ...] | None, axes: Any
+) -> tuple[int | None, ...] | None:
+    shape = np.shape(leaf)
+    if param_shape is None:
+        return (None,) * len(shape)
+    if isinstance(axes, PartitionSpec) and len(axes) == len(shape):
+        return tuple(None if axis is None else int(str(axis)) for axis in axes)
+    return dimensions_by_shape(shape, param_shape)
 
 
 def dimensions_by_shape(

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from flax.core import FrozenDict
@@ -43,19 +43,12 @@ dimensions of its parameter; `statistic` is computed from all the parameters of 
 such as a sum over them or an estimated rate.
 """
 
-Effect: TypeAlias = Literal[
-    "nothing", "window", "refused", "at_or_below_count", "above_count", "initial"
-]
+Effect: TypeAlias = Literal["nothing", "window", "refused", "initial"]
 """What a change of a setting does to saved state.
 
 `nothing`: the state stays valid. `window`: it stays valid unless a window is open. `refused`: it
-would be misread. `at_or_below_count`: it stays valid if the new value is greater than the saved
-count. `above_count`: it stays valid if it is not. `initial`: the state stays as the old value made
-it; the new value has no effect.
+would be misread. `initial`: the state stays as the old value made it; the new value has no effect.
 """
-
-COUNTED: Final = frozenset({"window", "at_or_below_count", "above_count"})
-"""The effects that depend on a count in the state."""
 
 Source: TypeAlias = Literal["stated", "derived", "types"]
 """The source of a description.
@@ -126,8 +119,8 @@ class Bearing:
 
     Attributes:
       effect: see `Effect`.
-      count: the field of the state that decides: a window is open while it is not 0 (modulo
-        `modulo`, if given); or the new value is compared with it.
+      count: for a window the field of the state that counts: it is open while that is not 0 (modulo
+        `modulo`, if given).
       modulo: the setting by which to divide `count`, if the count is not reset at the end of a
         window.
     """
@@ -137,7 +130,7 @@ class Bearing:
     modulo: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.effect in COUNTED) != bool(self.count):
+        if (self.effect == "window") != bool(self.count):
             raise DescriptionError(
                 f"`count`: a setting whose change is {self.effect!r} needs "
                 f"{'no field' if self.count else 'the field that counts'}, found {self.count}"
@@ -159,8 +152,7 @@ class TransformationDescription:
       source: see `Source`.
       passes_on: whether it at most clips updates, averages them over a window or holds them back,
         so that later moments mean the same without it.
-      parameters: the paths of the parameters that it acts on, if these are a subset that its leaves
-        do not show and that matters: before moments, or if it concatenates parameters.
+      parameters: the paths of the parameters whose state it keeps, if it concatenates some of them.
     """
 
     name: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +14,16 @@ import numpy as np
 from opt_core import (
     Bearing,
     LeafDescription,
-    Role,
     StateDescription,
     TransformationDescription,
     flatten_with_paths,
-    roles,
+    path_str,
 )
 from opt_core.closures import origin_of, qualified
+from opt_core.extend import StateLeaf, leaves_of
 
-from opt_optax_bridge._description.dimensions import (
-    Dimensions,
-    Dims,
-    Shape,
-    dimensions,
-    explained,
-    followed,
-    shapes_of,
-    stated_dimensions,
-)
 from opt_optax_bridge._description.known import FACTORS, KNOWN, PASS_ON, VARIANTS, Known
-from opt_optax_bridge._description.made import make
+from opt_optax_bridge._description.makers import find_states
 from opt_optax_bridge._description.nodes import (
     Names,
     Node,
@@ -41,8 +32,20 @@ from opt_optax_bridge._description.nodes import (
     transformation_name,
 )
 from opt_optax_bridge._description.settings import UPDATED_BY, settings_of
+from opt_optax_bridge._description.tracing import (
+    Dims,
+    Shape,
+    explained,
+    stated_dimensions,
+    traced_places,
+)
+
+if TYPE_CHECKING:
+    from opt_partition import Row  # the import takes 0.1 s
 
 Source: TypeAlias = Literal["stated", "derived", "types"]
+Numbered: TypeAlias = tuple[Names, str, int]
+"""The group, the name and the number of a transformation."""
 
 _PLAIN = (tuple, list, dict)
 _PARTITION_STATES = frozenset({"PartitionState", "MultiTransformState"})
@@ -51,23 +54,38 @@ _IN_UNITS = frozenset({"moment", "second_moment", "factored"})
 
 
 class _Slot(NamedTuple):
-    """The transformation that a leaf belongs to.
+    """A leaf of a state, and the transformation that it belongs to.
 
     Attributes:
-      place: the path of the state that it made.
+      at: where it is, and which parameter it follows.
+      leaf: its shape and dtype.
+      place: the path of the state that the transformation made.
       group: the labels of `optax.partition` around it.
-      name: its name.
-      field: the path of the leaf within its state.
+      name: the name of the transformation.
       node: the transformation itself, if known.
-      kind: the class of its state; `None` if the state is a single leaf.
     """
 
+    at: StateLeaf
+    leaf: jax.ShapeDtypeStruct
     place: Names
     group: Names
     name: str
-    field: Names
     node: Node | None
-    kind: type | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the transformation is known by its function, not by the class of its state."""
+        return self.node is not None and bool(self.node.name)
+
+    @property
+    def key(self) -> Any:
+        """The same for leaves of one transformation."""
+        return id(self.node) if self.is_named else (self.group, self.name, self.place)
+
+    @property
+    def field(self) -> Names:
+        """The path of the leaf within the state of its transformation."""
+        return self.at.field[len(self.place) :]
 
 
 def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
@@ -78,85 +96,52 @@ def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
       params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
       param_states: the state that belongs to them; likewise.
     """
-    params, states = (jax.tree.map(_abstract, tree) for tree in (params, param_states))
+    params, state = (jax.tree.map(_abstract, tree) for tree in (params, param_states))
+    shapes = {path: leaf.shape for path, leaf in flatten_with_paths(params) if leaf is not None}
     root = open_transformation(tx)
-    made = make(root, params)
-    given = roles(params, states, whole_tree=True)
-    slots = [_slot(role, made.places) for role in given]
+    states = find_states(root, params, state)
+    leaves = jax.tree.leaves(state)
+    explain = functools.cache(functools.partial(explained, tx, params, leaves))
+
+    def slots_of(followed: Mapping[Names, tuple[Names, Names]]) -> list[_Slot]:
+        pairs = zip(leaves_of(state, followed), leaves, strict=True)
+        return [_slot(at, leaf, states.nodes) for at, leaf in pairs]
+
+    slots = slots_of(states.followed)
+    unclear = {i for i, slot in enumerate(slots) if _is_unclear(slot, states.opaque)}
+    if unclear and (rows := explain()) is not None:
+        placed = [(slot.at, len(slot.place)) for slot in slots]
+        slots = slots_of(states.followed | traced_places(placed, unclear, rows, list(shapes)))
     for slot in slots:
         if slot.node is not None and not slot.node.declared:
-            slot.node.declared = _declared(slot.kind)
-    leaves, shapes = jax.tree.leaves(states), shapes_of(params)
-    shown = functools.cache(functools.partial(explained, tx, params, leaves))
-    # In a user's own state, arrays outside a tree of parameters may be a list, one per parameter.
-    listed = {
-        i: len(slot.place)
-        for i, (role, leaf, slot) in enumerate(zip(given, leaves, slots, strict=True))
-        if role.param is None and leaf.shape and _known(slot.node) is None
-    }
-    if listed and (seen := shown()) is not None:
-        given = followed(given, seen, listed, list(shapes))
-        slots = [_slot(role, made.places) for role in given]
-    names = _Names(root, made.nodes, slots)
-    rows = list(zip(given, leaves, slots, strict=True))
-    reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
-    stated = [None if reshapes else _stated(*row, shapes) for row in rows]
-    dims = dimensions(leaves, given, stated, shown)
-    paths = [path for path, leaf in flatten_with_paths(states) if leaf is not None]
-    described = tuple(
-        _leaf(_Row(path, leaf, role, slot, kept), names, shapes)
-        for path, (role, leaf, slot), kept in zip(paths, rows, dims, strict=True)
+            slot.node.declared = _declared(_kind(slot))
+    numbers = _numbered(root, slots)
+    described = tuple(_described_leaves(root, slots, numbers, shapes, explain))
+    in_units = zip(slots, described, strict=True)
+    keepers = {id(slot.node) for slot, leaf in in_units if leaf.role in _IN_UNITS}
+    factors = {id(first) for first, then in before(root) if id(then) in keepers and _factor(first)}
+    parameters = _concatenated(described, numbers, states.shown, len(shapes))
+    transformations = (
+        dataclasses.replace(x, parameters=parameters.get((x.group, x.name, x.number)))
+        for x in _transformations(root, slots, numbers, factors)
     )
-    kept = list(zip(slots, described, strict=True))
-    keepers = {id(slot.node) for slot, leaf in kept if leaf.role in _IN_UNITS}
-    earlier = {id(one): one for one, other in before(root) if id(other) in keepers}
-    factors = {key for key, one in earlier.items() if _factor(one)}
-    given_to = dict(_given(root, jax.tree.structure(params)))
-    acting = {key: _paths(given_to[key]) for key in _unsaid(root, kept, earlier)}
-    acting = {key: some for key, some in acting.items() if shapes.keys() > {*some}}
-    return StateDescription(described, tuple(names.transformations(factors, acting)))
+    return StateDescription(described, tuple(transformations))
 
 
-def _unsaid(
-    root: Node, kept: Sequence[tuple[_Slot, LeafDescription]], earlier: Collection[int]
-) -> set[int]:
-    """The transformations whose parameters matter but cannot be read off their leaves.
-
-    These act, or may act, before moments, or concatenate parameters as `optax.flatten` does.
-    """
-    users = (node for node in root.walk() if not node.is_own and len(node.children) > 1)
-    composed = {id(inner) for node in users for inner in node.walk()}
-    ordered = {id(slot.node) for slot, leaf in kept if slot.node is not None and leaf.dimensions}
-    following = {id(slot.node) for slot, leaf in kept if leaf.parameter is not None}
-    return {*earlier, *composed, *ordered} - following
-
-
-def _given(node: Node, outer: Any, is_flat: bool = False) -> Iterator[tuple[int, Any]]:
-    """The structure of the parameters that each transformation acts on.
-
-    Inside of `optax.flatten` a transformation is given one vector of all of them.
-    """
-    given = outer if is_flat or node.given is None else node.given
-    yield id(node), given
-    known = _known(node)
-    is_flat |= known is not None and known.reshapes
-    for child in node.children:
-        yield from _given(child, given, is_flat)
-
-
-def _paths(structure: Any) -> tuple[Names, ...]:
-    places = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return tuple(path for path, place in flatten_with_paths(places) if place is not None)
-
-
-class _Row(NamedTuple):
-    """One leaf, with everything known about it."""
-
-    path: Names
-    leaf: jax.ShapeDtypeStruct
-    role: Role
-    slot: _Slot
-    dims: Dimensions
+def _concatenated(
+    described: Sequence[LeafDescription],
+    numbers: Mapping[Any, Numbered],
+    shown: Mapping[int, Sequence[Names]],
+    count: int,
+) -> dict[Numbered, tuple[Names, ...]]:
+    """The parameters of transformations whose arrays do not say them, if these are not all."""
+    arrays = {(x.group, x.transformation, x.number) for x in described if x.dimensions}
+    arrays -= {(x.group, x.transformation, x.number) for x in described if x.parameter is not None}
+    return {
+        numbers[key]: tuple(paths)
+        for key, paths in shown.items()
+        if numbers.get(key) in arrays and len(paths) < count
+    }
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -164,107 +149,80 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
-def _slot(role: Role, places: Mapping[Names, Node]) -> _Slot:
+def _slot(at: StateLeaf, leaf: jax.ShapeDtypeStruct, nodes: Mapping[Names, Node]) -> _Slot:
     """The innermost state made by a named transformation, or else the innermost record."""
-    outer = role.outer
-    names = tuple(name for _, name in outer)
-    inner = tuple(name for _, name in role.inner)
-    above = [names[:k] for k in range(len(outer), -1, -1)]
+    outer = at.outer
+    above = [outer[:k] for k in range(len(outer), -1, -1)]
     for place in above:
-        node = places.get(place)
+        node = nodes.get(place)
         if node is not None and node.name:
-            field = (*names[len(place) :], *inner)
-            kind = outer[len(place)][0] if len(place) < len(outer) else None
-            return _Slot(place, node.group, node.name, field, node, kind)
-    node = next((places[place] for place in above if place in places), None)
+            return _Slot(at, leaf, place, node.group, node.name, node)
+    node = next((nodes[place] for place in above if place in nodes), None)
     for k in range(len(outer) - 1, -1, -1):
-        kind = outer[k][0]
+        kind = at.kinds[k]
         if kind not in _PLAIN and not issubclass(kind, Mapping):
             maker = kind if node is None else node.tx.init
             name = qualified(transformation_name(kind.__name__), origin_of(maker))
-            return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node, kind)
-    return _Slot((), (), _WHOLE, (*names, *inner), node)
+            return _Slot(at, leaf, outer[:k], _labels(at, k), name, node)
+    return _Slot(at, leaf, (), (), _WHOLE, node)
 
 
-def _labels(role: Role, depth: int) -> Names:
+def _labels(at: StateLeaf, depth: int) -> Names:
     """The groups of `optax.partition` around a place, by the path to it."""
-    names = [name for _, name in role.outer]
     return tuple(
-        names[k + 1]
-        for k, (kind, name) in enumerate(role.outer[:depth])
-        if kind.__name__ in _PARTITION_STATES and name == "inner_states" and k + 1 < depth
+        at.path[k + 1]
+        for k in range(depth - 1)
+        if at.kinds[k].__name__ in _PARTITION_STATES and at.path[k] == "inner_states"
     )
 
 
-class _Names:
-    """The names and numbers of all transformations.
+def _kind(slot: _Slot) -> type | None:
+    """The class of the state that a leaf is in; `None` if that is the leaf."""
+    depth = len(slot.place)
+    return slot.at.kinds[depth] if depth < len(slot.at.outer) else None
 
-    Args:
-      root: the transformation with everything nested in it.
-      nodes: the transformations that made a state, in order.
-      slots: one per leaf, in order.
-    """
 
-    def __init__(
-        self,
-        root: Node,
-        nodes: Sequence[Node],
-        slots: Sequence[_Slot],
-    ) -> None:
-        self._root = root
-        self._numbers: dict[Any, tuple[Names, str, int]] = {}
-        self._counts: dict[tuple[Names, str], int] = {}
-        self._by_type: dict[tuple[Names, str, Names], Node | None] = {}
-        kept = [node for node in (*nodes, *root.walk()) if not node.is_container and node.name]
-        for node in kept:
-            self._number(id(node), node.group, _base(node))
-        for slot in slots:
-            if slot.node is None or id(slot.node) not in self._numbers:
-                self._by_type.setdefault((slot.group, slot.name, slot.place), slot.node)
-        for key in self._by_type:
-            self._number(key, key[0], key[1])
+def _is_unclear(slot: _Slot, opaque: Sequence[Names]) -> bool:
+    """Whether an array may follow a parameter although no placeholder came through to it."""
+    if slot.at.parameter is not None or not slot.leaf.shape:
+        return False
+    return _known(slot.node) is None or any(slot.place[: len(at)] == at for at in opaque)
 
-    def _number(self, key: Any, group: Names, name: str) -> None:
-        if key in self._numbers:
-            return
-        count = self._counts[group, name] = self._counts.get((group, name), 0) + 1
-        self._numbers[key] = group, name, count
 
-    def of(self, slot: _Slot) -> tuple[Names, str, int]:
-        """Returns the group, the name and the number of the transformation of a leaf."""
-        if slot.node is not None and id(slot.node) in self._numbers:
-            return self._numbers[id(slot.node)]
-        return self._numbers[slot.group, slot.name, slot.place]
+def _numbered(root: Node, slots: Sequence[_Slot]) -> dict[Any, Numbered]:
+    """The names of all transformations, by `_Slot.key`, numbered as states are made."""
+    named = (x for x in root.made_in_order() if not x.is_container and x.name)
+    keys = [(id(node), node.group, _base(node)) for node in named]
+    keys += [(slot.key, slot.group, slot.name) for slot in slots]
+    counts: Counter[tuple[Names, str]] = Counter()
+    numbers: dict[Any, Numbered] = {}
+    for key, group, name in keys:
+        if key not in numbers:
+            counts[group, name] += 1
+            numbers[key] = group, name, counts[group, name]
+    return numbers
 
-    def transformations(
-        self, factors: Collection[int], acting: Mapping[int, tuple[Names, ...]]
-    ) -> Iterator[TransformationDescription]:
-        """Yields them in the order in which they act, those known only by type last.
 
-        Args:
-          factors: the identities of those that scale updates before moments.
-          acting: by identity, the parameters of those that act on a subset that leaves do not show.
-        """
-        for node in self._root.walk():
-            if id(node) in self._numbers:
-                made = _described(node, self._numbers[id(node)])
-                made = dataclasses.replace(made, parameters=acting.get(id(node)))
-                if id(node) in factors:
-                    bearing = {**made.bearing, _factor(node): Bearing("refused")}
-                    made = dataclasses.replace(made, bearing=bearing)
-                yield made
-        yielded: set[int] = set()
-        for key, maker in self._by_type.items():
-            if maker is None or id(maker) in yielded:
-                group, name, number = self._numbers[key]
-                yield TransformationDescription(name, number, group)
-                continue
+def _transformations(
+    root: Node, slots: Sequence[_Slot], numbers: Mapping[Any, Numbered], factors: Collection[int]
+) -> Iterator[TransformationDescription]:
+    """Yields them in the order in which they act, those known only by type last."""
+    for node in root.walk():
+        if id(node) in numbers:
+            yield _described(node, numbers[id(node)], _factor(node) if id(node) in factors else "")
+    described: set[int] = set()
+    for key, maker in {slot.key: slot.node for slot in slots if not slot.is_named}.items():
+        if maker is None or id(maker) in described:
+            group, name, number = numbers[key]
+            yield TransformationDescription(name, number, group)
+        else:
             # The record has no name of its own; its settings are those of the transformation.
-            yielded.add(id(maker))
-            yield _described(maker, self._numbers[key])
+            described.add(id(maker))
+            yield _described(maker, numbers[key])
 
 
-def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescription:
+def _described(node: Node, numbered: Numbered, factor: str = "") -> TransformationDescription:
+    """A transformation; `factor` is the setting by which it scales updates before moments."""
     settings = settings_of(node)
     if node.is_own:
         switches = {v: v == node.name for v, of in VARIANTS.items() if node.name in (v, of)}
@@ -273,11 +231,13 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
     if UPDATED_BY in settings:
         bearing[UPDATED_BY] = Bearing("refused")
+    if factor:
+        bearing[factor] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
-    group, own, number = name
+    group, name, number = numbered
     is_definition = (node.package, node.factory) == ("opt_optax_bridge", "as_transformation")
     passes_on = is_definition or (node.is_own and node.name in PASS_ON)
-    return TransformationDescription(own, number, group, settings, bearing, source, passes_on)
+    return TransformationDescription(name, number, group, settings, bearing, source, passes_on)
 
 
 def _base(node: Node) -> str:
@@ -305,57 +265,69 @@ def _declared(kind: type | None) -> Mapping[str, Any]:
     return dict(describe()) if callable(describe) else {}
 
 
-def _stated(
-    role: Role, leaf: jax.ShapeDtypeStruct, slot: _Slot, shapes: Mapping[Names, Shape]
-) -> Dims | None:
+def _described_leaves(
+    root: Node,
+    slots: Sequence[_Slot],
+    numbers: Mapping[Any, Numbered],
+    shapes: Mapping[Names, Shape],
+    explain: Callable[[], Sequence[Row] | None],
+) -> Iterator[LeafDescription]:
+    """Describes leaves; `init` is traced only if the dimensions of some are not stated."""
+    reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
+    stated = [None if reshapes else _stated(slot, shapes) for slot in slots]
+    rows: Sequence[Row | None] | None = None
+    if any(s.at.parameter is not None and d is None for s, d in zip(slots, stated, strict=True)):
+        rows = explain()
+    for slot, dims, row in zip(slots, stated, rows or [None] * len(slots), strict=True):
+        parameter, is_derived = slot.at.parameter, False
+        if parameter is None:
+            dims = (None,) * len(slot.leaf.shape)
+        elif dims is None and row is not None and row.parameter in (None, path_str(parameter)):
+            dims, is_derived = row.dims, True
+        known, (group, name, number) = _known(slot.node), numbers[slot.key]
+        said = None if known is None else _said(slot, known, dims)
+        shape = None if parameter is None else shapes[parameter]
+        source: Source = "types" if said is None else "derived" if is_derived else "stated"
+        yield LeafDescription(
+            path=slot.at.path,
+            group=group,
+            transformation=name,
+            number=number,
+            field=slot.field,
+            parameter=parameter,
+            dimensions=dims,
+            role=_role(slot.leaf, shape, dims) if said is None else said,
+            source=source,
+        )
+
+
+def _stated(slot: _Slot, shapes: Mapping[Names, Shape]) -> Dims | None:
     """The dimensions of a leaf of a known transformation."""
-    if role.param is None or slot.node is None or _known(slot.node) is None:
+    if slot.at.parameter is None or slot.node is None or _known(slot.node) is None:
         return None
-    return stated_dimensions(slot.node, slot.field, leaf.shape, shapes[role.param])
+    return stated_dimensions(slot.node, slot.field, slot.leaf.shape, shapes[slot.at.parameter])
 
 
-def _leaf(row: _Row, names: _Names, shapes: Mapping[Names, Shape]) -> LeafDescription:
-    group, name, number = names.of(row.slot)
-    known = _known(row.slot.node)
-    param = row.role.param
-    role = _role(row, None if param is None else shapes[param])
-    source: Source = "types"
-    if known is not None and (said := _said(row, known)) is not None:
-        role = said
-        source = "derived" if row.dims.is_derived else "stated"
-    return LeafDescription(
-        path=row.path,
-        group=group,
-        transformation=name,
-        number=number,
-        field=row.slot.field,
-        parameter=row.role.param,
-        dimensions=row.dims.dims,
-        role=role,
-        source=source,
-    )
-
-
-def _said(row: _Row, known: Known) -> Any:
+def _said(slot: _Slot, known: Known, dims: Dims | None) -> Any:
     """The role in the table; a schedule's own state is a count, a placeholder is `'other'`."""
-    field = row.slot.field
+    field = slot.field
     role = known.roles.get(field[0]) if field else None
     if role == "other" and field[0] == "hyperparams_states" and field[-1] == "count":
         return "schedule_count"
-    is_filler = row.slot.name == "factored_rms" and row.dims.dims == (None,)
+    is_filler = slot.name == "factored_rms" and dims == (None,)
     return "other" if is_filler else role
 
 
-def _role(row: _Row, param_shape: Shape | None) -> Any:
+def _role(leaf: jax.ShapeDtypeStruct, param_shape: Shape | None, dims: Dims | None) -> Any:
     """The role of a leaf as far as its type and shape tell."""
-    dtype, shape = row.leaf.dtype, row.leaf.shape
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "key"
     if param_shape is None:
-        return "count" if jnp.issubdtype(dtype, jnp.integer) and not shape else "other"
-    if not jnp.issubdtype(dtype, jnp.inexact):
+        is_count = jnp.issubdtype(leaf.dtype, jnp.integer) and not leaf.shape
+        return "count" if is_count else "other"
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return "other"
-    if shape == param_shape:
+    if leaf.shape == param_shape:
         return "moment"
-    kept = [dim for dim in row.dims.dims or () if dim is not None]
-    return "factored" if kept and len(shape) < len(param_shape) else "other"
+    kept = [dim for dim in dims or () if dim is not None]
+    return "factored" if kept and len(leaf.shape) < len(param_shape) else "other"

@@ -99,7 +99,7 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         "adadelta": _known("second_moment: e_g e_x"),
         "factored_rms": _known(
             "factored: v_row v_col, second_moment: v, count: count",
-            {"step_offset": Bearing("above_count", ("count",))},
+            {"step_offset": _REFUSED},
         ),
         "sm3": _known("factored: mu, moment: nu"),
         "rprop": _known(
@@ -188,10 +188,7 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         ),
         "reduce_on_plateau": _known(
             "count: plateau_count cooldown_count count, other: scale best_value avg_value",
-            {
-                "accumulation_size": Bearing("at_or_below_count", ("count",)),
-                "patience": Bearing("at_or_below_count", ("plateau_count",)),
-            },
+            {"accumulation_size": _REFUSED, "patience": _REFUSED},
         ),
         # Schedules and conditions.
         "schedule": _known("schedule_count: count"),

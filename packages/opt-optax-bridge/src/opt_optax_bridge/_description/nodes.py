@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import dis
+import functools
 import itertools
-import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from opt_core.closures import (
-    attributes,
     closure_vars,
+    code_of,
     definer_of,
     factory_of,
+    opened,
     origin_of,
     own_name,
     package_of,
     qualified,
+    snake_case,
     unwrapped,
 )
 from opt_core.protocols import DescribesFields
@@ -56,14 +58,11 @@ class Node:
       package: the package that defines the factory.
       maker: the name of the factory of its `init`; empty if that is not known.
       children: the transformations that it calls.
-      key: the identity of the object that the enclosing transformation has captured.
-      factory_argument: for `inject_hyperparams`, the function that builds the nested one.
       injected: the hyper-parameters that an enclosing `inject_hyperparams` injects.
       shares_init: whether its `init` is that of its only child.
       shares_update: whether its update function is that of a child.
       declared: its own description, if it has one: see `opt_core.protocols.DescribesFields`.
       is_stateless: whether `init` returned a state without leaves.
-      given: the structure of the parameters passed to `init`, without those that a mask hides.
     """
 
     tx: Any
@@ -72,16 +71,13 @@ class Node:
     package: str
     maker: str
     children: list[Node]
-    key: int = 0
-    factory_argument: Any = None
     injected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shares_init: bool = False
     shares_update: bool = False
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_stateless: bool = False
-    given: Any = None
 
-    @property
+    @functools.cached_property
     def held(self) -> dict[str, Any]:
         """The variables captured by its functions and their helpers, by name."""
         found = _captured_with_helpers(self.tx.init)
@@ -105,6 +101,11 @@ class Node:
         return self.shares_update or (self.is_own and self.factory in CONTAINERS)
 
     @property
+    def injects(self) -> bool:
+        """Whether it builds the nested transformation anew in every step."""
+        return self.is_own and self.factory in _INJECTING and "inner_factory" in self.held
+
+    @property
     def name(self) -> str:
         """Its name, with its package; empty if only the type of its state can tell."""
         if "name" in self.declared:
@@ -125,6 +126,12 @@ class Node:
         yield self
         for child in self.children:
             yield from child.walk()
+
+    def made_in_order(self) -> Iterator[Node]:
+        """Yields the same in the order in which states are made, innermost first."""
+        for child in self.children:
+            yield from child.made_in_order()
+        yield self
 
 
 def before(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -150,9 +157,7 @@ def transformation_name(factory: str) -> str:
       >>> transformation_name('scale_by_adam'), transformation_name('MultiSteps')
       ('adam', 'multi_steps')
     """
-    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-    snake = re.sub(words, "_", factory).lower()
-    return snake.removeprefix("scale_by_").removesuffix("_state").strip("_") or factory
+    return snake_case(factory).removeprefix("scale_by_") or factory
 
 
 def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = frozenset()) -> Node:
@@ -174,13 +179,11 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
     factory, package = factory_of(made_by, OWN), package_of(made_by)
     says = own_name(init).startswith("init") and not _is_empty(init)
     node = Node(tx, group, factory, package, definer_of(init, OWN) if says else "", [])
-    node.key = id(init) if isinstance(tx, _Half) else id(tx)
     if isinstance(owner := getattr(unwrapped(init), "__self__", None), DescribesFields):
         node.declared = owner.describe_fields()
     above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
     held = node.held
-    if node.is_own and factory in _INJECTING and "inner_factory" in held:
-        node.factory_argument = held["inner_factory"]
+    if node.injects:
         if (inner := _injected(held)) is not None:
             node.children = [open_transformation(inner, group, above)]
             for child in node.children[0].walk():
@@ -190,7 +193,6 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
         child = open_transformation(member, (*group, *label), above)
         if is_same(child.tx.init, init):
             if node.is_own and factory == "with_extra_args_support":
-                child.key = node.key
                 return child
             node.children, node.shares_init = [child], True
             return node
@@ -226,20 +228,17 @@ def occurrences(value: Any, factory: str, functions: list[Any], depth: int = 0) 
         yield value
         return
     plain = unwrapped(value)
-    inside: Iterable[Any] = ()
     if isinstance(plain, types.FunctionType | types.MethodType):
-        is_helper = factory_of(plain, OWN) == factory
+        is_helper, is_wrapped = factory_of(plain, OWN) == factory, plain is not value
         if own_name(plain).startswith(("init", "update")):
-            if not is_helper or plain is not value:
+            if is_wrapped or not is_helper:
                 functions.append(value)
-        elif plain is not value or (is_helper and isinstance(plain, types.FunctionType)):
-            inside = closure_vars(value).values()
-    elif isinstance(value, tuple | list):
-        inside = value
-    else:
-        inside = (value if isinstance(value, Mapping) else attributes(value)).values()
-    if depth < _DEPTH:
-        for child in inside:
+            return
+        if not is_wrapped and not (is_helper and isinstance(plain, types.FunctionType)):
+            return
+    parts = opened(value)
+    if parts is not None and depth < _DEPTH:
+        for _, child in parts.children:
             yield from occurrences(child, factory, functions, depth + 1)
 
 
@@ -271,12 +270,22 @@ def is_same(one: Any, other: Any) -> bool:
 
 def _captured_with_helpers(function: Any, seen: frozenset[int] = frozenset()) -> dict[str, Any]:
     """The variables captured by a function and the helpers of its factory, by name."""
-    factory, found = factory_of(function, OWN), closure_vars(function)
+    factory, found = factory_of(function, OWN), _in_order_read(function)
     for value in list(found.values()):
         is_new = isinstance(value, types.FunctionType) and id(value) not in seen
         if is_new and factory_of(value, OWN) == factory:
             found = _captured_with_helpers(value, seen | {id(value)}) | found
     return found
+
+
+def _in_order_read(function: Any) -> dict[str, Any]:
+    """The variables that a function has captured, in the order in which its code names them."""
+    held, code = closure_vars(function), code_of(function)
+    if code is None or len(held) < 2:
+        return held
+    steps = (step for step in dis.get_instructions(code) if step.opname != "LOAD_CONST")
+    names = [step.argval for step in steps if isinstance(step.argval, str)]
+    return {name: held[name] for name in dict.fromkeys([*names, *held]) if name in held}
 
 
 def injected_by(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,12 +305,3 @@ def _injected(held: Mapping[str, Any]) -> Any:
         return held["inner_factory"](**given)
     except Exception:  # a user's factory may reject the rate that stands in for a schedule
         return None
-
-
-def with_init(tx: Any, init: Any) -> Any:
-    """Returns a copy of a transformation with another `init`."""
-    if hasattr(tx, "_replace"):
-        return tx._replace(init=init)
-    made = copy.copy(tx)
-    object.__setattr__(made, "init", init)
-    return made

@@ -31,7 +31,7 @@ def settings_of(node: Node) -> dict[str, Any]:
       {'accumulator_dtype': None, 'decay': 0.9, 'nesterov': False}
     """
     if (named := node.declared.get("settings")) is None:
-        held = injected_by(node.held) if node.factory_argument is not None else node.held
+        held = injected_by(node.held) if node.injects else node.held
         known = _arguments(node) if node.is_own else None
         # Attributes are named after arguments, up to underscores.
         bare = {name.strip("_"): value for name, value in held.items()}
@@ -73,7 +73,7 @@ def _is_setting(name: str, value: Any, node: Node, known: frozenset[str] | None)
     lone: list[Any] = []  # halves of transformations
     if name.endswith(_PER_PARAMETER) or any(occurrences(value, node.factory, lone)) or lone:
         return False
-    if node.factory_argument is None and known is not None and name not in known:
+    if not node.injects and known is not None and name not in known:
         return False
     plain = unwrapped(value)
     is_helper = isinstance(plain, types.FunctionType) and factory_of(plain, OWN) == node.factory

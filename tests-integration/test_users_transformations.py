@@ -1,0 +1,724 @@
+"""Transformations as users write them: named, attributed to parameters, restored.
+
+They have the shapes of states that are published in papers' repositories and training frameworks:
+Kronecker factors in lists, projections, histories, one record per parameter, flat vectors, classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from flax.core import FrozenDict
+from jax.flatten_util import ravel_pytree
+from opt_checkpoint import named_state, plan_restore
+from opt_core import Optimizer, StateDescription, describe_state, path_str
+from opt_optax_bridge import OptaxWrapper
+
+optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
+
+MINE = __name__.partition(".")[0]
+PARAMS: dict[str, Any] = {
+    "dense": {"bias": jnp.ones(6), "kernel": jnp.ones((4, 6))},
+    "layers": [{"w": jnp.ones((3, 3))}, {"w": jnp.ones((3, 3))}],
+    "scale": jnp.ones(6),
+}
+NAMES = ["dense/bias", "dense/kernel", "layers/0/w", "layers/1/w", "scale"]
+DIMS = {"dense/bias": 1, "dense/kernel": 2, "layers/0/w": 2, "layers/1/w": 2, "scale": 1}
+
+
+class Case(NamedTuple):
+    """A transformation, and what its state means.
+
+    Attributes:
+      build: makes it.
+      names: the transformations that keep its leaves, without the package of users' own.
+      follows: for each leaf the parameter that it follows; `None` if it follows none.
+    """
+
+    build: Callable[[], Any]
+    names: set[str]
+    follows: dict[str, str | None]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*names: str, **follows: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Registers a transformation.
+
+    Args:
+      *names: see `Case`.
+      **follows: by field, with `__` for `/`, the name of what it follows: `'tree'` for a tree like
+        the parameters, `'list'` for a list with one entry for each, a function of the name of a
+        parameter for the names below its place in a tree, `None`, or a dict by path.
+    """
+
+    def register(build: Callable[[], Any]) -> Callable[[], Any]:
+        expected: dict[str, str | None] = {}
+        for field, what in follows.items():
+            at = field.replace("__", "/")
+            if what == "tree":
+                expected |= {f"{at}/{name}".lstrip("/"): name for name in NAMES}
+            elif what == "list":
+                expected |= {f"{at}/{i}".lstrip("/"): name for i, name in enumerate(NAMES)}
+            elif callable(what):
+                below = {name: what(name) for name in NAMES}
+                expected |= {
+                    "/".join(filter(None, (at, name, inner))): name
+                    for name, inners in below.items()
+                    for inner in inners
+                }
+            elif isinstance(what, dict):
+                expected |= {f"{at}/{path}".lstrip("/"): name for path, name in what.items()}
+            else:
+                expected[at] = what
+        CASES[build.__name__] = Case(build, set(names) or {build.__name__}, expected)
+        return build
+
+    return register
+
+
+def transformation(init_fn: Any) -> Any:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        del params, extra
+        return updates, state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def zeros(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def axes_of(name: str) -> list[str]:
+    return [str(i) for i in range(DIMS[name])]
+
+
+# One tree or several.
+
+
+class Moments(NamedTuple):
+    count: Any
+    m: Any
+    h: Any
+    ess: Any
+
+
+@case(count=None, m="tree", h="tree", ess=None)
+def variational() -> Any:
+    def init_fn(params: Any) -> Any:
+        hessian = jax.tree.map(lambda p: jnp.full_like(p, 0.5), params)
+        return Moments(jnp.zeros([], jnp.int32), zeros(params), hessian, jnp.float32(10.0))
+
+    return transformation(init_fn)
+
+
+@case("optax_wrapper", **{"": "tree"})
+def eligibility_traces() -> Any:
+    return transformation(zeros)
+
+
+@case(ema1="tree", ema2="tree", step=None)
+def two_averages() -> Any:
+    def init_fn(params: Any) -> Any:
+        return {
+            "ema1": zeros(params),
+            "ema2": jax.tree.map(jnp.array, params),
+            "step": jnp.array(0),
+        }
+
+    return transformation(init_fn)
+
+
+@case(momentum="tree", rng=None)
+def langevin() -> Any:
+    key = jax.random.key(3)
+
+    def init_fn(params: Any) -> Any:
+        return {"momentum": zeros(params), "rng": key}
+
+    return transformation(init_fn)
+
+
+class Tuned(NamedTuple):
+    base: Any
+    count: Any
+    sigma: Any
+    theta_ref: Any
+    betas: Any
+
+
+@case(
+    "tuner",
+    "adam",
+    base__0__mu="tree",
+    base__0__nu="tree",
+    base__0__count=None,
+    count=None,
+    sigma=None,
+    theta_ref="tree",
+    betas=None,
+)
+def tuner() -> Any:
+    base, betas = optax.adam(0.1), np.array([0.9, 0.99, 0.999], np.float32)
+
+    def init_fn(params: Any) -> Any:
+        sigma = jnp.zeros((len(betas),))
+        return Tuned(base.init(params), jnp.int32(0), sigma, params, jnp.array(betas))
+
+    return transformation(init_fn)
+
+
+# A record for each parameter.
+
+
+class LeafState(NamedTuple):
+    momentum: Any
+    per_row: Any
+    step: Any
+
+
+@case("optax_wrapper", **{"": lambda name: ["momentum", "per_row", "step"]})
+def row_normalized() -> Any:
+    def one(p: Any) -> Any:
+        rows = p.reshape(p.shape[0], -1)
+        return LeafState(jnp.zeros_like(p), jnp.mean(rows**2, axis=1), jnp.int32(0))
+
+    return transformation(lambda params: jax.tree.map(one, params))
+
+
+class Kronecker(NamedTuple):
+    left: Any
+    right: Any
+
+
+class ShampooState(NamedTuple):
+    count: Any
+    stats: Any
+
+
+@case(
+    count=None,
+    stats=lambda name: ["left", "right"] if DIMS[name] == 2 else ["left"],
+)
+def shampoo() -> Any:
+    def stats(p: Any) -> Any:
+        if p.ndim < 2:
+            return Kronecker(jnp.zeros_like(p), None)
+        return Kronecker(1e-4 * jnp.eye(p.shape[0]), 1e-4 * jnp.eye(p.shape[1]))
+
+    def init_fn(params: Any) -> Any:
+        return ShampooState(jnp.int32(0), jax.tree.map(stats, params))
+
+    return transformation(init_fn)
+
+
+@struct.dataclass
+class Quantized:
+    codes: Any
+    diagonal: Any
+    shape: Any = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Block:
+    """The state of one parameter."""
+
+    statistics: list[Any]
+    momentum: Quantized
+
+
+@case(
+    stats=lambda name: [
+        *(f"statistics/{i}" for i in range(DIMS[name])),
+        "momentum/codes",
+        "momentum/diagonal",
+    ],
+    count=None,
+)
+def distributed_shampoo() -> Any:
+    def block(p: Any) -> Any:
+        statistics = [jnp.eye(size) for size in p.shape]
+        codes = jnp.zeros(p.shape, jnp.int8)
+        return Block(statistics, Quantized(codes, jnp.zeros(p.shape[:1]), p.shape))
+
+    def init_fn(params: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(params)
+        blocks = [block(leaf) for leaf in leaves]
+        return {"count": jnp.int32(0), "stats": jax.tree.unflatten(treedef, blocks)}
+
+    return transformation(init_fn)
+
+
+FIELDS = ("momentum/codes", "momentum/diagonal")
+
+
+@case(
+    stats={
+        f"{i}/{field}": name
+        for i, name in enumerate(NAMES)
+        for field in (*(f"statistics/{k}" for k in axes_of(name)), *FIELDS)
+    },
+    count=None,
+)
+def sharded_shampoo() -> Any:
+    def init_fn(params: Any) -> Any:
+        blocks = []
+        for leaf in jax.tree.leaves(params):
+            moment = Quantized(leaf.astype(jnp.int8), jnp.zeros(leaf.shape[:1]), leaf.shape)
+            blocks.append(Block([leaf @ leaf.T] * leaf.ndim, moment))
+        return {"count": jnp.int32(0), "stats": blocks}
+
+    return transformation(init_fn)
+
+
+# Lists, flat and grouped.
+
+
+class SoapState(NamedTuple):
+    exp_avg: Any
+    gg: Any
+    q: Any
+    is_initialized: Any
+
+
+@struct.dataclass
+class Axes:
+    axes: tuple[Any, ...]
+
+
+@case(
+    exp_avg="tree",
+    gg=lambda name: [f"axes/{i}" for i in axes_of(name)],
+    q=lambda name: [f"axes/{i}" for i in axes_of(name)],
+    is_initialized=None,
+)
+def soap() -> Any:
+    def axes(p: Any) -> Any:
+        return Axes(tuple(jnp.zeros((size, size)) for size in p.shape))
+
+    def init_fn(params: Any) -> Any:
+        square = jax.tree.map(axes, params)
+        return SoapState(zeros(params), square, jax.tree.map(jnp.copy, square), jnp.array(False))
+
+    return transformation(init_fn)
+
+
+@case(mu="tree", Qs={f"{i}/{k}": name for i, name in enumerate(NAMES) for k in axes_of(name)})
+def kron() -> Any:
+    def init_fn(params: Any) -> Any:
+        factors = [[jnp.eye(size) for size in p.shape] for p in jax.tree.leaves(params)]
+        return {"mu": zeros(params), "Qs": factors}
+
+    return transformation(init_fn)
+
+
+@case(mu="tree", lipschitz="tree", Qs=lambda name: axes_of(name))
+def scanned_kron() -> Any:
+    """Matrices are initialised under `vmap`, a layer at a time."""
+
+    def factors(p: Any) -> Any:
+        if p.ndim == 1:
+            return [jax.vmap(jnp.ones_like)(p)]
+        return [jax.vmap(lambda row: jnp.ones_like(row))(p), jax.vmap(lambda c: 2.0 * c)(p.T)]
+
+    def init_fn(params: Any) -> Any:
+        lipschitz = jax.tree.map(lambda p: jnp.zeros([]), params)
+        return {"mu": zeros(params), "lipschitz": lipschitz, "Qs": jax.tree.map(factors, params)}
+
+    return transformation(init_fn)
+
+
+@case("optax_wrapper", **{"": "list"})
+def list_of_moments() -> Any:
+    return transformation(lambda params: [jnp.zeros_like(x) for x in jax.tree.leaves(params)])
+
+
+@case(moments="list", count=None)
+def tuple_of_moments() -> Any:
+    def init_fn(params: Any) -> Any:
+        return {"count": jnp.int32(0), "moments": tuple(0.0 * x for x in jax.tree.leaves(params))}
+
+    return transformation(init_fn)
+
+
+@case(
+    accumulators={str(i): name for i, name in enumerate(NAMES)},
+    velocity={str(i): name for i, name in enumerate(NAMES)},
+)
+def keyed_by_index() -> Any:
+    def init_fn(params: Any) -> Any:
+        leaves = dict(enumerate(jax.tree.leaves(params)))
+        moments = {str(i): jnp.zeros_like(leaf) for i, leaf in leaves.items()}
+        return {"accumulators": moments, "velocity": {k: 1.0 * x for k, x in leaves.items()}}
+
+    return transformation(init_fn)
+
+
+@case(m={name.replace("/", "."): name for name in NAMES})
+def keyed_by_joined_names() -> Any:
+    def init_fn(params: Any) -> Any:
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+        names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in p) for p, _ in flat]
+        return {"m": {name: jnp.zeros_like(x) for name, (_, x) in zip(names, flat, strict=True)}}
+
+    return transformation(init_fn)
+
+
+# Other shapes.
+
+
+@case(history=lambda name: [""], head=None)
+def history() -> Any:
+    def init_fn(params: Any) -> Any:
+        buffers = jax.tree.map(lambda p: jnp.zeros((5, *p.shape), p.dtype), params)
+        return {"history": buffers, "head": jnp.int32(0)}
+
+    return transformation(init_fn)
+
+
+@case("optax_wrapper", window={f"{k}/{name}": name for k in range(3) for name in NAMES})
+def window_of_gradients() -> Any:
+    return transformation(lambda params: {"window": [zeros(params) for _ in range(3)]})
+
+
+class Projected(NamedTuple):
+    projector: Any
+    moment: Any
+
+
+@case(projector={n: n for n in NAMES if DIMS[n] == 2}, moment="tree")
+def low_rank_projection() -> Any:
+    def init_fn(params: Any) -> Any:
+        projector = jax.tree.map(lambda p: p[:, :2] if p.ndim == 2 else None, params)
+        moment = jax.tree.map(lambda p: p[:2] if p.ndim == 2 else p, params)
+        return Projected(projector, moment)
+
+    return transformation(init_fn)
+
+
+@case(
+    "low_rank",
+    "adam",
+    projector="tree",
+    **{f"inner__{m}": "tree" for m in ("mu", "nu")},
+    inner__count=None,
+)
+def low_rank() -> Any:
+    """Adam on what is left of each matrix."""
+    inner = optax.scale_by_adam()
+
+    def init_fn(params: Any) -> Any:
+        small = jax.tree.map(lambda p: p[:2], params)
+        return {"projector": zeros(params), "inner": inner.init(small)}
+
+    return transformation(init_fn)
+
+
+@case(rate="tree", norm="tree")
+def layerwise_rates() -> Any:
+    def init_fn(params: Any) -> Any:
+        return {
+            "norm": jax.tree.map(jnp.linalg.norm, params),
+            "rate": jax.tree.map(lambda _: jnp.ones([]), params),
+        }
+
+    return transformation(init_fn)
+
+
+@case(flat=None, hessian=None)
+def on_one_vector() -> Any:
+    def init_fn(params: Any) -> Any:
+        flat, _ = ravel_pytree(params)
+        return {"flat": jnp.zeros_like(flat), "hessian": jnp.eye(flat.size)}
+
+    return transformation(init_fn)
+
+
+@case(norms=None, total=None, best="tree")
+def best_so_far() -> Any:
+    def init_fn(params: Any) -> Any:
+        norms = jnp.stack([jnp.sum(x**2) for x in jax.tree.leaves(params)])
+        return {"norms": norms, "total": jnp.sqrt(jnp.sum(norms)), "best": params}
+
+    return transformation(init_fn)
+
+
+@case(kernel="dense/kernel", step=None)
+def one_matrix() -> Any:
+    def init_fn(params: Any) -> Any:
+        return {"kernel": jnp.zeros_like(params["dense"]["kernel"]), "step": jnp.int32(0)}
+
+    return transformation(init_fn)
+
+
+@case(top="layers/1/w", rest__dense__bias="dense/bias", rest__dense__kernel="dense/kernel")
+def parts_of_the_model() -> Any:
+    def init_fn(params: Any) -> Any:
+        return {
+            "top": jnp.zeros_like(params["layers"][-1]["w"]),
+            "rest": {"dense": zeros(params["dense"])},
+        }
+
+    return transformation(init_fn)
+
+
+# Classes.
+
+
+class Continual:
+    """Methods, and a state of frozen dicts."""
+
+    def __init__(self, frequency: int) -> None:
+        self.frequency = frequency
+
+    def init(self, params: Any) -> Any:
+        utilities = jax.tree.map(jnp.ones_like, params)
+        logs: Any = FrozenDict({"mean": jnp.zeros([]), "resets": jnp.int32(0)})
+        return {"utilities": utilities, "logs": logs, "rng": jax.random.PRNGKey(0)}
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        return updates, state
+
+
+@case("continual", utilities="tree", logs__mean=None, logs__resets=None, rng=None)
+def methods() -> Any:
+    return Continual(100)
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum:
+    beta: float
+
+    def init(self, params: Any) -> Any:
+        return [jnp.int32(0), zeros(params)]
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        return updates, state
+
+
+@case("momentum", **{"0": None, "1": "tree"})
+def dataclass_with_methods() -> Any:
+    momentum = Momentum(0.9)
+    return optax.GradientTransformation(momentum.init, momentum.update)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Traced:
+    trace: Any
+    count: Any
+
+
+@case("traced", trace="tree", count=None)
+def registered_dataclass() -> Any:
+    return transformation(lambda params: Traced(zeros(params), jnp.int32(0)))
+
+
+# Around others.
+
+
+@case(
+    "looks_ahead",
+    "trace",
+    "adam",
+    adv__0__trace="tree",
+    opt__0__mu="tree",
+    opt__0__nu="tree",
+    opt__0__count=None,
+    average="tree",
+)
+def sharpness() -> Any:
+    def looks_ahead(optimizer: Any, adv_optimizer: Any) -> Any:
+        def init_fn(params: Any) -> Any:
+            state = {"opt": optimizer.init(params), "adv": adv_optimizer.init(params)}
+            return {**state, "average": zeros(params)}
+
+        return transformation(init_fn)
+
+    def sharpness(beta: float) -> Any:
+        inner = looks_ahead(optax.adam(beta), optax.sgd(0.1, 0.9))
+
+        def init_fn(params: Any) -> Any:
+            return inner.init(params)
+
+        return transformation(init_fn)
+
+    return sharpness(0.9)
+
+
+@case("adam", **{f"0__{m}": "tree" for m in ("mu", "nu")}, **{"0__count": None})
+def skipping() -> Any:
+    inner = optax.adam(0.1)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        new, after = inner.update(updates, state, params)
+        return jax.tree.map(lambda u: 0.5 * u, new), after
+
+    return optax.GradientTransformation(inner.init, update_fn)
+
+
+@case(
+    "adam",
+    "trace",
+    inner__slow__0__mu="tree",
+    inner__slow__0__nu="tree",
+    inner__slow__0__count=None,
+    inner__fast__0__trace="tree",
+)
+def by_name() -> Any:
+    """Several in a dict, of a closure of a closure."""
+
+    def runner(members: Any) -> Any:
+        def start(params: Any) -> Any:
+            return {name: member.init(params) for name, member in members.items()}
+
+        def init_fn(params: Any) -> Any:
+            return {"inner": start(params)}
+
+        return transformation(init_fn)
+
+    return runner({"slow": optax.adam(0.1), "fast": optax.sgd(0.1, 0.9)})
+
+
+@case(
+    "adam",
+    "two_of_a_kind",
+    first__mu="tree",
+    first__nu="tree",
+    first__count=None,
+    second__mu="tree",
+    second__nu="tree",
+    second__count=None,
+    steps=None,
+)
+def two_of_a_kind() -> Any:
+    second, first = optax.scale_by_adam(b1=0.5), optax.scale_by_adam(b1=0.9)
+
+    def init_fn(params: Any) -> Any:
+        states = {"first": first.init(params), "second": second.init(params)}
+        return {**states, "steps": jnp.int32(0)}
+
+    return transformation(init_fn)
+
+
+@case("yogi", inner__mu="tree", inner__nu="tree", inner__count=None)
+def in_half_precision() -> Any:
+    inner = optax.scale_by_yogi()
+
+    def init_fn(params: Any) -> Any:
+        state = inner.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        return {"inner": jax.tree.map(jnp.asarray, state)}
+
+    return transformation(init_fn)
+
+
+@case("adam", **{f"{m}": {n: n for n in NAMES if DIMS[n] == 2} for m in ("mu", "nu")}, count=None)
+def matrices_only() -> Any:
+    adam = optax.scale_by_adam()
+
+    def init_fn(params: Any) -> Any:
+        return adam.init(jax.tree.map(lambda p: p if p.ndim == 2 else None, params))
+
+    return transformation(init_fn)
+
+
+@case(
+    "stacked",
+    stacked=None,
+    others={"dense/bias": "dense/bias", "dense/kernel": "dense/kernel", "scale": "scale"},
+)
+def stacked() -> Any:
+    """Layers that are alike are one array."""
+
+    def init_fn(params: Any) -> Any:
+        others = {name: params[name] for name in ("dense", "scale")}
+        layers = jnp.stack([layer["w"] for layer in params["layers"]])
+        return {"stacked": jnp.zeros_like(layers), "others": zeros(others)}
+
+    return transformation(init_fn)
+
+
+# What is said of them
+
+
+@functools.cache
+def built(name: str) -> Optimizer:
+    return OptaxWrapper(CASES[name].build()).create(PARAMS)
+
+
+@functools.cache
+def described(name: str) -> StateDescription:
+    return describe_state(built(name))
+
+
+def test_the_table_has_every_leaf() -> None:
+    for name, (_, _, follows) in CASES.items():
+        paths = {path_str(leaf.path) for leaf in described(name).leaves}
+        assert paths == follows.keys(), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_leaves_follow_their_parameters(name: str) -> None:
+    said = {
+        path_str(leaf.path): None if leaf.parameter is None else path_str(leaf.parameter)
+        for leaf in described(name).leaves
+    }
+    assert said == CASES[name].follows
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_are_named_after_what_made_them(name: str) -> None:
+    names = {leaf.transformation for leaf in described(name).leaves}
+    assert {x.removeprefix(f"{MINE}.") for x in names} == CASES[name].names
+
+
+def test_likes_are_found_in_the_order_in_which_they_are_called() -> None:
+    """Variables that a function has captured are sorted by name."""
+    second, first = optax.scale_by_adam(b1=0.5), optax.scale_by_adam(b1=0.9)
+
+    def init_fn(params: Any) -> Any:
+        return {"a": second.init(params), "b": first.init(params)}
+
+    described = describe_state(OptaxWrapper(transformation(init_fn)).create(PARAMS))
+    settings = {leaf.path[0]: described.of(leaf).settings["b1"] for leaf in described.leaves}
+    assert settings == {"a": 0.5, "b": 0.9}
+
+
+def test_what_is_called_twice_keeps_two_states() -> None:
+    inner = optax.scale_by_adam()
+
+    def init_fn(params: Any) -> Any:
+        return {"fast": inner.init(params), "slow": inner.init(params)}
+
+    described = describe_state(OptaxWrapper(transformation(init_fn)).create(PARAMS))
+    names = {(leaf.path[0], leaf.transformation, leaf.number) for leaf in described.leaves}
+    assert names == {("fast", "adam", 1), ("slow", "adam", 2)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_restored(name: str) -> None:
+    new = built(name)
+    leaves, structure = jax.tree.flatten(new.state)
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    trained = [
+        x if is_key else (jnp.arange(x.size).reshape(x.shape) + i).astype(x.dtype)
+        for i, (x, is_key) in enumerate(zip(leaves, keys, strict=True))
+    ]
+    old = new.replace(state=jax.tree.unflatten(structure, trained))
+    plan = plan_restore(named_state(old), new)
+    assert plan.is_exact
+    for got, was in zip(jax.tree.leaves(plan.apply().state), trained, strict=True):
+        if not jnp.issubdtype(was.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(got, was)
