@@ -517,9 +517,10 @@ def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan[Opti
     try:
         return plan_restore(saved, placement.optimizer).check()
     except PlanError as error:
-        summary, first, *_ = str(error.plan).splitlines()
+        summary, *_ = str(error.plan).splitlines()
+        reason = error.plan.problems[0]
         raise UsageError(
-            f"the checkpoint of {path} is of another configuration: {summary}, such as {first}"
+            f"the checkpoint of {path} is of another configuration: {summary}; {reason}"
         ) from error
 
 

@@ -63,8 +63,9 @@ def loss_fn(params: Any) -> jax.Array:
 def train_step(optimizer: Optimizer[Any], rate: float) -> tuple[Optimizer[Any], jax.Array]:
     """Makes one update, with a learning rate for each group."""
     loss, grads = jax.value_and_grad(loss_fn)(optimizer.params)
-    rates = {"matrices": rate, "biases": 10 * rate}
-    return optimizer.apply_gradient(grads, learning_rate=rates), loss
+    overrides = {"biases": {"learning_rate": 10 * rate}}
+    new = optimizer.apply_gradient(grads, learning_rate=rate, group_overrides=overrides)
+    return new, loss
 
 
 def compiled(optimizer: Optimizer[Any]) -> Any:
