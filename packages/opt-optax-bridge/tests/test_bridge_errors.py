@@ -118,8 +118,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TreeMismatchError,
         (
             "`grads` do not match the parameters:\n"
-            "  v: expected nothing, found an array of shape (2,)\n"
             "  w: expected an array of shape (2,), found nothing\n"
+            "  v: expected nothing, found an array of shape (2,)\n"
             "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
             "containers to those of the parameters."
         ),
