@@ -50,9 +50,8 @@ class ExtraArgs:
             if callable(value) or jax.tree.structure(value) == self._division.treedef:
                 raise GroupError(
                     f"group `{group}`: `{name}` is about all parameters, and this group has some "
-                    "of them. Updates that take the loss or its gradient, such as line searches, "
-                    "work on all parameters of an optimizer: divide them with `optax.partition`, "
-                    "inside one definition."
+                    "of them. A line search works on all parameters of a definition: make one "
+                    "definition, with `optax.partition` for the directions and the search after it."
                 )
 
     def check_used(self) -> None:
