@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import opt_optax_bridge as opt
+import optax
 import pytest
 from opt_core import FROZEN, MultiOptimizer, describe
 from opt_core.errors import GroupError, HyperParamError, TreeMismatchError
@@ -38,10 +39,26 @@ def test_a_line_search_is_for_all_parameters() -> None:
                 step(definition.create(make_params()))
 
 
+def test_directions_in_groups_and_one_search() -> None:
+    """What the error says to write."""
+    labels = {"k": "k", "b": "b"}
+    tx = optax.chain(
+        optax.partition({"k": optax.scale_by_lbfgs(), "b": optax.scale(0.4)}, labels),
+        optax.scale(-1.0),
+        optax.scale_by_backtracking_linesearch(10),
+    )
+    optimizer = opt.OptaxWrapper(tx).create(make_params())
+    for _ in range(5):
+        optimizer = step(optimizer)
+    assert loss(optimizer.target) < 0.1 * loss(make_params())
+
+
 def test_gradients_of_examples_are_for_all_parameters() -> None:
     private = opt.dpsgd(0.1, l2_norm_clip=1.0, noise_multiplier=0.0, seed=0)
     examples = jax.tree.map(lambda p: jnp.stack([p, p]), make_params())
-    assert private.create(make_params()).apply_gradient(examples).step == 1
+    tx = optax.partition({"private": private.optax_optimizer}, {"k": "private", "b": "private"})
+    for definition in (private, opt.OptaxWrapper(tx)):
+        assert definition.create(make_params()).apply_gradient(examples).step == 1
     groups = MultiOptimizer.from_rules([("k", private)], rest=opt.sgd(0.1))
     with pytest.raises(TreeMismatchError) as caught:
         groups.create(make_params()).apply_gradient(examples)

@@ -24,9 +24,8 @@ def taken_args(
         if callable(value) or jax.tree.structure(value) == division.treedef:
             raise GroupError(
                 f"group `{group}`: `{name}` is about all parameters, and this group has some of "
-                "them. Updates that take the loss or its gradient, such as line searches, work on "
-                "all parameters of an optimizer: divide them with `optax.partition`, inside one "
-                "definition."
+                "them. A line search works on all parameters of a definition: make one definition, "
+                "with `optax.partition` for the directions and the search after it."
             )
     return taken
 
