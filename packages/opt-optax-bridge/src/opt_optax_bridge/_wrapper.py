@@ -60,9 +60,6 @@ class OptaxWrapper(OptimizerDef):
       optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included. One
         that also is `opt_core.protocols.UpdatesParams`, like `opt_accumulate.MultiSteps`, is
         passed the parameters themselves.
-      aliases: names of transformations in descriptions of the state, by the names they would
-        otherwise have: `{'lab.adam_v2': 'lab.adam'}` after a rename in the package `lab`, so that
-        saved state is found.
       precision: see `with_precision`.
 
     Attributes:
@@ -84,7 +81,6 @@ class OptaxWrapper(OptimizerDef):
     optax_optimizer: Any
     recipe: Recipe | None
     built_with: Any
-    aliases: tuple[tuple[str, str], ...]
     precision: WrapsTransformation | None = None
     _built: Any
 
@@ -92,7 +88,6 @@ class OptaxWrapper(OptimizerDef):
         self,
         optax_optimizer: Any,
         *,
-        aliases: Mapping[str, str] | None = None,
         precision: WrapsTransformation | None = None,
     ) -> None:
         if not isinstance(optax_optimizer, Transformation):
@@ -102,7 +97,6 @@ class OptaxWrapper(OptimizerDef):
                 "`wrap_optax_optimizer`."
             )
         self._define(optax_optimizer, None)
-        vars(self)["aliases"] = tuple(sorted((aliases or {}).items()))
         if precision is not None:
             vars(self).update(vars(self.with_precision(precision)))
 
@@ -111,28 +105,7 @@ class OptaxWrapper(OptimizerDef):
         """Returns the definition of what `recipe` builds."""
         self = cls(recipe.build())
         self._define(self.optax_optimizer, recipe)
-        aliases = {
-            alias for part in recipe.parts.values() for alias in getattr(part, "aliases", ())
-        }
-        vars(self)["aliases"] = tuple(sorted(aliases))
         return self
-
-    def with_aliases(self, aliases: Mapping[str, str]) -> Self:
-        """Returns the definition with other names for transformations in its descriptions.
-
-        Args:
-          aliases: see `OptaxWrapper`.
-
-        Examples:
-          >>> from opt_core import describe_state
-          >>> definition = OptaxWrapper(optax.lion(0.1)).with_aliases({'lion': 'my_lion'})
-          >>> describe_state(definition.create({'w': jnp.ones(2)})).leaves[0].transformation
-          'my_lion'
-        """
-        new = type(self).__new__(type(self))
-        vars(new).update(vars(self), aliases=tuple(sorted(aliases.items())))
-        vars(new).pop("_fingerprint_cache", None)
-        return new
 
     def with_precision(self, precision: WrapsTransformation) -> Self:
         """Returns the definition with parameters and state stored in another way.
