@@ -60,6 +60,7 @@ _ONE_NAMESPACE = frozenset(
     }
 )
 _MAIN = ("__main__", "__mp_main__")
+_PLAIN = (tuple, list, dict, set, frozenset)
 
 
 class Unassigned:
@@ -137,7 +138,7 @@ def opened(value: Any) -> Opened | None:
             kind = types.FunctionType, value.__module__, value.__qualname__, value.__code__
             held = [(name, x) for name, x in cells(value).items() if x is not Unassigned]
             held += [("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)]
-            return Opened(kind, [*held, *attributes(value).items()])
+            return Opened(kind, [*held, *sorted(vars(value).items())])
         case types.MethodType():
             both = [("__self__", value.__self__), ("__func__", value.__func__)]
             return Opened((types.MethodType,), both)
@@ -164,7 +165,7 @@ def _numbered(values: Any) -> list[tuple[str, Any]]:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Returns the Python attributes of an object, without what it has cached, sorted by name."""
-    if isinstance(value, type | types.ModuleType | np.ndarray | jax.Array):
+    if type(value) in _PLAIN or isinstance(value, type | types.ModuleType | np.ndarray | jax.Array):
         return {}
     names = [name for base in type(value).__mro__ for name in slots(base)]
     kept = {name: getattr(value, name) for name in names if hasattr(value, name)}
