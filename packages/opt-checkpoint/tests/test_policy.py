@@ -159,7 +159,8 @@ def test_both_doors_ask_for_the_same_words(name: str) -> None:
         (row.leaf.name, row.action) for row in plan.rows
     ]
     restored = plan.apply()
-    assert jax.tree.structure(restored) == jax.tree.structure(moved)
+    structure: Any = jax.tree.structure(restored)
+    assert structure == jax.tree.structure(moved)
     jax.tree.map(np.testing.assert_array_equal, restored, moved)
 
 

@@ -188,7 +188,7 @@ class Source(Protocol):
           DamagedError: a leaf has changed since it was written.
         """
 
-    def same(self, names: Sequence[str]) -> bool | None:
+    def same(self, names: Iterable[str]) -> bool | None:
         """Whether leaves of one shape and dtype are the same bit for bit.
 
         `None` if that is not known without reading arrays.
@@ -257,7 +257,7 @@ class NamedState(Mapping[str, Any]):
         """Returns leaves in the given shardings; see `Source.read`."""
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
-    def same(self, names: Sequence[str]) -> bool | None:
+    def same(self, names: Iterable[str]) -> bool | None:
         """Whether leaves have the same bits; `None` where no value is at hand."""
         bits = {_bits(self.leaves[name]) for name in names}
         return None if None in bits else len(bits) == 1
