@@ -30,9 +30,7 @@ import numpy as np
 __all__ = [
     "Opened",
     "Unassigned",
-    "assign_cells",
     "attributes",
-    "blank_function",
     "cells",
     "closure_vars",
     "code_of",
@@ -337,18 +335,3 @@ def rebound_names(function: types.FunctionType) -> frozenset[str]:
 def _rebound(code: types.CodeType) -> frozenset[str]:
     stores = (op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF")
     return frozenset(stores) & frozenset(code.co_freevars)
-
-
-def blank_function(
-    code: types.CodeType, module_globals: dict[str, Any], name: str
-) -> types.FunctionType:
-    """Returns a function with unassigned captured variables; see `assign_cells`."""
-    closure = tuple(types.CellType() for _ in code.co_freevars)
-    return types.FunctionType(code, module_globals, name, None, closure)
-
-
-def assign_cells(function: types.FunctionType, contents: Mapping[str, Any]) -> None:
-    """Assigns the captured variables of a function."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if contents[name] is not Unassigned:
-            cell.cell_contents = contents[name]

@@ -222,10 +222,10 @@ class Optimizer(nnx.Optimizer[M]):
           >>> import opt_core, optax
           >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
           >>> optimizer = Optimizer(model, optax.adam(1e-3))
-          >>> frozen, report = opt_core.freeze(optimizer.to_core(model), 'bias')
+          >>> frozen, plan = opt_core.freeze(optimizer.to_core(model), 'bias')
           >>> optimizer.load_core(model, frozen)
-          >>> report.dropped
-          ('0/mu/bias', '0/nu/bias')
+          >>> plan.dropped
+          ('state/adam/mu/bias', 'state/adam/nu/bias')
         """
         return self._core(pure(state_of(model, self.wrt, self.graph)))
 

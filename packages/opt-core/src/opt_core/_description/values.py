@@ -164,20 +164,6 @@ class TransformationDescription:
     passes_on: bool = False
     parameters: tuple[Names, ...] | None = None
 
-    def acts_on(self, parameter: Names | None) -> bool:
-        """Whether it acts on a parameter; true for all if `parameters` is `None`.
-
-        Examples:
-          >>> scale = TransformationDescription('scale', parameters=(('w',),))
-          >>> scale.acts_on(('w',)), scale.acts_on(('b',))
-          (True, False)
-        """
-        return self.parameters is None or parameter in self._acted_on
-
-    @functools.cached_property
-    def _acted_on(self) -> frozenset[Names]:
-        return frozenset(self.parameters or ())
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", json_value(dict(self.settings), "settings"))
         object.__setattr__(self, "bearing", FrozenDict(self.bearing))

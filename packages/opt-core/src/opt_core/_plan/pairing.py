@@ -55,7 +55,7 @@ def like_numbers(
 
     free = list(before)
     found: dict[int, int] = {}
-    for is_like in (_is_same, _is_alike, _is_alike_but_for_code):
+    for is_like in (_is_same, _is_alike):
         for made in after:
             like = [old for old in free if _has_one_update(old, made) and is_like(old, made)]
             if made.number not in found and like:
@@ -116,21 +116,8 @@ def _is_derived(text: str) -> bool:
         return False
 
 
-def without_code(value: Any) -> Any:
-    """Returns a setting without the digests of the code of functions."""
-    if isinstance(value, Mapping):
-        is_function = "function" in value
-        return {
-            name: without_code(child)
-            for name, child in value.items()
-            if not (is_function and name == "code")
-        }
-    return tuple(map(without_code, value)) if isinstance(value, tuple) else value
-
-
 def setting_text(value: Any) -> str:
     """Returns a setting as a short text."""
-    value = without_code(value)
     if isinstance(value, Mapping) and "function" in value:
         held = ", ".join(f"{k}={setting_text(x)}" for k, x in value.items() if k != "function")
         value = f"{value['function']}({held})" if held else value["function"]
@@ -149,14 +136,6 @@ def _is_same(old: TransformationDescription, new: TransformationDescription) -> 
 
 def _is_alike(old: TransformationDescription, new: TransformationDescription) -> bool:
     return all(old.settings[name] == new.settings[name] for name in shared_settings(old, new))
-
-
-def _is_alike_but_for_code(old: TransformationDescription, new: TransformationDescription) -> bool:
-    """Another release of Python may compile the same function differently."""
-    return all(
-        without_code(old.settings[name]) == without_code(new.settings[name])
-        for name in shared_settings(old, new)
-    )
 
 
 STEP: Final = "step"

@@ -45,7 +45,6 @@ from opt_core._plan.pairing import (
     setting_text,
     shared_settings,
     switched,
-    without_code,
 )
 from opt_core._plan.rules import Allowance
 from opt_core._plan.sides import (
@@ -493,6 +492,6 @@ def _changed_settings(
     old: TransformationDescription, new: TransformationDescription
 ) -> Iterator[tuple[str, str]]:
     for name in shared_settings(old, new):
-        was, now = (without_code(made.settings[name]) for made in (old, new))
+        was, now = (made.settings[name] for made in (old, new))
         if was != now and name != INJECTED:
             yield name, f"was {setting_text(was)}, is {setting_text(now)}"

@@ -102,7 +102,7 @@ class PlainSource:
             for name, place in wanted.items()
         }
 
-    def same(self, names: Sequence[str]) -> bool | None:
+    def same(self, names: Iterable[str]) -> bool | None:
         """Whether leaves are the same bit for bit; see `Source.same`."""
         return None if any(name in self.parts for name in names) else self._source.same(names)
 
