@@ -24,7 +24,7 @@ from opt_checkpoint import (
     restore_named,
 )
 from opt_core import MultiOptimizer, Optimizer
-from opt_core.json_records import read_record, record_data
+from opt_core.extend import read_record, record_data
 
 
 def distinct(structs: Optimizer) -> Optimizer:

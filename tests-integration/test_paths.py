@@ -14,6 +14,7 @@ import optax
 import pytest
 from opt_adafactor import Adafactor
 from opt_checkpoint import named_state
+from opt_core.extend import flatten_with_paths, path_str
 from opt_optax_bridge import OptaxWrapper
 from opt_partition import explain
 
@@ -22,7 +23,7 @@ PATHS = ["a/", "a/b~1c", "a/~0", "a~1b/c"]
 
 
 def test_a_table_tells_keys_with_slashes_apart() -> None:
-    assert [opt_core.path_str(names) for names, _ in opt_core.flatten_with_paths(PARAMS)] == PATHS
+    assert [path_str(names) for names, _ in flatten_with_paths(PARAMS)] == PATHS
     rows = explain(optax.trace(0.9), PARAMS, jax.tree.map(lambda _: None, PARAMS)).rows
     assert [row.parameter for row in rows] == PATHS
     assert [row.path for row in rows] == [f"trace/{path}" for path in PATHS]
@@ -35,8 +36,8 @@ def test_patterns_match_the_paths_that_are_shown(make: Any) -> None:
         groups = opt_core.MultiOptimizer.from_rules([("one", path, make())], rest=make())
         optimizer = groups.create(params)
         one = groups.split(optimizer)["one"]
-        [(names, _)] = [(n, x) for n, x in opt_core.flatten_with_paths(one.target) if x is not None]
-        assert opt_core.path_str(names) == path
+        [(names, _)] = [(n, x) for n, x in flatten_with_paths(one.target) if x is not None]
+        assert path_str(names) == path
 
 
 def test_checkpoints_have_the_same_names() -> None:
@@ -47,8 +48,8 @@ def test_checkpoints_have_the_same_names() -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_errors_have_the_same_paths(path: str) -> None:
     params = jax.tree.map(jnp.asarray, PARAMS)
-    leaves = opt_core.flatten_with_paths(params)
-    [(place, leaf)] = [(n, leaf) for n, leaf in leaves if opt_core.path_str(n) == path]
+    leaves = flatten_with_paths(params)
+    [(place, leaf)] = [(n, leaf) for n, leaf in leaves if path_str(n) == path]
     grads = jax.tree.map(jnp.ones_like, params)
     inside = grads
     for name in place[:-1]:

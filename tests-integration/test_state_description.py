@@ -14,7 +14,8 @@ import opt_adafactor
 import opt_optax_bridge as opt
 import pytest
 from jax.sharding import PartitionSpec
-from opt_core import FROZEN, MultiOptimizer, Optimizer, StateDescription, describe_state, path_str
+from opt_core import FROZEN, MultiOptimizer, Optimizer, StateDescription, describe_state
+from opt_core.extend import path_str
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge._description.known import KNOWN
 from opt_partition import explain

@@ -20,7 +20,8 @@ from flax import struct
 from flax.core import FrozenDict
 from jax.flatten_util import ravel_pytree
 from opt_checkpoint import named_state, plan_restore
-from opt_core import Optimizer, StateDescription, describe_state, path_str
+from opt_core import Optimizer, StateDescription, describe_state
+from opt_core.extend import path_str
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly

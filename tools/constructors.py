@@ -27,7 +27,8 @@ import jax
 import numpy as np
 import opt_optax_bridge
 import optax
-from opt_core import describe_state, path_str
+from opt_core import describe_state
+from opt_core.extend import path_str
 
 ROOT = Path(__file__).resolve().parents[1]
 BRIDGE = ROOT / "packages" / "opt-optax-bridge"

@@ -209,7 +209,7 @@ SCRIPT = """
 import sys
 import jax.numpy as jnp
 import optax
-from opt_core.closures import origin_of
+from opt_core.extend import origin_of
 
 def mine():
     return optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))

@@ -16,7 +16,7 @@ from checkpoint_testing import structure
 from jax.sharding import PartitionSpec
 from opt_checkpoint import Schema, errors, named_state, restore_named
 from opt_core import FROZEN, MultiOptimizer, Optimizer
-from opt_core.json_records import read_record, record_data
+from opt_core.extend import read_record, record_data
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly

@@ -20,9 +20,9 @@ from opt_core import (
     StateDescription,
     TransformationDescription,
     describe_state,
-    leaf_groups,
 )
 from opt_core.errors import DescriptionError
+from opt_core.extend import leaf_groups
 
 MINE = __name__.partition(".")[0]  # the package of what these tests define
 

@@ -33,9 +33,9 @@ from opt_core import (
     OptimizerState,
     describe_state,
     increment_step,
-    replace_hyper_params,
 )
 from opt_core.errors import HyperParamError, RestoreError, TreeMismatchError
+from opt_core.extend import replace_hyper_params
 
 Make = Callable[[], Any]
 INT32_MAX = 2**31 - 1

@@ -9,14 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opt_core import (
-    Bearing,
-    LeafDescription,
-    StateDescription,
-    TransformationDescription,
-    json_settings,
-)
+from opt_core import Bearing, LeafDescription, StateDescription, TransformationDescription
 from opt_core.errors import DescriptionError
+from opt_core.extend import json_settings
 
 
 def leaf(**changes: Any) -> LeafDescription:

@@ -20,8 +20,9 @@ from core_testing import (
 from flax import serialization
 from flax.core import FrozenDict
 from hypothesis import strategies as st
-from opt_core import MismatchKind, path_str, restore_state_dict, to_state_dict
+from opt_core import MismatchKind, restore_state_dict, to_state_dict
 from opt_core.errors import StateDictError
+from opt_core.extend import path_str
 
 
 def through_bytes(state_dict: Any) -> Any:

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
-from opt_core.storage import (
+from opt_core._storage import (
     EXTRAS,
     PlainOptimizer,
     decode,
     join,
-    largest_change,
     split,
     storages,
     stored_as,
 )
+
+pytestmark = pytest.mark.internals
 
 TABLE = tuple(i / 255 for i in range(256))
 FORM = {"codec": "even8", "version": 1, "table": TABLE, "squared": False, "axis": 0, "block": 2}
@@ -105,22 +106,6 @@ def test_codes_of_whole_and_of_broken_blocks() -> None:
     squares = decode({**EVEN, "squared": True}, codes, jnp.array([2.0, 3.0]))
     np.testing.assert_allclose(squares, [4.0, 0.16, 9.0], rtol=1e-6)
     assert decode({**EVEN, "table": (), "block": 0}, jnp.ones(3, jnp.bfloat16)).tolist() == [1] * 3
-
-
-def test_largest_change_says_what_is_not_finite() -> None:
-    nan, inf = jnp.nan, jnp.inf
-    rows: Any = [
-        ([1, nan, -4, inf], [1.5, nan, -4, inf], 0.125),
-        ([1, nan], [1, 2], nan),
-        ([1, 2], [1, nan], nan),
-        ([1, inf], [1, 2], inf),
-        ([0, 0], [0, 1], inf),
-        ([0, 0], [0, 0], 0),
-        ([], [], 0),
-    ]
-    for before, after, expected in rows:
-        found = largest_change(jnp.array(before, jnp.float32), jnp.array(after, jnp.bfloat16))
-        np.testing.assert_equal(float(found), expected)
 
 
 def test_a_state_says_how_each_leaf_is_stored() -> None:

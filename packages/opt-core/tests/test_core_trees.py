@@ -9,8 +9,9 @@ import pytest
 from core_testing import Layer, Momentum, Pair, arrays, assert_same, bits, given, trees
 from flax.core import FrozenDict
 from hypothesis import strategies as st
-from opt_core import (
-    check_gradients,
+from opt_core import check_gradients
+from opt_core.errors import TreeMismatchError
+from opt_core.extend import (
     children,
     flatten_with_paths,
     path_names,
@@ -19,7 +20,6 @@ from opt_core import (
     strip_weak_type,
     unalias,
 )
-from opt_core.errors import TreeMismatchError
 
 
 @jax.tree_util.register_pytree_node_class

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from core_testing import Momentum, MomentumHyperParams, Pair
 from flax.core import FrozenDict
-from opt_core import fingerprint
+from opt_core.extend import fingerprint
 
 SCALE = 2.0
 

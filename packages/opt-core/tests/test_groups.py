@@ -20,16 +20,9 @@ from core_testing import Momentum, any_target, assert_same, given, structure, tr
 from flax_optim import GradientDescent, traversal
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from opt_core import (
-    FROZEN,
-    MultiOptimizer,
-    OptimizerDef,
-    OptimizerState,
-    flatten_with_paths,
-    increment_step,
-    path_str,
-)
+from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core.errors import GroupError
+from opt_core.extend import flatten_with_paths, path_str
 
 PARAMS = {
     "decoder": {"wi": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "norm": jnp.ones(2)},

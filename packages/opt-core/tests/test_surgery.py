@@ -17,7 +17,6 @@ from opt_core import (
     OptimizerDef,
     OptimizerState,
     Plan,
-    flatten_with_paths,
     freeze,
     increment_step,
     regroup,
@@ -25,6 +24,7 @@ from opt_core import (
     unfreeze,
 )
 from opt_core.errors import GroupError, SurgeryError
+from opt_core.extend import flatten_with_paths
 
 
 class Moments(NamedTuple):

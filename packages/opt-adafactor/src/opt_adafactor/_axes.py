@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax.core.meta import Partitioned
 from jax.sharding import PartitionSpec
-from opt_core import path_names, path_str
+from opt_core.extend import path_names, path_str
 
 from opt_adafactor._factor_rules import (
     HEURISTIC_RULE,

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import OptimizerState, path_names, path_str
+from opt_core import OptimizerState
+from opt_core.extend import path_names, path_str
 
 from opt_adafactor._state import _AdafactorParamState, placeholder
 from opt_adafactor._transformation import AdafactorState, require_optax

@@ -9,15 +9,8 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from opt_core import (
-    Bearing,
-    LeafDescription,
-    StateDescription,
-    TransformationDescription,
-    flatten_with_paths,
-    json_settings,
-    path_names,
-)
+from opt_core import Bearing, LeafDescription, StateDescription, TransformationDescription
+from opt_core.extend import flatten_with_paths, json_settings, path_names
 
 from opt_adafactor._axes import FactorMap
 from opt_adafactor._factoring import Factoring

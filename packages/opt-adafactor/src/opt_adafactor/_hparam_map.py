@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import path_names, path_str
+from opt_core.extend import path_names, path_str
 
 from opt_adafactor.errors import UnknownNameError
 

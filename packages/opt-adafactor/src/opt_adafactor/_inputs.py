@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import split_path
 from opt_core.errors import HyperParamError, TreeMismatchError
+from opt_core.extend import split_path
 
 from opt_adafactor._plan import Plan
 from opt_adafactor._state import Slots, _AdafactorParamState, slot_shapes

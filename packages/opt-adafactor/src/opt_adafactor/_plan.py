@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import path_names, path_str
 from opt_core.errors import TreeMismatchError
+from opt_core.extend import path_names, path_str
 
 from opt_adafactor._axes import FactorMap, check_covers
 from opt_adafactor._factor_rules import HEURISTIC_RULE, FactorRule

@@ -8,7 +8,6 @@ and an `Optimizer` is the two together with the parameters: one pytree that goes
 from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
-from opt_core._aliasing import unalias
 from opt_core._description.describe import describe_state
 from opt_core._description.values import (
     Bearing,
@@ -17,19 +16,13 @@ from opt_core._description.values import (
     StateDescription,
     TransformationDescription,
 )
-from opt_core._dtypes import strip_weak_type
-from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
 from opt_core._groups.describe import GroupRow, GroupTable, describe
 from opt_core._groups.division import GroupStates
-from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._groups.metrics import ClipMetrics, GroupNorms, clip_metrics, group_metrics
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Group
-from opt_core._hyper_params import replace_hyper_params
-from opt_core._json_settings import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
-from opt_core._paths import children, flatten_with_paths, path_names, path_str, split_path
 from opt_core._plan.operations import freeze, regroup, reset, unfreeze
 from opt_core._plan.plan import Plan
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
@@ -59,28 +52,17 @@ __all__ = [
     "StateDescription",
     "TransformationDescription",
     "check_gradients",
-    "children",
     "clip_metrics",
     "describe",
     "describe_state",
     "errors",
-    "fingerprint",
-    "flatten_with_paths",
     "freeze",
     "group_metrics",
     "increment_step",
-    "json_settings",
-    "leaf_groups",
-    "path_names",
-    "path_str",
     "protocols",
     "regroup",
-    "replace_hyper_params",
     "reset",
     "restore_state_dict",
-    "split_path",
-    "strip_weak_type",
     "to_state_dict",
-    "unalias",
     "unfreeze",
 ]

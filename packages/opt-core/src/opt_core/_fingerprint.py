@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from opt_core.closures import attributes, globals_read, opened, rebound_names, slots
+from opt_core._closures import attributes, globals_read, opened, rebound_names, slots
 
 
 class _Same:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core.closures import attributes, closure_vars, factory_of, unwrapped
+from opt_core._closures import attributes, closure_vars, factory_of, unwrapped
 
 _DEPTH = 5
 _DIGITS = 16

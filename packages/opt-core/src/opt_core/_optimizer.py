@@ -239,8 +239,9 @@ class OptimizerDef:
         except TypeError as error:
             if others := _not_arrays(target):
                 raise TypeError(
-                    "`target` must hold arrays. Create the optimizer for those alone, or freeze "
-                    "the others in a `MultiOptimizer`:\n" + "\n".join(others)
+                    "`target` must hold arrays. Create the optimizer for those alone (of an "
+                    "Equinox module, `eqx.filter(model, eqx.is_array)`), or freeze the others in a "
+                    "`MultiOptimizer`:\n" + "\n".join(others)
                 ) from error
             raise
         optimizer = Optimizer(optimizer_def=self, state=state, target=target)

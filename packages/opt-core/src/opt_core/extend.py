@@ -1,5 +1,20 @@
 """What packages that build on opt-core use of it; may change with any release, as `jax.extend`."""
 
+from opt_core._aliasing import unalias
+from opt_core._closures import (
+    closure_vars,
+    code_of,
+    definer_of,
+    factory_of,
+    opened,
+    origin_of,
+    own_name,
+    package_of,
+    qualified,
+    reached,
+    snake_case,
+    unwrapped,
+)
 from opt_core._description.follow import (
     StateLeaf,
     around,
@@ -9,8 +24,13 @@ from opt_core._description.follow import (
     placeholders,
     places,
 )
-from opt_core._dtypes import all_survive, convert_held
-from opt_core._paths import Names
+from opt_core._dtypes import all_survive, convert_held, strip_weak_type
+from opt_core._fingerprint import fingerprint
+from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._hyper_params import replace_hyper_params
+from opt_core._json_records import read_record, record_data
+from opt_core._json_settings import json_settings
+from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str, split_path
 from opt_core._plan.leaves import (
     HasShardings,
     LeafInfo,
@@ -73,13 +93,22 @@ __all__ = [
     "all_survive",
     "around",
     "check_allowances",
+    "children",
+    "closure_vars",
+    "code_of",
     "committed_sharding",
     "convert_held",
     "count_of",
+    "definer_of",
+    "factory_of",
+    "fingerprint",
+    "flatten_with_paths",
     "is_placeholder",
     "is_wide",
+    "json_settings",
     "key_kind",
     "leaf_bytes",
+    "leaf_groups",
     "leaf_info",
     "leaf_name",
     "leaf_path",
@@ -90,10 +119,26 @@ __all__ = [
     "named_state",
     "named_view",
     "on_placeholders",
+    "opened",
+    "origin_of",
+    "own_name",
+    "package_of",
+    "path_names",
+    "path_str",
     "placed",
     "placeholders",
     "places",
+    "qualified",
+    "reached",
+    "read_record",
+    "record_data",
+    "replace_hyper_params",
     "shown",
+    "snake_case",
+    "split_path",
+    "strip_weak_type",
+    "unalias",
+    "unwrapped",
     "update_counts",
     "with_placement",
 ]

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str
+from opt_core import Optimizer, OptimizerDef, OptimizerState
+from opt_core.extend import path_str
 from opt_partition import logical_to_mesh
 from opt_partition.errors import AxesError
 

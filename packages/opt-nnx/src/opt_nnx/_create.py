@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import all_leaves
-from opt_core import OptimizerDef, flatten_with_paths, unalias
+from opt_core import OptimizerDef
+from opt_core.extend import flatten_with_paths, unalias
 from opt_optax_bridge import OptaxWrapper
 from opt_partition import Layout, extend_over, init_sharded, logical_to_mesh
 from opt_partition.errors import AxesError

@@ -14,8 +14,9 @@ import opt_core
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from opt_core import OptimizerDef, OptimizerState, flatten_with_paths, path_str
+from opt_core import OptimizerDef, OptimizerState
 from opt_core.errors import TreeMismatchError
+from opt_core.extend import flatten_with_paths, path_str
 from opt_core.protocols import UpdatesParams
 from opt_optax_bridge import OptaxWrapper
 

@@ -11,7 +11,7 @@ import types
 from collections.abc import Collection
 from typing import Any
 
-from opt_core.closures import reached
+from opt_core.extend import reached
 
 
 def how_to_override(tx: Any, names: Collection[str]) -> str:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import DynamicJaxprTracer
-from opt_core import strip_weak_type
+from opt_core.extend import strip_weak_type
 
 _PREFIX = "opt_optax_bridge/"
 _Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or positions of inputs

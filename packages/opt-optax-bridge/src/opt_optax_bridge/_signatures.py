@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 from opt_core import MultiOptimizer, OptimizerDef
-from opt_core.closures import reached
 from opt_core.errors import HyperParamError
+from opt_core.extend import reached
 
 
 def taken_keywords(update: Callable[..., Any], names: Collection[str]) -> frozenset[str]:

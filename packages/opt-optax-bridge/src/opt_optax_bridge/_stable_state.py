@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import flatten_with_paths, path_str, strip_weak_type
 from opt_core.errors import StateChangedError
+from opt_core.extend import flatten_with_paths, path_str, strip_weak_type
 
 
 def stable_leaves(state: Any) -> Any:

@@ -17,12 +17,11 @@ from opt_core import (
     OptimizerState,
     StateDescription,
     check_gradients,
-    fingerprint,
     increment_step,
     to_state_dict,
-    unalias,
 )
 from opt_core.errors import HyperParamError
+from opt_core.extend import fingerprint, unalias
 from opt_core.protocols import Transformation, UpdatesParams, WrapsTransformation
 
 from opt_optax_bridge._description.describe import describe_optax

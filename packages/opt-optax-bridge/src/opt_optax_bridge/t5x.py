@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec
 import flax.struct
 import opt_core
 from flax.core import freeze, unfreeze
-from opt_core import Group, Optimizer, OptimizerDef, OptimizerState, replace_hyper_params
+from opt_core import Group, Optimizer, OptimizerDef, OptimizerState
 from opt_core.errors import HyperParamError
+from opt_core.extend import replace_hyper_params
 from opt_core.t5x import lenient_references
 from opt_partition import OptaxStatePartitionRules
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from opt_core.errors import OptimizerError
-from opt_core.extend import KINDS, LeafInfo, abstract, leaf_bytes
-from opt_core.json_records import record_data
+from opt_core.extend import KINDS, LeafInfo, abstract, leaf_bytes, record_data
 
 from opt_checkpoint._cli.inputs import (
     ACTIONS,

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from opt_core import children
-from opt_core.extend import LeafInfo, Names, named_leaves
+from opt_core.extend import LeafInfo, Names, children, named_leaves
 
 from opt_checkpoint._disk.manifest import PYTHON, is_scalar
 from opt_checkpoint.errors import LeafError, LoadError

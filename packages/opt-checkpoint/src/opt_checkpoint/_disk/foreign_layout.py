@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from opt_core import Optimizer, children, path_str
-from opt_core.extend import LeafInfo, NamedState, Names, View, named_leaves
+from opt_core import Optimizer
+from opt_core.extend import LeafInfo, NamedState, Names, View, children, named_leaves, path_str
 
 from opt_checkpoint.errors import ForeignError
 

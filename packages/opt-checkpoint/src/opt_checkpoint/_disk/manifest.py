@@ -11,8 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from opt_core.extend import LeafInfo, Schema, shown
-from opt_core.json_records import read_record, record_data
+from opt_core.extend import LeafInfo, Schema, read_record, record_data, shown
 
 from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingError, VersionError
 

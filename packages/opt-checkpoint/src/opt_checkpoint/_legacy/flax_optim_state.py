@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from opt_core import Optimizer, describe_state, flatten_with_paths, to_state_dict
-from opt_core.extend import Names, leaf_name, named_leaves
+from opt_core import Optimizer, describe_state, to_state_dict
+from opt_core.extend import Names, flatten_with_paths, leaf_name, named_leaves
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._legacy.flax_optim import EQUALS, Equal, equal_of

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
-from opt_core.extend import Names, leaf_name
+from opt_core import MultiOptimizer, Optimizer
+from opt_core.extend import Names, flatten_with_paths, leaf_name
 
 from opt_checkpoint.errors import LoadError, VersionError
 

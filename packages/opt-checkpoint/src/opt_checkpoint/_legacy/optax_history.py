@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from opt_core import children, to_state_dict
-from opt_core.extend import leaf_name
+from opt_core import to_state_dict
+from opt_core.extend import children, leaf_name
 
 from opt_checkpoint.errors import VersionError
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
-from opt_core import Optimizer, children, flatten_with_paths
-from opt_core.extend import Names, View, named_leaves
+from opt_core import Optimizer
+from opt_core.extend import Names, View, children, flatten_with_paths, named_leaves
 
 from opt_checkpoint._targets.training_state import optimizer_of, step_like
 

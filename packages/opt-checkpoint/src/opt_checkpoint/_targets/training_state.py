@@ -11,9 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str, strip_weak_type
+from opt_core import Optimizer, OptimizerDef, OptimizerState
 from opt_core.errors import TreeMismatchError
-from opt_core.extend import local, named_leaves, named_state, update_counts
+from opt_core.extend import (
+    local,
+    named_leaves,
+    named_state,
+    path_str,
+    strip_weak_type,
+    update_counts,
+)
 from opt_optax_bridge import OptaxWrapper
 
 

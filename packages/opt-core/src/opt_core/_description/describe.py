@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from opt_core._closures import origin_of, qualified, snake_case
 from opt_core._description.follow import StateLeaf, follow
 from opt_core._description.values import (
     LeafDescription,
@@ -22,7 +23,6 @@ from opt_core._description.values import (
 from opt_core._json_settings import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import Names, flatten_with_paths
-from opt_core.closures import origin_of, qualified, snake_case
 from opt_core.errors import DescriptionError
 
 _KEPT = 64  # descriptions; one of 10,000 leaves is a few MB

@@ -17,9 +17,9 @@ import numpy as np
 from flax.core import FrozenDict
 
 from opt_core._description.table import table
+from opt_core._json_records import read_record, record_data
 from opt_core._paths import Names
 from opt_core.errors import DescriptionError
-from opt_core.json_records import read_record, record_data
 
 LeafRole: TypeAlias = Literal[
     "moment",

@@ -19,8 +19,8 @@ from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer
 from opt_core._paths import Names, flatten_with_paths
 from opt_core._shardings import committed_sharding
+from opt_core._storage import PlainOptimizer, storages, stored_as
 from opt_core.errors import LeafError
-from opt_core.storage import PlainOptimizer, storages, stored_as
 
 Kind: TypeAlias = Literal["params", "state", "extra"]
 

@@ -21,8 +21,8 @@ from opt_core._plan.leaves import HasShardings, LeafInfo, Schema, Source, View, 
 from opt_core._plan.plan import Plan, Row
 from opt_core._plan.rules import Policy, abstract
 from opt_core._shardings import placed
+from opt_core._storage import EXTRAS, PlainOptimizer, decode, join, stored_as
 from opt_core.errors import LeafError
-from opt_core.storage import EXTRAS, PlainOptimizer, decode, join, stored_as
 
 _SCALE = "scale"
 _VERSION = 1
@@ -33,7 +33,7 @@ class Parts:
     """The arrays that a leaf is stored in.
 
     Attributes:
-      how: a key of `Schema.storage`, or a word of `opt_core.storage.EXTRAS`.
+      how: a key of `Schema.storage`, or a word of `opt_core._storage.EXTRAS`.
       names: of the arrays: codes and scale, or the parameter and what is kept besides it.
     """
 

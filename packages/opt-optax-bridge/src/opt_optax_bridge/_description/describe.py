@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import (
-    Bearing,
-    LeafDescription,
-    StateDescription,
-    TransformationDescription,
-    flatten_with_paths,
-    path_str,
-)
-from opt_core.closures import origin_of, qualified
-from opt_core.extend import StateLeaf, leaves_of
+from opt_core import Bearing, LeafDescription, StateDescription, TransformationDescription
+from opt_core.extend import StateLeaf, flatten_with_paths, leaves_of, origin_of, path_str, qualified
 
 from opt_optax_bridge._description.known import KNOWN, PASS_ON, VARIANTS, Known
 from opt_optax_bridge._description.makers import find_states

@@ -16,8 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from opt_core import children, flatten_with_paths
-from opt_core.extend import is_placeholder, on_placeholders, placeholders, places
+from opt_core.extend import (
+    children,
+    flatten_with_paths,
+    is_placeholder,
+    on_placeholders,
+    placeholders,
+    places,
+)
 
 from opt_optax_bridge._description.nodes import Names, Node
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from opt_core.closures import (
+from opt_core.extend import (
     closure_vars,
     code_of,
     definer_of,

@@ -6,8 +6,14 @@ import inspect
 import types
 from typing import Any, Final
 
-from opt_core import json_settings
-from opt_core.closures import closure_vars, factory_of, origin_of, package_of, unwrapped
+from opt_core.extend import (
+    closure_vars,
+    factory_of,
+    json_settings,
+    origin_of,
+    package_of,
+    unwrapped,
+)
 
 from opt_optax_bridge._description.nodes import OWN, Node, injected_by, occurrences
 

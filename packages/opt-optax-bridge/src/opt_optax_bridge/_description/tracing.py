@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from opt_core import path_str
-from opt_core.extend import StateLeaf, around
+from opt_core.extend import StateLeaf, around, path_str
 
 from opt_optax_bridge._description.nodes import Names, Node
 

@@ -28,7 +28,6 @@ __all__ = [
     "PlainOptimizer",
     "decode",
     "join",
-    "largest_change",
     "split",
     "storages",
     "stored_as",
@@ -199,27 +198,6 @@ def split(how: str, master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def largest_change(saved: jax.Array, made: jax.Array) -> jax.Array:
-    """Returns the largest change of an element, relative to the largest finite one; float32.
-
-    NaN and infinities that stay what they are do not change; one that is lost makes it NaN or
-    infinite.
-
-    Args:
-      saved: the values before; may have another shape and dtype.
-      made: the values after.
-
-    Examples:
-      >>> float(largest_change(jnp.array([1.0, -4.0]), jnp.array([1.5, -4.0])))
-      0.125
-    """
-    before, after = saved.reshape(made.shape).astype(jnp.float32), made.astype(jnp.float32)
-    is_same = (before == after) | (jnp.isnan(before) & jnp.isnan(after))
-    change = jnp.max(jnp.where(is_same, 0.0, jnp.abs(after - before)), initial=0)
-    largest = jnp.max(jnp.abs(before), initial=0, where=jnp.isfinite(before))
-    return jnp.where(change == 0, 0.0, change / largest)
-
-
 class PlainOptimizer:
     """An optimizer with every leaf as it would be in plain float32, and the way back.
 
