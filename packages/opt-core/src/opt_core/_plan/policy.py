@@ -98,6 +98,19 @@ class Move:
         return continued(self.old, self.new, self.pairs)
 
     @functools.cached_property
+    def at_a_count(self) -> frozenset[Made]:
+        """The transformations that go on at a count: Adam's does not correct moments of zero there.
+
+        A leaf that begins anew in one of them would make steps several times too long.
+        """
+        counts = [
+            (leaf, pair.sources[0])
+            for leaf, pair in zip(self.new.descriptions, self.pairs, strict=True)
+            if leaf.role == "count" and pair.sources
+        ]
+        return frozenset(made_of(leaf) for leaf, i in counts if self.old.value(i) != 0)
+
+    @functools.cached_property
     def dropped(self) -> list[int]:
         """The positions of the old leaves without a successor."""
         used = {i for pair in self.pairs for i in pair.sources}
@@ -167,9 +180,18 @@ def begins_untrained(move: Move, j: int) -> bool:
         return _is_left_by_its_count(move, j)
     if not is_trained(move.new, j):
         return False
-    params = [leaf.parameter] if leaf.parameter is not None else [*move.new.owners]
-    origins = {origin for param in params for origin in move.origins.get(param, (param,))}
-    return not origins.isdisjoint(move.old.owners) or _joins(move, j)
+    if made_of(leaf) in move.at_a_count:
+        return True
+    if leaf.parameter is not None:
+        params = [leaf.parameter]
+    else:
+        owners = move.new.owners.items()
+        params = [param for param, owner in owners if _is_around(owner, leaf.group)]
+    return any(
+        origin in move.old.owners
+        for param in params
+        for origin in move.origins.get(param, (param,))
+    )
 
 
 def _is_left_by_its_count(move: Move, j: int) -> bool:
@@ -178,19 +200,6 @@ def _is_left_by_its_count(move: Move, j: int) -> bool:
     if has_window(move.new.made(where)):
         return False
     return any(move.pairs[k].sources for k in move.new.leaves_of(where) if is_trained(move.new, k))
-
-
-def _joins(move: Move, j: int) -> bool:
-    """Whether the transformation of a new leaf goes on at a count: Adam's steps would be too long.
-
-    Zero moments at a large count are not corrected for their bias.
-    """
-    for k in move.new.leaves_of(made_of(move.new.descriptions[j])):
-        sources = move.pairs[k].sources
-        is_count = move.new.descriptions[k].role == "count"
-        if is_count and sources and move.old.value(sources[0]) != 0:
-            return True
-    return False
 
 
 def _redefined(
@@ -250,10 +259,10 @@ def _is_in_units(side: Side, j: int) -> bool:
 def _other_inputs(move: Move, before: Made, after: Made) -> Iterator[str]:
     """Changes of what acts on updates before they reach a transformation that goes on."""
     successors = {
-        old: new for old, new in move.continued if _acts_on_the_same(new, after) and new != after
+        old: new for old, new in move.continued if _is_around(new[0], after[0]) and new != after
     }
     old = _acting(move.old, before, successors)
-    new = _acting(move.new, after, {made: made for made in successors.values()})
+    new = _acting(move.new, after, {new: new for new in successors.values()})
     name = f"`{shown(after)}`"
     for key, made in old.items():
         if key not in new and key in successors.values():
@@ -292,10 +301,10 @@ def _acting(
     return found
 
 
-def _acts_on_the_same(one: Made, other: Made) -> bool:
-    """Whether two transformations act on the same updates: in one group, or around each other."""
-    shared = min(len(one[0]), len(other[0]))
-    return one[0][:shared] == other[0][:shared]
+def _is_around(group: Names, other: Names) -> bool:
+    """Whether groups are the same, or one of them is inside of the other."""
+    shared = min(len(group), len(other))
+    return group[:shared] == other[:shared]
 
 
 def _learns_nothing(side: Side, made: TransformationDescription) -> bool:
