@@ -116,7 +116,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
         stores = _stores(folder)
         leaves = _leaves(stores)
         keys = find(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
-    return _with_counts(_opened(folder, stores, named.schema, keys, under=("extra",)))
+    return _refuse_fresh_counts(_opened(folder, stores, named.schema, keys, under=("extra",)))
 
 
 def open_tree(folder: Path) -> ForeignStep:
@@ -143,7 +143,7 @@ def _info(info: LeafInfo, stored: Stored) -> LeafInfo:
     return dataclasses.replace(info, dtype=stored.dtype if is_stored_so else info.dtype, value=None)
 
 
-def _with_counts(opened: ForeignStep) -> ForeignStep:
+def _refuse_fresh_counts(opened: ForeignStep) -> ForeignStep:
     """Reads the counts of the state, and derives the step from them if it is missing."""
     counts = {
         info.name: info

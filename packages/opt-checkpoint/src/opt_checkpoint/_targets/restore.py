@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from opt_core.extend import (
     NamedState,
+    Permissions,
     Plan,
-    Policy,
     Request,
     Rule,
     Schema,
@@ -122,7 +122,7 @@ def plan_restore(
             "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
             f"`NamedState`; found {type(checkpoint).__name__}"
         )
-    request = Request(Policy.make(allow, rules), error=PlanError)
+    request = Request(Permissions.make(allow, rules), error=PlanError)
     plan: Plan[_Target] = make_plan(checkpoint, view_of(target), request, placement)
     return plan
 

@@ -58,6 +58,24 @@ found by tracing `init`; `types`: functions, types and shapes.
 """
 
 
+class TransformationKey(NamedTuple):
+    """A transformation of an optimizer; as text `group/adam#2`.
+
+    Attributes:
+      group: the names of the groups around it.
+      name: e.g. `'adam'`.
+      number: its position among those of the same name, from 1.
+    """
+
+    group: Names
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        name = self.name if self.number == 1 else f"{self.name}#{self.number}"
+        return "/".join([*self.group, name])
+
+
 class LeafKey(NamedTuple):
     """The key by which leaves of two states are the same thing.
 
@@ -104,6 +122,11 @@ class LeafDescription:
     dimensions: tuple[int | None, ...] | None
     role: LeafRole
     source: Source
+
+    @property
+    def kept_by(self) -> TransformationKey:
+        """The transformation that keeps it."""
+        return TransformationKey(self.group, self.transformation, self.number)
 
     @property
     def key(self) -> LeafKey:
@@ -164,6 +187,11 @@ class TransformationDescription:
     passes_on: bool = False
     parameters: tuple[Names, ...] | None = None
 
+    @property
+    def key(self) -> TransformationKey:
+        """Its group, name and number."""
+        return TransformationKey(self.group, self.name, self.number)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", json_value(dict(self.settings), "settings"))
         object.__setattr__(self, "bearing", FrozenDict(self.bearing))
@@ -208,15 +236,12 @@ class StateDescription:
 
     def of(self, leaf: LeafDescription) -> TransformationDescription:
         """Returns the transformation that a leaf belongs to."""
-        return self.made(leaf.group, leaf.transformation, leaf.number)
-
-    def made(self, group: Names, name: str, number: int = 1) -> TransformationDescription:
-        """Returns the transformation of a group with a name and a number."""
-        return self._by_name[group, name, number]
+        return self.by_key[leaf.kept_by]
 
     @functools.cached_property
-    def _by_name(self) -> Mapping[tuple[Names, str, int], TransformationDescription]:
-        return {(made.group, made.name, made.number): made for made in self.transformations}
+    def by_key(self) -> Mapping[TransformationKey, TransformationDescription]:
+        """The transformations by group, name and number."""
+        return {transformation.key: transformation for transformation in self.transformations}
 
     def __hash__(self) -> int:
         return self._hash

@@ -194,7 +194,7 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
     may_cast = "cast" in allow and not leaf.is_key
     is_right = is_array and found.shape == leaf.shape
     if not is_right or (str(found.dtype) != leaf.dtype and not may_cast):
-        expected = f"one array {shown(leaf)}"
+        expected = f"one array {leaf}"
         raise LeafError(f"`{leaf.name}`: `{name}` returns {result}, expected {expected}")
     if leaf.is_key:
         return found, True
@@ -305,7 +305,7 @@ def unlike_initial(view: View, schema: Schema) -> Mapping[str, str]:
         why = f"`init` makes {len(made)} leaves, the target's state has {count}"
         return dict.fromkeys((leaf.name for leaf in infos), why)
     return {
-        leaf.name: f"`init` makes {shown(own)} here, expected {shown(leaf)}"
+        leaf.name: f"`init` makes {own} here, expected {leaf}"
         for leaf, own in zip(infos, made, strict=True)
         if (tuple(own.shape), str(own.dtype)) != (leaf.shape, leaf.dtype)
     }

@@ -400,7 +400,7 @@ def _check_unique(infos: list[LeafInfo]) -> None:
     for info in infos:
         if info.name in seen:
             raise LeafError(
-                f"two leaves would have the name `{info.name}`: {shown(info)} and "
+                f"two leaves would have the name `{info.name}`: {info} and "
                 f"{shown(seen[info.name])}. Rename a key of the parameters or a field of the state."
             )
         seen[info.name] = info

@@ -27,17 +27,24 @@ from opt_core._plan.leaves import (
 )
 from opt_core._plan.pairing import STEP, Pair, pair_leaves
 from opt_core._plan.placement import with_placement
-from opt_core._plan.plan import Plan, Row
+from opt_core._plan.plan import Plan, Problem, Row
 from opt_core._plan.policy import (
     Move,
-    Problem,
     begins_untrained,
     is_trained,
     problems,
     setting_notes,
     structural_notes,
 )
-from opt_core._plan.rules import Action, KeptDimensions, Pad, Policy, Rename, Taking, sources_of
+from opt_core._plan.rules import (
+    Action,
+    KeptDimensions,
+    Pad,
+    Permissions,
+    Rename,
+    Taking,
+    sources_of,
+)
 from opt_core._plan.sides import Side, frozen, holds_parameters, side_of, state_leaves
 from opt_core._plan.stored import plain_sides, with_ways
 from opt_core._plan.values import RuledRows, fitted
@@ -54,14 +61,14 @@ class Request:
       policy: what is admitted, and rules for single leaves.
       schedules: whether new schedules continue from the step, or restart at 0.
       anew: names of leaves that begin anew, as the caller has asked.
-      is_asked: whether the caller has asked to discard the state of parameters.
+      discards_state: whether the caller has asked to discard the state of parameters.
       error: what a refused plan raises.
     """
 
-    policy: Policy
+    policy: Permissions
     schedules: Schedules = "continue"
     anew: Collection[str] = frozenset()
-    is_asked: bool = False
+    discards_state: bool = False
     error: type[SurgeryError] = SurgeryError
 
 
@@ -75,7 +82,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     _check_rules(policy, rows, source)
     move = matcher.move(rows)
     found = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
-    if source.schema.optimizer is None:  # it says nothing of its optimizer: nothing is compared
+    if source.schema.optimizer is None:  # transformations cannot be compared, only leaves
         found = [problem for problem in found if problem.needs is None]
     new = {move.new.names[p.new]: p.text for p in found if p.new is not None}
     old = {move.old.names[p.old]: p.text for p in found if p.old is not None}
@@ -89,7 +96,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     settings = [text for text in setting_notes(move) if not _is_said(text, changes)]
     return Plan(
         rows=tuple(rows),
-        refused=tuple((p.text, p.needs) for p in refused),
+        refused_changes=tuple(refused),
         notes=tuple(dict.fromkeys((*admitted, *structural, *settings, *suggested_renames(move)))),
         is_same_optimizer=not structural and not changes,
         allow=policy.allow,
@@ -165,15 +172,15 @@ class _Matcher:
             elif pair is not None and pair.note:
                 row = dataclasses.replace(row, note=", ".join(filter(None, (row.note, pair.note))))
             found.append(row)
-        found = list(_with_notes(self._with_counts(found)))
+        found = list(_with_notes(self._refuse_fresh_counts(found)))
         # Which new leaves begin where training has gone on is known once all are paired.
         move, of_state = self.move(found), iter(range(len(found)))
         return [
-            self._asked(row, move, next(of_state)) if row.leaf.transformation else row
+            self._require_initialise(row, move, next(of_state)) if row.leaf.transformation else row
             for row in found
         ]
 
-    def _asked(self, row: Row, move: Move, j: int) -> Row:
+    def _require_initialise(self, row: Row, move: Move, j: int) -> Row:
         """A row of a state with what has to be admitted for a leaf that begins anew."""
         if row.action != "initialised" or not begins_untrained(move, j):
             return row
@@ -202,8 +209,8 @@ class _Matcher:
         idle = frozen(self.named.schema)
         trained = {o for param, found in self.origins.items() if param not in idle for o in found}
         gone = {leaf.parameter for leaf in self._old if leaf.parameter is not None} - trained
-        is_asked = self.request.is_asked
-        return Move(self.old, self.new, pairs, ruled, let_go, gone, self.origins, is_asked)
+        discards_state = self.request.discards_state
+        return Move(self.old, self.new, pairs, ruled, let_go, gone, self.origins, discards_state)
 
     def _action(self, name: str) -> Action | None:
         """The action of the rule for a leaf of the target, if any."""
@@ -218,7 +225,7 @@ class _Matcher:
         """Whether the caller lets go a leaf of the source by what is said of its namesake."""
         return name in self.named.schema.by_name and self._is_fresh(name)
 
-    def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
+    def _refuse_fresh_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses to reinitialise a count whose moments are kept by rules."""
         ruled: dict[tuple[Names, str], str] = {}
         fresh = {(made[0], numbered(*made[1:])) for made in self.pairing.reinitialised}
@@ -257,8 +264,6 @@ class _Matcher:
         return self._fitted(leaf, [self.saved[leaf.name]], (), "")
 
     def _paired(self, leaf: LeafInfo, pair: Pair) -> Row:
-        if pair.replaced:
-            return Row(leaf, "initialised", note=pair.note)
         sources = [self._old[i] for i in pair.sources]
         if pair.counts is not None:
             name = "state/step" if pair.counts == STEP else self.old.names[pair.counts]
@@ -271,7 +276,7 @@ class _Matcher:
             is_same = self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter)
             if not is_same or isinstance(self._action(leaf.name), Pad):
                 return self._fitted(leaf, [like], (), "")
-            return self._initialised(leaf, self._left_behind(leaf, like) or pair.note)
+            return self._initialised(leaf, self._why_not_carried(leaf, like) or pair.note)
         if not sources:
             return self._initialised(leaf, pair.note)
         is_numbered = sources[0].group == leaf.group and sources[0].name != leaf.name
@@ -289,7 +294,7 @@ class _Matcher:
         action = self._action(leaf.name)
         if isinstance(action, Pad):
             row = self.ruled.padded(leaf, action, sources[0], kinds, note)
-        elif why := self._left_behind(leaf, sources[0]):
+        elif why := self._why_not_carried(leaf, sources[0]):
             return self._initialised(leaf, why)
         else:
             admitted = self.policy.allow | ({action} if isinstance(action, str) else set())
@@ -299,7 +304,7 @@ class _Matcher:
         return dataclasses.replace(row, sources=names) if is_own else row
 
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
-        """The row of a leaf that begins anew; of those of transformations, see `_asked`."""
+        """The row of a leaf that begins anew; for states see `_require_initialise`."""
         kinds = () if leaf.transformation else ("initialise",)
         admitted = is_ruled or {*kinds} <= self.policy.allow
         is_missing = leaf.kind == "params" and _is_abstract(self.named[leaf.name])
@@ -308,7 +313,7 @@ class _Matcher:
             leaf, "initialised", kinds=kinds, note=note, problem=problem, is_admitted=admitted
         )
 
-    def _left_behind(self, leaf: LeafInfo, source: LeafInfo) -> str:
+    def _why_not_carried(self, leaf: LeafInfo, source: LeafInfo) -> str:
         """Why a leaf is not that of the same name if a rule makes its parameter; empty if it is.
 
         A moment may still fit the shape of its parameter, but not its values.
@@ -346,12 +351,16 @@ class _Matcher:
                 continue
             i = places.get(leaf.name)
             is_free = i is not None and not is_trained(move.old, i)
-            is_asked = leaf.name in self.request.anew or self._begins_anew(leaf.name)
+            is_let_go = leaf.name in self.request.anew or self._begins_anew(leaf.name)
             note = _EVALUATED.get(leaf.base, "") if leaf.role == "params_copy" else ""
-            found.append(self._gone(leaf, leaf.name, note, is_free=is_free or is_asked))
+            found.append(
+                self._dropped_row(leaf, leaf.name, note, is_free=is_free or discards_state)
+            )
         return [*found, *self._unused_slices(rows)]
 
-    def _gone(self, leaf: LeafInfo, name: str, note: str = "", *, is_free: bool = False) -> Row:
+    def _dropped_row(
+        self, leaf: LeafInfo, name: str, note: str = "", *, is_free: bool = False
+    ) -> Row:
         by_rule = self.policy.rule(name, drop=True) is not None
         admitted = is_free or by_rule or "drop" in self.policy.allow
         kinds = () if is_free else ("drop",)
@@ -369,7 +378,7 @@ class _Matcher:
             for index in sorted(set(range(leaf.shape[axis])) - indices):
                 where = ", ".join([*[":"] * axis, str(index)])
                 path = (*leaf.path[:-1], f"{leaf.path[-1]}[{where}]")
-                yield self._gone(dataclasses.replace(leaf, path=path, shape=shape), name)
+                yield self._dropped_row(dataclasses.replace(leaf, path=path, shape=shape), name)
 
 
 _EVALUATED: Final = {
@@ -398,7 +407,7 @@ def _restarted(old: Side, new: Side, pairs: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:
+def _check_rules(policy: Permissions, rows: Sequence[Row], source: Source) -> None:
     """Raises a `ValueError` for a rule that matches nothing."""
     names = [row.leaf.name for row in rows]
     saved = [leaf.name for leaf in source.schema.leaves]
@@ -448,7 +457,7 @@ def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescrip
     """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
     found = {}
     for made in side.description.transformations:
-        own = side.leaves_of((made.group, made.name, made.number))
+        own = side.leaves_of(made.key)
         if own and all(i in chosen for i in own):
             looks = (
                 (side.descriptions[i].field, side.descriptions[i].parameter, side.leaves[i].shape)

@@ -18,8 +18,8 @@ from opt_core._paths import Names, path_str
 from opt_core._plan.leaves import HeldState, View, named_state
 from opt_core._plan.match import Request, Schedules, make_plan
 from opt_core._plan.plan import Plan
-from opt_core._plan.rules import Policy, Rule, check_allowances
-from opt_core._plan.sides import Side, counts_updates, is_recorded, made_of, side_of, state_leaves
+from opt_core._plan.rules import Permissions, Rule, check_allowances
+from opt_core._plan.sides import Side, counts_updates, is_recorded, side_of, state_leaves
 from opt_core.errors import GroupError
 
 
@@ -81,7 +81,7 @@ def regroup(
       >>> len(plan.initialised), len(plan.dropped)
       (0, 1)
     """
-    request = Request(Policy.make(allow, rules), _checked(schedules))
+    request = Request(Permissions.make(allow, rules), _checked(schedules))
     return _carried_out(optimizer, _created(optimizer, definition), request, placement)
 
 
@@ -116,8 +116,10 @@ def freeze(
     frozen = Group(unused(name, groups), pattern, FROZEN)
     changed = definition.with_groups([frozen, *groups])
     check_inner_groups(changed, optimizer.target)
-    policy = Policy.make(check_allowances(allow) | {"drop"}, ())
-    return _carried_out(optimizer, _created(optimizer, changed), Request(policy, is_asked=True))
+    policy = Permissions.make(check_allowances(allow) | {"drop"}, ())
+    return _carried_out(
+        optimizer, _created(optimizer, changed), Request(policy, discards_state=True)
+    )
 
 
 def unfreeze(
@@ -165,7 +167,7 @@ def unfreeze(
     new = Group(unused(name, groups), pattern, definition)
     changed = whole.with_groups([new, *groups])
     check_inner_groups(changed, optimizer.target)
-    request = Request(Policy.make((), ()), _checked(schedules))
+    request = Request(Permissions.make((), ()), _checked(schedules))
     return _carried_out(optimizer, _created(optimizer, changed), request, placement)
 
 
@@ -198,7 +200,7 @@ def reset(
         for i, leaf in enumerate(side.descriptions)
         if leaf.group[: len(names)] == names and not _stays(side, i)
     }
-    request = Request(Policy.make({"drop"}, ()), anew=anew, is_asked=True)
+    request = Request(Permissions.make({"drop"}, ()), anew=anew, discards_state=True)
     # The shapes are those of the state: nothing else is created, nor traced.
     target = optimizer.replace(state=_shapes(optimizer.state))
     return _carried_out(optimizer, target, request, placement)
@@ -207,7 +209,7 @@ def reset(
 def _stays(side: Side, i: int) -> bool:
     """Whether a leaf records the progress or a setting of the training, not what it has learnt."""
     leaf = side.descriptions[i]
-    transformation = side.made(made_of(leaf))
+    transformation = side.transformation(leaf.kept_by)
     is_time = leaf.role == "schedule_count" or counts_updates(leaf, transformation)
     return is_time or is_recorded(leaf, transformation)
 

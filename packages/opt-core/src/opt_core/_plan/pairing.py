@@ -13,16 +13,17 @@ from typing import Any, Final, Literal
 
 import jax.numpy as jnp
 
-from opt_core._description.values import LeafDescription, TransformationDescription
+from opt_core._description.values import (
+    LeafDescription,
+    TransformationDescription,
+    TransformationKey,
+)
 from opt_core._paths import Names
 from opt_core._plan.sides import (
-    Made,
     Side,
     counts_updates,
     holds_parameters,
     is_recorded,
-    made_of,
-    shown,
 )
 
 UPDATE: Final = "update"
@@ -73,7 +74,7 @@ def like_numbers(
 
 
 def _acted_on(side: Side, made: TransformationDescription) -> set[Names]:
-    return {*side.followed((made.group, made.name, made.number)), *(made.parameters or ())}
+    return {*side.followed(made.key), *(made.parameters or ())}
 
 
 def shared_settings(
@@ -151,15 +152,12 @@ class Pair:
       note: why it is new, or a remark.
       lookalike: for a new leaf, the position of an old leaf of the same name but another meaning.
       counts: for a schedule's new count, the leaf that it continues from.
-      replaced: for a setting recorded in the state that the new definition has changed, the old
-        leaves that it replaces.
     """
 
     sources: tuple[int, ...] = ()
     note: str = ""
     lookalike: int | None = None
     counts: int | Literal["step"] | None = None
-    replaced: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Pairing:
     """
 
     pairs: tuple[Pair, ...]
-    reinitialised: Mapping[Made, str]
+    reinitialised: Mapping[TransformationKey, str]
     unclear: tuple[str, ...]
 
 
@@ -199,16 +197,20 @@ def pair_leaves(
     return _Walk(old, new, given or {}, origins or {}).pairing()
 
 
-def continued(old: Side, new: Side, pairs: Sequence[Pair]) -> Mapping[tuple[Made, Made], Pairs]:
+def continued(
+    old: Side, new: Side, pairs: Sequence[Pair]
+) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
     """Returns the transformations whose state continues, with the positions of their leaves.
 
     Counts of schedules and recorded settings are not considered.
     """
-    found: dict[tuple[Made, Made], list[tuple[int, int]]] = {}
+    found: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
     for j, (pair, leaf) in enumerate(zip(pairs, new.descriptions, strict=True)):
-        if leaf.role != "schedule_count" and not is_recorded(leaf, new.made(made_of(leaf))):
+        if leaf.role != "schedule_count" and not is_recorded(
+            leaf, new.transformation(leaf.kept_by)
+        ):
             for i in pair.sources:
-                found.setdefault((made_of(old.descriptions[i]), made_of(leaf)), []).append((i, j))
+                found.setdefault((old.descriptions[i].kept_by, leaf.kept_by), []).append((i, j))
     return found
 
 
@@ -248,16 +250,20 @@ class _Walk:
         return Pairing(found, reinitialised, tuple(self._unclear))
 
     def _decided(
-        self, i: int, own: Pair | None, shared: Sequence[int], reinitialised: Mapping[Made, str]
+        self,
+        i: int,
+        own: Pair | None,
+        shared: Sequence[int],
+        reinitialised: Mapping[TransformationKey, str],
     ) -> Pair:
         leaf = self.new.descriptions[i]
         is_free = leaf.role in ("schedule_count", "key")
-        if own is None and is_recorded(leaf, self.new.made(made_of(leaf))):
+        if own is None and is_recorded(leaf, self.new.transformation(leaf.kept_by)):
             return self._recorded(leaf, shared)
         if own is None and leaf.role == "schedule_count":
             why = self._unlike(shared, leaf)
             return Pair(note=why) if why else Pair(tuple(shared))
-        if not is_free and (why := reinitialised.get(made_of(leaf), "")):
+        if not is_free and (why := reinitialised.get(leaf.kept_by, "")):
             return Pair(note=why)
         if own is None and shared and self._holds_others(leaf, self.old.descriptions[shared[0]]):
             return Pair(note="it concatenates parameters, and these are not the same")
@@ -274,7 +280,7 @@ class _Walk:
             is_other = leaf.group in sources and self._number(leaf.group, leaf) is None
             return Pair(note="no other has its settings" if is_other else "")
         source = self.old.descriptions[found]
-        one, other = self.old.made(made_of(source)), self.new.made(made_of(leaf))
+        one, other = self.old.transformation(source.kept_by), self.new.transformation(leaf.kept_by)
         if None in (source.dimensions, leaf.dimensions):
             # Their dimensions are not known: only equal settings ensure equal dimensions.
             names = shared_settings(one, other)
@@ -320,7 +326,7 @@ class _Walk:
     def _group_sources(self, leaf: LeafDescription) -> Sequence[Names]:
         """The groups of the old state with a possible source for a leaf of a whole group."""
         having = self.old.groups(leaf.transformation)
-        where, leaves = made_of(leaf), self.new.descriptions
+        where, leaves = leaf.kept_by, self.new.descriptions
         own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
         found = {self.old.descriptions[k].group for i in own for k in self._pairs[i].sources}
         if own and not found:
@@ -356,14 +362,16 @@ class _Walk:
             elif group[: len(owner)] == owner and not any(len(g) > len(owner) for g in inner):
                 yield group  # one inside of a definition, that keeps nothing per parameter
 
-    def _reinitialised(self, shared: Mapping[int, Sequence[int]]) -> Iterator[tuple[Made, str]]:
+    def _reinitialised(
+        self, shared: Mapping[int, Sequence[int]]
+    ) -> Iterator[tuple[TransformationKey, str]]:
         """The transformations of groups that must be reinitialised, with the reason."""
         # The first of several reasons counts.
         for i, found in reversed(list(shared.items())):
             leaf = self.new.descriptions[i]
-            where = made_of(leaf)
+            where = leaf.kept_by
             is_free = leaf.role in ("schedule_count", "key")
-            if is_free or not found or is_recorded(leaf, self.new.made(where)):
+            if is_free or not found or is_recorded(leaf, self.new.transformation(where)):
                 continue
             if why := self._unlike(found, leaf):
                 yield where, f"reinitialised: {why}"
@@ -389,14 +397,14 @@ class _Walk:
     def _recorded(self, leaf: LeafDescription, found: Sequence[int]) -> Pair:
         """A value that was set at run time continues, unless the setting has changed."""
         name = leaf.field[-1]
-        setting = self.new.made(made_of(leaf)).settings.get(name)
-        before = [self.old.made(made_of(self.old.descriptions[i])).settings for i in found]
+        setting = self.new.transformation(leaf.kept_by).settings.get(name)
+        before = [self.old.transformation(self.old.descriptions[i].kept_by).settings for i in found]
         if not all(name in settings for settings in before):
             return Pair(tuple(found), f"saved; nothing says what the code gave as `{name}`")
         for was in (settings[name] for settings in before):
             if was != setting:
                 changed = f"`{name}` was {setting_text(was)}, is {setting_text(setting)}"
-                return Pair(note=f"{changed} in the code, which acts", replaced=tuple(found))
+                return Pair(note=f"{changed} in the code, which acts")
         why = self._unlike(found, leaf)
         return Pair(note=why) if why else Pair(tuple(found))
 
@@ -437,13 +445,13 @@ class _Walk:
             if pair.sources and i not in self.given:
                 source = self.old.descriptions[pair.sources[0]]
                 if source.group == leaf.group and source.number != leaf.number:
-                    notes.append(f"was `{shown(((), *made_of(source)[1:]))}`, by its settings")
+                    notes.append(f"was `{source.kept_by._replace(group=())}`, by its settings")
             if pair.sources and leaf.role not in ("count", "schedule_count", "key"):
                 notes += self._without_effect(leaf, self.old.descriptions[pair.sources[0]])
             yield dataclasses.replace(pair, note=", ".join(notes))
 
     def _without_effect(self, leaf: LeafDescription, source: LeafDescription) -> Iterator[str]:
-        one, other = self.old.made(made_of(source)), self.new.made(made_of(leaf))
+        one, other = self.old.transformation(source.kept_by), self.new.transformation(leaf.kept_by)
         for name, bearing in other.bearing.items():
             if bearing.effect == "initial" and name in one.settings:
                 was, now = one.settings[name], other.settings.get(name)
@@ -455,7 +463,7 @@ def _counts_around(leaf: LeafDescription, side: Side, inner: LeafDescription) ->
     """Whether a leaf counts the updates of a window of mini-steps around another."""
     place: Names = leaf.path[: len(leaf.path) - len(leaf.field)]
     return (
-        counts_updates(leaf, side.made(made_of(leaf)))
+        counts_updates(leaf, side.transformation(leaf.kept_by))
         and inner.path[: len(place)] == place
         and (inner.transformation, inner.number) != (leaf.transformation, leaf.number)
         and leaf.group == inner.group[: len(leaf.group)]
@@ -464,7 +472,7 @@ def _counts_around(leaf: LeafDescription, side: Side, inner: LeafDescription) ->
 
 def _params(side: Side, leaf: LeafDescription) -> Sequence[Names]:
     """The parameters of the transformation of a leaf, or else of its group."""
-    if (known := side.made(made_of(leaf)).parameters) is not None:
+    if (known := side.transformation(leaf.kept_by).parameters) is not None:
         return known
     inside = [p for p in side.owners if leaf.group in side.groups(p)]
     return inside or [p for p, owner in side.owners.items() if owner == leaf.group[: len(owner)]]

@@ -6,19 +6,29 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import jax.numpy as jnp
 
 from opt_core._plan.leaves import LeafInfo, Source, View, shown
-from opt_core._plan.rules import FREE, KINDS, Map, Pad, Rename, Stack, Unstack, function_name
+from opt_core._plan.rules import (
+    FREE,
+    KINDS,
+    Allowance,
+    Map,
+    Pad,
+    Rename,
+    Stack,
+    Unstack,
+    function_name,
+)
 from opt_core.errors import SurgeryError
 
-Action: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
+Outcome: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
 """What becomes of a leaf; see `Row`."""
 
 _LISTED = 40
-_SIGNS: Final = dict(zip(get_args(Action), "=~~+-", strict=True))
+_SIGNS: Final = dict(zip(get_args(Outcome), "=~~+-", strict=True))
 _Target = TypeVar("_Target")
 
 
@@ -47,7 +57,7 @@ class Row:
     """
 
     leaf: LeafInfo
-    action: Action
+    action: Outcome
     sources: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     by: Rename | Stack | Unstack | Map | Pad | Literal["keep"] | None = None
@@ -66,6 +76,27 @@ class Row:
         return self.is_admitted and not self.problem
 
 
+class Problem(NamedTuple):
+    """Something that stands in the way.
+
+    Attributes:
+      text: what, and why.
+      needs: the word of `allow` that admits it; `None` if none does.
+      old: the position of the old leaf that would be lost, if it is one.
+      new: the position of the new leaf that cannot be made, if it is one.
+    """
+
+    text: str
+    needs: Allowance | None = None
+    old: int | None = None
+    new: int | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of `allow` that admit it."""
+        return () if self.needs is None else (self.needs,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[_Target]):
     """What becomes of every leaf; nothing has been read or changed yet.
@@ -75,8 +106,7 @@ class Plan(Generic[_Target]):
 
     Attributes:
       rows: one per leaf of the target, then those of the source that are not used.
-      refused: changes of the optimizer that are not admitted, with the word of `allow` that would
-        admit them, if one does.
+      refused_changes: changes of the optimizer as a whole that are not admitted.
       notes: changes of the optimizer that are reported or admitted.
       is_same_optimizer: whether nothing but settings is different on which no leaf depends.
       allow: the admitted kinds.
@@ -86,7 +116,7 @@ class Plan(Generic[_Target]):
     """
 
     rows: tuple[Row, ...]
-    refused: tuple[tuple[str, str | None], ...]
+    refused_changes: tuple[Problem, ...]
     notes: tuple[str, ...]
     is_same_optimizer: bool
     allow: frozenset[str]
@@ -97,7 +127,7 @@ class Plan(Generic[_Target]):
     @property
     def is_ok(self) -> bool:
         """Whether `apply` would carry it out."""
-        return not self.refused and all(row.is_ok for row in self.rows)
+        return not self.refused_changes and all(row.is_ok for row in self.rows)
 
     @property
     def is_exact(self) -> bool:
@@ -113,7 +143,7 @@ class Plan(Generic[_Target]):
         """The rows of the target, in the order of its leaves."""
         return tuple(row for row in self.rows if row.action != "dropped")
 
-    def names(self, action: Action) -> tuple[str, ...]:
+    def names(self, action: Outcome) -> tuple[str, ...]:
         """Returns the names of the leaves with an action."""
         return tuple(row.leaf.name for row in self.rows if row.action == action)
 
@@ -148,7 +178,7 @@ class Plan(Generic[_Target]):
 
         Of leaves that are refused for one reason the first one, and their number.
         """
-        changes = [_with_word(text, () if word is None else (word,)) for text, word in self.refused]
+        changes = [_with_words(problem.text, problem.words) for problem in self.refused_changes]
         alike: dict[Any, list[Row]] = {}
         for row in self.rows:
             if not row.is_ok:
@@ -161,13 +191,14 @@ class Plan(Generic[_Target]):
             why = first.problem or first.note
             text = f"`{first.leaf.name}`{more} would be {first.action}{f': {why}' if why else ''}"
             words = () if first.problem else tuple(self._missing([first]))
-            leaves.append(_with_word(text, words))
+            leaves.append(_with_words(text, words))
         return *changes, *leaves
 
     @property
     def missing_words(self) -> frozenset[str]:
         """What must be added to `allow` for everything that is possible at all."""
-        return self._missing(self.rows) | {word for _, word in self.refused if word is not None}
+        words = {word for problem in self.refused_changes for word in problem.words}
+        return self._missing(self.rows) | words
 
     def _missing(self, rows: Iterable[Row]) -> frozenset[str]:
         words = {kind for row in rows if not row.is_admitted for kind in row.kinds}
@@ -182,9 +213,8 @@ class Plan(Generic[_Target]):
         if self.is_ok:
             return self
         words = ", ".join(f"'{word}'" for word in sorted(self.missing_words))
-        is_possible = all(word for _, word in self.refused) and not any(
-            row.problem for row in self.rows
-        )
+        is_possible = all(problem.words for problem in self.refused_changes)
+        is_possible &= not any(row.problem for row in self.rows)
         advice = f"If this is intended, pass `allow={{{words}}}`"
         if any(not row.is_admitted for row in self.rows):
             advice += ", or `rules=` for single leaves"
@@ -235,7 +265,7 @@ class Plan(Generic[_Target]):
     def _summary(self) -> str:
         """One line: the number of leaves and bytes per action."""
         parts = []
-        for action in get_args(Action):
+        for action in get_args(Outcome):
             leaves = [row.leaf for row in self.rows if row.action == action]
             if leaves or action == "kept":
                 parts.append(f"{len(leaves)} {action} ({sum(map(leaf_bytes, leaves)):,} bytes)")
@@ -259,14 +289,12 @@ class Plan(Generic[_Target]):
         count = max(_LISTED, urgent)
         if len(lines) > count:
             lines = [*lines[:count], f"... and {len(lines) - count} more: `table()` has all"]
-        wrong = [
-            f"!* {_with_word(text, () if word is None else (word,))}" for text, word in self.refused
-        ]
+        wrong = [f"!* {_with_words(x.text, x.words)}" for x in self.refused_changes]
         told = [f" * {note}" for note in self.notes]
         return "\n".join([self._summary(), *wrong, *told, *lines])
 
 
-def _with_word(text: str, words: Sequence[str]) -> str:
+def _with_words(text: str, words: Sequence[str]) -> str:
     asked = ", ".join(f"'{word}'" for word in words)
     return f"{text} (allow: {asked})" if asked else text
 

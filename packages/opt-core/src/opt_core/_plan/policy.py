@@ -30,11 +30,16 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax.numpy as jnp
 
-from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
+from opt_core._description.values import (
+    Bearing,
+    LeafDescription,
+    TransformationDescription,
+    TransformationKey,
+)
 from opt_core._paths import Names, path_str
 from opt_core._plan.pairing import (
     UPDATE,
@@ -46,18 +51,15 @@ from opt_core._plan.pairing import (
     shared_settings,
     switched,
 )
-from opt_core._plan.rules import Allowance
+from opt_core._plan.plan import Problem
 from opt_core._plan.sides import (
     TRAINED,
-    Made,
     Side,
     has_window,
+    is_around,
     is_recorded,
-    made_of,
-    shown,
 )
 
-_REFUSED: Final = frozenset({"refused", "at_or_below_count", "above_count"})
 _IN_UNITS_OF_UPDATES: Final = frozenset({"moment", "second_moment", "factored", "statistic"})
 INJECTED: Final = "injected"
 """The setting that names values which an enclosing transformation gives, from its state."""
@@ -78,9 +80,9 @@ class Move:
       let_go: positions of old leaves that a rule of the caller drops.
       idle: parameters that are no longer trained, whose open windows do not matter.
       origins: the old parameters that new ones are made of, where they differ.
-      is_asked: whether the caller has asked to discard state. The contents of an open window may
-        then be lost, but not the values to which perturbed parameters (`optax.contrib.sam`) must
-        return.
+      discards_state: whether the caller has asked to discard state. The contents of an open window
+        may then be lost, but not the values to which perturbed parameters (`optax.contrib.sam`)
+        must return.
     """
 
     old: Side
@@ -90,15 +92,15 @@ class Move:
     let_go: Collection[int] = frozenset()
     idle: Collection[Names] = frozenset()
     origins: Mapping[Names, Sequence[Names]] = dataclasses.field(default_factory=dict)
-    is_asked: bool = False
+    discards_state: bool = False
 
     @functools.cached_property
-    def continued(self) -> Mapping[tuple[Made, Made], Pairs]:
+    def continued(self) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
         """The transformations whose state goes on; see `continued`."""
         return continued(self.old, self.new, self.pairs)
 
     @functools.cached_property
-    def at_a_count(self) -> frozenset[Made]:
+    def at_a_count(self) -> frozenset[TransformationKey]:
         """The transformations that go on at a count: Adam's does not correct moments of zero there.
 
         A leaf that begins anew in one of them would make steps several times too long.
@@ -108,7 +110,7 @@ class Move:
             for leaf, pair in zip(self.new.descriptions, self.pairs, strict=True)
             if leaf.role == "count" and pair.sources
         ]
-        return frozenset(made_of(leaf) for leaf, i in counts if self.old.value(i) != 0)
+        return frozenset(leaf.kept_by for leaf, i in counts if self.old.value(i) != 0)
 
     @functools.cached_property
     def dropped(self) -> list[int]:
@@ -117,27 +119,11 @@ class Move:
         return [i for i in range(len(self.old.descriptions)) if i not in used]
 
 
-class Problem(NamedTuple):
-    """Something that stands in the way.
-
-    Attributes:
-      text: what, and why.
-      needs: the word of `allow` that admits it; `None` if none does.
-      old: the position of the old leaf that would be lost, if it is one.
-      new: the position of the new leaf that cannot be made, if it is one.
-    """
-
-    text: str
-    needs: Allowance | None = None
-    old: int | None = None
-    new: int | None = None
-
-
 def problems(move: Move) -> Iterator[Problem]:
     """Yields what stands in the way, apart from leaves that begin anew or have no successor."""
     found: dict[Problem, None] = {}
     for (before, after), pairs in move.continued.items():
-        old, new = move.old.made(before), move.new.made(after)
+        old, new = move.old.transformation(before), move.new.transformation(after)
         found |= dict.fromkeys(_redefined(move, old, new, pairs))
         found |= dict.fromkeys(_interrupted(move, old, new, pairs))
         is_ruled = all(j in move.ruled for _, j in pairs)
@@ -155,7 +141,7 @@ def problems(move: Move) -> Iterator[Problem]:
 def is_trained(side: Side, i: int) -> bool:
     """Whether training determines a leaf; counts and the contents of windows do not count."""
     leaf = side.descriptions[i]
-    transformation = side.made(made_of(leaf))
+    transformation = side.transformation(leaf.kept_by)
     if transformation.passes_on and leaf.parameter is None:
         return False  # what a guard has seen
     if leaf.role in TRAINED:
@@ -180,13 +166,13 @@ def begins_untrained(move: Move, j: int) -> bool:
         return _is_left_by_its_count(move, j)
     if not is_trained(move.new, j):
         return False
-    if made_of(leaf) in move.at_a_count:
+    if leaf.kept_by in move.at_a_count:
         return True
     if leaf.parameter is not None:
         params = [leaf.parameter]
     else:
         owners = move.new.owners.items()
-        params = [param for param, owner in owners if _is_around(owner, leaf.group)]
+        params = [param for param, owner in owners if is_around(owner, leaf.group)]
     return any(
         origin in move.old.owners
         for param in params
@@ -196,8 +182,8 @@ def begins_untrained(move: Move, j: int) -> bool:
 
 def _is_left_by_its_count(move: Move, j: int) -> bool:
     """Whether a count begins at 0 beside moments that go on: their bias would be corrected anew."""
-    where = made_of(move.new.descriptions[j])
-    if has_window(move.new.made(where)):
+    where = move.new.descriptions[j].kept_by
+    if has_window(move.new.transformation(where)):
         return False
     return any(move.pairs[k].sources for k in move.new.leaves_of(where) if is_trained(move.new, k))
 
@@ -210,7 +196,7 @@ def _redefined(
         was, now = old.settings.get(name), new.settings.get(name)
         # A setting that the checkpoint lacks may have been the same.
         is_told = (name in old.settings and name in new.settings) or name == UPDATE
-        is_meaning = bearing_of(name, old, new).effect in _REFUSED
+        is_meaning = bearing_of(name, old, new).effect == "refused"
         if is_meaning and is_told and was != now and not _is_ruled(move, name, pairs):
             yield Problem(
                 f"`{name}` of `{new.name}` was {setting_text(was)}, is {setting_text(now)}: the "
@@ -228,7 +214,7 @@ def bearing_of(
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
     """Whether the caller has given rules for the setting's own leaf, or for all leaves."""
-    where = made_of(move.new.descriptions[pairs[0][1]])
+    where = move.new.descriptions[pairs[0][1]].kept_by
     own = [j for j in move.new.leaves_of(where) if move.new.descriptions[j].field[-1:] == (name,)]
     return any(j in move.ruled for j in own) or all(j in move.ruled for _, j in pairs)
 
@@ -250,30 +236,30 @@ def _switches(old: TransformationDescription, new: TransformationDescription) ->
 def _is_in_units(side: Side, j: int) -> bool:
     """Whether a leaf is made of updates, as they are when they reach its transformation."""
     leaf = side.descriptions[j]
-    if has_window(side.made(made_of(leaf))):
+    if has_window(side.transformation(leaf.kept_by)):
         return False
     is_own = leaf.role == "other" and leaf.parameter is not None and is_trained(side, j)
     return leaf.role in _IN_UNITS_OF_UPDATES or is_own
 
 
-def _other_inputs(move: Move, before: Made, after: Made) -> Iterator[str]:
+def _other_inputs(move: Move, before: TransformationKey, after: TransformationKey) -> Iterator[str]:
     """Changes of what acts on updates before they reach a transformation that goes on."""
     successors = {
-        old: new for old, new in move.continued if _is_around(new[0], after[0]) and new != after
+        old: new for old, new in move.continued if is_around(new[0], after[0]) and new != after
     }
     old = _acting(move.old, before, successors)
     new = _acting(move.new, after, {new: new for new in successors.values()})
-    name = f"`{shown(after)}`"
-    for key, made in old.items():
+    name = f"`{after}`"
+    for key, transformation in old.items():
         if key not in new and key in successors.values():
-            yield f"`{shown(key)}` acted before {name}, and acts after it"
+            yield f"`{key}` acted before {name}, and acts after it"
         elif key not in new:
-            yield f"`{made.name}`, which acts before {name}, is gone"
-    for key, made in new.items():
+            yield f"`{transformation.name}`, which acts before {name}, is gone"
+    for key, transformation in new.items():
         if key not in old and key in successors.values():
-            yield f"`{shown(key)}` acted after {name}, and acts before it"
+            yield f"`{key}` acted after {name}, and acts before it"
         elif key not in old:
-            yield f"`{made.name}`, which acts before {name}, is new"
+            yield f"`{transformation.name}`, which acts before {name}, is new"
     shared = [key for key in new if key in old]
     if shared != [key for key in old if key in new]:
         order = _listed(new[key].name for key in shared)
@@ -285,35 +271,35 @@ def _other_inputs(move: Move, before: Made, after: Made) -> Iterator[str]:
 
 
 def _acting(
-    side: Side, which: Made, successors: Mapping[Made, Made]
+    side: Side, which: TransformationKey, successors: Mapping[TransformationKey, TransformationKey]
 ) -> dict[Any, TransformationDescription]:
     """What changes updates before a transformation, under names that both sides share."""
     found: dict[Any, TransformationDescription] = {}
     numbers: Counter[str] = Counter()
-    for made in side.before(which):
-        if made.passes_on or has_window(made) or made.name in _WITHOUT_EFFECT:
+    for transformation in side.before(which):
+        if (
+            transformation.passes_on
+            or has_window(transformation)
+            or transformation.name in _WITHOUT_EFFECT
+        ):
             continue
-        key: Any = successors.get((made.group, made.name, made.number))
+        key: Any = successors.get(transformation.key)
         if key is None:
-            numbers[made.name] += 1
-            key = made.name, numbers[made.name]
-        found[key] = made
+            numbers[transformation.name] += 1
+            key = transformation.name, numbers[transformation.name]
+        found[key] = transformation
     return found
 
 
-def _is_around(group: Names, other: Names) -> bool:
-    """Whether groups are the same, or one of them is inside of the other."""
-    shared = min(len(group), len(other))
-    return group[:shared] == other[:shared]
-
-
-def _learns_nothing(side: Side, made: TransformationDescription) -> bool:
+def _learns_nothing(side: Side, transformation: TransformationDescription) -> bool:
     """Whether only its settings say what a transformation does."""
-    leaves = side.leaves_of((made.group, made.name, made.number))
+    leaves = side.leaves_of(transformation.key)
     return not any(is_trained(side, i) for i in leaves)
 
 
-def _other_parameters(move: Move, before: Made, after: Made, pairs: Pairs) -> str:
+def _other_parameters(
+    move: Move, before: TransformationKey, after: TransformationKey, pairs: Pairs
+) -> str:
     """Says of numbers made of all parameters that these are others now; empty if they are not."""
     sums = [leaf for _, j in pairs if _is_sum(leaf := move.new.descriptions[j])]
     was = {*move.old.followed(before)}
@@ -329,10 +315,7 @@ def _other_parameters(move: Move, before: Made, after: Made, pairs: Pairs) -> st
     ]
     names = ", ".join(dict.fromkeys(f"`{'/'.join(leaf.field)}`" for leaf in sums))
     verb = "is" if len(sums) == 1 else "are"
-    return (
-        f"{names} of `{shown(after)}` {verb} made of all its parameters, of which "
-        f"{', '.join(changed)}"
-    )
+    return f"{names} of `{after}` {verb} made of all its parameters, of which {', '.join(changed)}"
 
 
 def _is_sum(leaf: LeafDescription) -> bool:
@@ -360,7 +343,7 @@ def _interrupted(
 
 def _lost_windows(move: Move) -> Iterator[Problem]:
     """Open windows of which a part would be lost or begin anew."""
-    goes_on: dict[Made, list[Made]] = {}
+    goes_on: dict[TransformationKey, list[TransformationKey]] = {}
     for before, after in move.continued:
         goes_on.setdefault(before, []).append(after)
     dropped = frozenset(move.dropped)
@@ -370,7 +353,7 @@ def _lost_windows(move: Move) -> Iterator[Problem]:
             if i not in move.let_go:
                 what = "its contents" if i == at else f"`{move.old.names[i]}`"
                 yield Problem(f"{is_open}, and {what} would be lost; complete it first", old=i)
-        for after in () if move.is_asked else goes_on.get(where, ()):
+        for after in () if move.discards_state else goes_on.get(where, ()):
             for j in move.new.leaves_of(after):
                 leaf = move.new.descriptions[j]
                 is_held = leaf.role in _HELD and leaf.parameter is not None
@@ -379,11 +362,11 @@ def _lost_windows(move: Move) -> Iterator[Problem]:
                     yield Problem(f"{is_open}, and {what}; complete it first", new=j)
 
 
-def _open_windows(side: Side) -> Iterator[tuple[Made, int, int]]:
+def _open_windows(side: Side) -> Iterator[tuple[TransformationKey, int, int]]:
     """Yields transformations inside a window, with the leaf that says so and its value."""
-    for made in side.description.transformations:
-        where = made.group, made.name, made.number
-        bearing = next((b for b in made.bearing.values() if b.effect == "window"), None)
+    for transformation in side.description.transformations:
+        where = transformation.key
+        bearing = next((b for b in transformation.bearing.values() if b.effect == "window"), None)
         if bearing is None:
             continue
         for i in side.leaves_of(where):
@@ -392,9 +375,11 @@ def _open_windows(side: Side) -> Iterator[tuple[Made, int, int]]:
                 yield where, i, count
 
 
-def _lost_contents(move: Move, where: Made, at: int, dropped: Collection[int]) -> list[int]:
+def _lost_contents(
+    move: Move, where: TransformationKey, at: int, dropped: Collection[int]
+) -> list[int]:
     """The leaves of an open window that would be lost; its count stands for all of them."""
-    if at in dropped and not move.is_asked:
+    if at in dropped and not move.discards_state:
         return [at]
     return [i for i in move.old.leaves_of(where) if i in dropped and _waits(move, i, at, dropped)]
 
@@ -402,7 +387,7 @@ def _lost_contents(move: Move, where: Made, at: int, dropped: Collection[int]) -
 def _waits(move: Move, i: int, at: int, dropped: Collection[int]) -> bool:
     """Whether a dropped leaf holds part of an open window."""
     leaf = move.old.descriptions[i]
-    if move.is_asked or leaf.parameter in move.idle:
+    if move.discards_state or leaf.parameter in move.idle:
         return leaf.role == "params_copy"
     return at not in dropped and leaf.role in _HELD and leaf.parameter is not None
 
@@ -410,7 +395,7 @@ def _waits(move: Move, i: int, at: int, dropped: Collection[int]) -> bool:
 def _progress(side: Side, i: int, bearing: Bearing) -> int | None:
     """How far a window has come; `None` if the count has no value."""
     value = side.value(i)
-    length = side.made(made_of(side.descriptions[i])).settings.get(bearing.modulo or "")
+    length = side.transformation(side.descriptions[i].kept_by).settings.get(bearing.modulo or "")
     return value if value is None or not isinstance(length, int) else value % max(length, 1)
 
 
@@ -474,33 +459,36 @@ def _inside(group: Names) -> str:
 
 def _names(side: Side) -> dict[Names, list[str]]:
     found: dict[Names, list[str]] = {}
-    for made in side.description.transformations:
-        members = found.setdefault(made.group, [])
-        if made.name not in _WITHOUT_EFFECT:
-            members.append(made.name)
+    for transformation in side.description.transformations:
+        members = found.setdefault(transformation.group, [])
+        if transformation.name not in _WITHOUT_EFFECT:
+            members.append(transformation.name)
     return found
 
 
 def setting_notes(move: Move) -> Iterator[str]:
     """Yields settings that have changed."""
     old, new = move.old, move.new
-    successors: dict[tuple[Made, Made], None] = {}
+    successors: dict[tuple[TransformationKey, TransformationKey], None] = {}
     for group, name in dict.fromkeys((t.group, t.name) for t in new.description.transformations):
         if old.alike(group, name):
             numbers, _ = like_numbers(old, new, name, group, group)
             for number, previous in sorted(numbers.items()):
-                successors[(group, name, previous), (group, name, number)] = None
+                before, after = (TransformationKey(group, name, n) for n in (previous, number))
+                successors[before, after] = None
     # Leaves that moved show which transformations of other groups go on.
     successors |= {pair: None for pair in move.continued if pair[0][0] != pair[1][0]}
     for before, after in successors:
-        for setting, told in _changed_settings(old.made(before), new.made(after)):
-            yield f"`{setting}` of `{shown(after)}` {told}"
+        for setting, told in _changed_settings(
+            old.transformation(before), new.transformation(after)
+        ):
+            yield f"`{setting}` of `{after}` {told}"
 
 
 def _changed_settings(
     old: TransformationDescription, new: TransformationDescription
 ) -> Iterator[tuple[str, str]]:
     for name in shared_settings(old, new):
-        was, now = (made.settings[name] for made in (old, new))
+        was, now = (transformation.settings[name] for transformation in (old, new))
         if was != now and name != INJECTED:
             yield name, f"was {setting_text(was)}, is {setting_text(now)}"

@@ -175,7 +175,7 @@ _WORDS = frozenset({"initialise", "keep", "drop", "cast", "reshape"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Permissions:
     """What is admitted: kinds, and rules for single leaves.
 
     Attributes:
@@ -188,7 +188,7 @@ class Policy:
     rules: tuple[tuple[re.Pattern[str], Action], ...]
 
     @classmethod
-    def make(cls, allow: Iterable[str], rules: Sequence[Rule]) -> Policy:
+    def make(cls, allow: Iterable[str], rules: Sequence[Rule]) -> Permissions:
         """Checks and compiles.
 
         Raises:

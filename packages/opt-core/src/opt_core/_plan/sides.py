@@ -6,18 +6,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from opt_core._description.values import (
     LeafDescription,
     StateDescription,
     TransformationDescription,
+    TransformationKey,
 )
 from opt_core._paths import Names
 from opt_core._plan.leaves import LeafInfo, Schema, Source, leaf_path
-
-Made: TypeAlias = tuple[Names, str, int]
-"""A transformation: group, name, number."""
 
 TRAINED: Final = frozenset(
     {"moment", "second_moment", "accumulator", "params_copy", "factored", "statistic"}
@@ -78,34 +76,30 @@ class Side:
         """Returns the transformations of one name in a group, by number."""
         return self._alike.get((group, name), ())
 
-    def made(self, which: Made) -> TransformationDescription:
+    def transformation(self, key: TransformationKey) -> TransformationDescription:
         """Returns a transformation; only its name if it is not described."""
-        known = self._made.get(which)
-        return TransformationDescription(which[1], which[2], which[0]) if known is None else known
+        known = self.description.by_key.get(key)
+        return (
+            TransformationDescription(key.name, key.number, key.group) if known is None else known
+        )
 
-    def line(self, group: Names) -> Sequence[TransformationDescription]:
-        """Returns the transformations that act on the parameters of a group, in order."""
-        made = self.description.transformations
-        return [one for one in made if one.group == group[: len(one.group)]]
-
-    def before(self, which: Made) -> Sequence[TransformationDescription]:
+    def before(self, key: TransformationKey) -> Sequence[TransformationDescription]:
         """Returns the transformations before one, in enclosing and nested groups too."""
-        found: list[TransformationDescription] = []
-        for made in self.description.transformations:
-            if (made.group, made.name, made.number) == which:
-                return found
-            shared = min(len(made.group), len(which[0]))
-            if made.group[:shared] == which[0][:shared]:
-                found.append(made)
+        earlier: list[TransformationDescription] = []
+        for transformation in self.description.transformations:
+            if transformation.key == key:
+                return earlier
+            if is_around(transformation.group, key.group):
+                earlier.append(transformation)
         return []
 
-    def leaves_of(self, which: Made) -> Sequence[int]:
+    def leaves_of(self, key: TransformationKey) -> Sequence[int]:
         """Returns the positions of a transformation's leaves."""
-        return self._by_made.get(which, ())
+        return self._by_transformation.get(key, ())
 
-    def followed(self, which: Made) -> Sequence[Names]:
+    def followed(self, key: TransformationKey) -> Sequence[Names]:
         """Returns the parameters that leaves of a transformation follow."""
-        params = (self.descriptions[i].parameter for i in self.leaves_of(which))
+        params = (self.descriptions[i].parameter for i in self.leaves_of(key))
         return list(dict.fromkeys(param for param in params if param is not None))
 
     @functools.cached_property
@@ -129,31 +123,32 @@ class Side:
 
     @functools.cached_property
     def _alike(self) -> Mapping[Any, Sequence[TransformationDescription]]:
-        found: dict[Any, list[TransformationDescription]] = {}
-        for made in self.description.transformations:
-            found.setdefault((made.group, made.name), []).append(made)
-        return {key: sorted(made, key=lambda one: one.number) for key, made in found.items()}
+        alike: dict[Any, list[TransformationDescription]] = {}
+        for transformation in self.description.transformations:
+            alike.setdefault((transformation.group, transformation.name), []).append(transformation)
+        return {key: sorted(some, key=lambda one: one.number) for key, some in alike.items()}
 
     @functools.cached_property
-    def _made(self) -> Mapping[Made, TransformationDescription]:
-        return {(m.group, m.name, m.number): m for m in self.description.transformations}
-
-    @functools.cached_property
-    def _by_made(self) -> Mapping[Made, Sequence[int]]:
-        found: dict[Made, list[int]] = {}
+    def _by_transformation(self) -> Mapping[TransformationKey, Sequence[int]]:
+        positions: dict[TransformationKey, list[int]] = {}
         for i, leaf in enumerate(self.descriptions):
-            found.setdefault(made_of(leaf), []).append(i)
-        return found
+            positions.setdefault(leaf.kept_by, []).append(i)
+        return positions
 
 
-def made_of(leaf: LeafDescription) -> Made:
-    """Returns the transformation that a leaf belongs to."""
-    return leaf.group, leaf.transformation, leaf.number
+def is_around(group: Names, other: Names) -> bool:
+    """Whether groups are the same, or one of them is inside of the other."""
+    shared = min(len(group), len(other))
+    return group[:shared] == other[:shared]
 
 
-def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
+def is_recorded(leaf: LeafDescription, transformation: TransformationDescription) -> bool:
     """Whether a leaf is a setting recorded in the state, rather than a result of training."""
-    return leaf.parameter is None and leaf.role == "other" and leaf.field[-1] in made.settings
+    return (
+        leaf.parameter is None
+        and leaf.role == "other"
+        and leaf.field[-1] in transformation.settings
+    )
 
 
 def holds_parameters(leaf: LeafDescription) -> bool:
@@ -167,22 +162,18 @@ def holds_parameters(leaf: LeafDescription) -> bool:
     return leaf.parameter is None and (is_array or is_entry)
 
 
-def counts_updates(leaf: LeafDescription, made: TransformationDescription) -> bool:
+def counts_updates(leaf: LeafDescription, transformation: TransformationDescription) -> bool:
     """Whether a leaf counts the updates emitted by a window of mini-steps."""
-    windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}
+    windows = {
+        bearing.count for bearing in transformation.bearing.values() if bearing.effect == "window"
+    }
     is_count = leaf.parameter is None and leaf.role == "count"
     return bool(windows) and is_count and leaf.field not in windows
 
 
-def has_window(made: TransformationDescription) -> bool:
+def has_window(transformation: TransformationDescription) -> bool:
     """Whether it holds partial results until the end of a window or a cycle."""
-    return any(bearing.effect == "window" for bearing in made.bearing.values())
-
-
-def shown(made: Made) -> str:
-    """Returns a transformation as text: `group/adam#2`."""
-    group, name, number = made
-    return "/".join([*group, name if number == 1 else f"{name}#{number}"])
+    return any(bearing.effect == "window" for bearing in transformation.bearing.values())
 
 
 def state_leaves(schema: Schema, like: Mapping[str, LeafInfo]) -> list[LeafInfo]:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from opt_core._optimizer import Optimizer
 from opt_core._plan.leaves import HasShardings, LeafInfo, Schema, Source, View, named_view
 from opt_core._plan.plan import Plan, Row
-from opt_core._plan.rules import Policy, abstract
+from opt_core._plan.rules import Permissions, abstract
 from opt_core._shardings import placed
 from opt_core._storage import EXTRAS, PlainOptimizer, decode, join, stored_as
 from opt_core.errors import LeafError
@@ -132,7 +132,7 @@ class PlainSource:
         return [jnp.asarray(read[name]) for name in parts.names]
 
 
-def plain_sides(source: Source, view: View, policy: Policy) -> tuple[Source, View]:
+def plain_sides(source: Source, view: View, policy: Permissions) -> tuple[Source, View]:
     """Returns both sides as they would be in float32; as they are where they store leaves alike."""
     given = _ways(source.schema)
     if not given and not any(stored_as(view.optimizer.state.param_states)):
@@ -158,7 +158,7 @@ def stored_again(plan: Plan[Any], optimizer: Optimizer) -> Optimizer:
     return stored.stored_again(optimizer, carry[: len(stored.of_params)], of_state)
 
 
-def with_ways(rows: Sequence[Row], source: Source, view: View, policy: Policy) -> list[Row]:
+def with_ways(rows: Sequence[Row], source: Source, view: View, policy: Permissions) -> list[Row]:
     """Says of each leaf how it was stored and is now; what loses digits has to be admitted."""
     if view.stored is None or not isinstance(source, PlainSource):
         return [*rows]
@@ -170,7 +170,7 @@ def with_ways(rows: Sequence[Row], source: Source, view: View, policy: Policy) -
     ]
 
 
-def _with_way(row: Row, how: str, source: PlainSource, policy: Policy) -> Row:
+def _with_way(row: Row, how: str, source: PlainSource, policy: Permissions) -> Row:
     found = [source.parts[name].how for name in row.sources if name in source.parts]
     was = found[0] if found else ""
     if was == how:

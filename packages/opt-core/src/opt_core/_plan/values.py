@@ -14,14 +14,14 @@ import numpy as np
 
 from opt_core._paths import Names
 from opt_core._plan.leaves import LeafInfo, leaf_name
-from opt_core._plan.plan import Action, Row
+from opt_core._plan.plan import Outcome, Row
 from opt_core._plan.rules import (
     FREE,
     Kept,
     KeptDimensions,
     Map,
     Pad,
-    Policy,
+    Permissions,
     Refused,
     Rename,
     Stack,
@@ -50,7 +50,7 @@ class RuledRows:
         leaves: Sequence[LeafInfo],
         had: KeptDimensions,
         kept: KeptDimensions,
-        policy: Policy,
+        policy: Permissions,
         unlike_init: Callable[[], Mapping[str, str]],
     ) -> None:
         self._unlike_init = unlike_init
@@ -347,7 +347,7 @@ def fitted(
     if casts and not wrong:
         note = f"{source.dtype} -> {leaf.dtype}"
     kinds, problem = (*kinds, *casts), problem or wrong
-    action: Action = "renamed" if kinds or source.name != leaf.name else "kept"
+    action: Outcome = "renamed" if kinds or source.name != leaf.name else "kept"
     if problem or {"cast", "reshape"} & {*kinds}:
         action = "converted"
     return Row(
