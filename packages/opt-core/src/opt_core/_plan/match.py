@@ -353,9 +353,7 @@ class _Matcher:
             is_free = i is not None and not is_trained(move.old, i)
             is_let_go = leaf.name in self.request.anew or self._begins_anew(leaf.name)
             note = _EVALUATED.get(leaf.base, "") if leaf.role == "params_copy" else ""
-            found.append(
-                self._dropped_row(leaf, leaf.name, note, is_free=is_free or discards_state)
-            )
+            found.append(self._dropped_row(leaf, leaf.name, note, is_free=is_free or is_let_go))
         return [*found, *self._unused_slices(rows)]
 
     def _dropped_row(
