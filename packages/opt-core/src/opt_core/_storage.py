@@ -197,7 +197,6 @@ def split(how: str, master: jax.Array) -> tuple[jax.Array, jax.Array]:
     return visible, lax.bitcast_convert_type(low.astype(jnp.uint16), jnp.int16)
 
 
-@jax.jit
 class PlainOptimizer:
     """An optimizer with every leaf as it would be in plain float32, and the way back.
 
