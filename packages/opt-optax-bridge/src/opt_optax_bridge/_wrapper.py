@@ -346,6 +346,8 @@ class OptaxWrapper(OptimizerDef):
         """Returns those of `names` that the transformation's `update` takes."""
         update = self.optax_optimizer.update
         asked = frozenset(name for name in names if not self._is_own(name)) - _RESERVED
+        if not asked:
+            return asked
         taken = taken_keywords(update, asked)
         # What a line search does not take itself it passes on to its function.
         return asked if taken & _FUNCTIONS and takes_any_keyword(update) else taken
