@@ -300,23 +300,6 @@ def test_groups_are_rearranged_and_back(case: str) -> None:
     assert_same(split_states(back), states)
 
 
-def test_a_group_is_frozen_and_unfrozen() -> None:
-    old = trained(groups(*TWO))
-    frozen = migrated(
-        named_state(old),
-        groups(TWO[0], ("slow", "e", FROZEN)).create(make_params()),
-        {"drop"},
-        ["- state/groups/slow/adam/mu/e", "group `slow` is gone"],
-    )
-    fast = split_states(old)["fast"]
-    assert_groups_go_on(frozen, {"fast": (optax.adam(0.1), fast)})
-    assert_same(train(frozen, 2).target["e"], old.target["e"])
-    thawed = migrated(named_state(frozen), groups(*TWO).create(make_params()))
-    slow = optax.adam(0.01).init({"e": old.target["e"]})
-    by_hand = {"fast": (optax.adam(0.1), fast), "slow": (optax.adam(0.01), slow)}
-    assert_groups_go_on(thawed, by_hand)
-
-
 # Adafactor.
 
 

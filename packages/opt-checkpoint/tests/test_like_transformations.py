@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_checkpoint import Rename, errors, named_state, plan_restore
+from opt_checkpoint import errors, named_state, plan_restore
 from opt_core import Optimizer, OptimizerDef, OptimizerState, describe_state, regroup
 from opt_core.errors import SurgeryError
 from opt_optax_bridge import OptaxWrapper
@@ -178,14 +178,6 @@ def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(name: st
             moved, _ = regroup(saved, OptaxWrapper(new), allow=_ANYTHING)
             for optimizer in (plan.apply(), moved):
                 assert not optimizer.state.param_states.mu["w"].any()
-
-
-def test_a_rule_takes_it() -> None:
-    saved = stepped(optax.scale_by_adam())
-    rules: Any = [(rf"state/{MINE}\.adam/(.*)", Rename(r"state/adam/\1"))]
-    target = stepped(scale_by_adam())
-    found = plan_restore(named_state(saved), target, rules=rules, allow={"optimizer"}).apply()
-    assert (found.state.param_states.mu["w"] == saved.state.param_states.mu["w"]).all()
 
 
 class Trace(OptimizerDef):
