@@ -1,4 +1,4 @@
-"""Optax, TrainState and NNX on meshes: saved on one, resumed on another, and from foreign files."""
+"""Optax, TrainState and NNX: foreign files of one on a mesh resume as another, on another mesh."""
 
 from __future__ import annotations
 

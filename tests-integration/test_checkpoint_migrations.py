@@ -24,7 +24,6 @@ from opt_optax_bridge import OptaxWrapper
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 Params = dict[str, Any]
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
-MINE = __name__.partition(".")[0]  # the package of what these tests define
 
 
 def make_params() -> Params:
@@ -267,10 +266,6 @@ def of_two_counts() -> Optimizer:
 
 # The rules, and of each new group the old one and its parameters.
 REGROUPED: dict[str, tuple[Any, dict[str, tuple[str, str]]]] = {
-    "renamed": (
-        [("quick", "w|b", ADAM), TWO[1]],
-        {"quick": ("fast", "bw"), "slow": ("slow", "e")},
-    ),
     "names exchanged": (  # counts follow the parameters
         [("slow", "w|b", ADAM), ("fast", "e", FINE)],
         {"slow": ("fast", "bw"), "fast": ("slow", "e")},

@@ -142,10 +142,6 @@ def averages(config: Any) -> OptimizerDef:
     return wrapped(optax.GradientTransformation(init, update))
 
 
-def every(n: int) -> Any:
-    return lambda step: step % n == 0
-
-
 Pair = tuple[OptimizerDef, OptimizerDef]
 # Built anew by each call; and what the change is called.
 CHANGES: dict[str, tuple[Callable[[], Pair], str]] = {

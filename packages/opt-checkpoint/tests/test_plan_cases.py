@@ -117,7 +117,7 @@ def test_b1_a_field_that_is_added_removed_or_renamed_is_named_and_migrates() -> 
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("name", [*LOOK_ALIKES, "swapped in groups"])
+@pytest.mark.parametrize("name", [*LOOK_ALIKES, "swapped in groups", "injected"])
 def test_b3_another_optimizer_of_the_same_shapes_is_refused(name: str) -> None:
     """Adam's state is nobody else's; two transformations of one shape do not exchange theirs."""
     if name == "swapped in groups":
@@ -128,6 +128,13 @@ def test_b3_another_optimizer_of_the_same_shapes_is_refused(name: str) -> None:
         moved = plan_restore(saved, target, allow={"optimizer"}).apply()
         assert_bits(moved.state.param_states[0].mu["w"], saved["state/adam/mu/w"])
         assert_bits(moved.state.param_states[1].mu["w"], saved["state/yogi/mu/w"])
+        return
+    if name == "injected":
+        inject = optax.inject_hyperparams
+        saved = named_state(wrapped(inject(optax.adam)(0.1)))
+        assert "`adam` is gone" in refusal(saved, wrapped(inject(optax.yogi)(0.1)))
+        nadam = wrapped(inject(optax.adam)(0.1, nesterov=True))
+        assert "`nesterov` of `adam` was False, is True" in refusal(saved, nadam)
         return
     saved = named_state(_made(name))
     for other in LOOK_ALIKES:

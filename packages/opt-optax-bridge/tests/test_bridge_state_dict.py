@@ -27,7 +27,6 @@ from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-NAMES = opt_optax_bridge.optimizer_names()
 PARAMS = {"b", "w"}
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
 

@@ -50,14 +50,6 @@ def test_the_state_is_that_of_optax_and_nothing_else(name: str) -> None:
     assert_close(created.state.param_states, raw, rtol=0, atol=0)
 
 
-def test_abstract_parameters_give_an_abstract_optimizer() -> None:
-    shapes = jax.eval_shape(make_params)
-    abstract = opt_optax_bridge.adamw(0.1).create(shapes)
-    concrete = opt_optax_bridge.adamw(0.1).create(make_params())
-    assert structure(abstract) == structure(concrete)
-    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
-
-
 # Extra arguments.
 
 
