@@ -167,7 +167,6 @@ def batches(count: int) -> list[dict[str, np.ndarray]]:
 
 
 MASK = freeze({"embedding": True, "mlp": {"wi": True, "wo": True}, "scale": False})
-SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
 
 
 def grouped() -> t5x.MultiOptimizer:
