@@ -1,7 +1,6 @@
 """`with_average` and `guard` with the other packages: on a mesh, in groups, from checkpoints."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -26,7 +25,7 @@ from opt_accumulate import (
     with_average,
 )
 from opt_adafactor import Adafactor
-from opt_checkpoint import Checkpointer, Map, Rename, named_state, plan_restore
+from opt_checkpoint import Map, Rename, named_state, plan_restore
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, describe_state
 
 contrib: Any = importlib.import_module("optax.contrib")  # much of it is not exported explicitly
@@ -265,20 +264,6 @@ def test_nnx_evaluates_the_average_and_trains_on() -> None:
 # From checkpoints
 
 
-@pytest.fixture(params=["memory", "disk"])
-def through(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    if request.param == "memory":
-        return named_state
-
-    def on_disk(optimizer: Optimizer) -> Any:
-        with Checkpointer(tmp_path) as checkpointer:
-            checkpointer.save(3, optimizer)
-            checkpointer.wait()
-            return checkpointer.at(3)
-
-    return on_disk
-
-
 def test_what_the_state_means_is_stated() -> None:
     described = describe_state(wrapped(guard(with_average(ADAMW, 0.9))).create(make_params()))
     roles = {(leaf.transformation, leaf.field[0]): leaf.role for leaf in described.leaves}
@@ -290,19 +275,17 @@ def test_what_the_state_means_is_stated() -> None:
     assert {leaf.source for leaf in described.leaves} == {"stated"}
 
 
-@pytest.mark.sample(1)
-def test_it_continues_bit_for_bit(through: Any) -> None:
+def test_it_continues_bit_for_bit() -> None:
     definition = wrapped(guard(with_average(ADAMW, 0.9)))
     optimizer = trained(definition, loss=1.0)
-    restored = plan_restore(through(optimizer), definition.create(make_params())).apply()
+    restored = plan_restore(named_state(optimizer), definition.create(make_params())).apply()
     chex.assert_trees_all_equal(restored, optimizer)
 
 
-@pytest.mark.sample(1)
-def test_an_average_that_is_added_starts_from_the_restored_parameters(through: Any) -> None:
+def test_an_average_that_is_added_starts_from_the_restored_parameters() -> None:
     saved = trained(wrapped(ADAMW))
     target = wrapped(with_average(ADAMW, 0.9)).create(make_params())
-    source = through(saved)
+    source = named_state(saved)
     assert plan_restore(source, target).missing_words == {"initialise"}
     restored = plan_restore(source, target, allow={"initialise"}).apply()
     state = restored.state.param_states
@@ -311,12 +294,11 @@ def test_an_average_that_is_added_starts_from_the_restored_parameters(through: A
     assert int(state.count) == 0
 
 
-@pytest.mark.sample(1)
-def test_the_average_is_loaded_as_the_parameters_by_one_rule(through: Any) -> None:
+def test_the_average_is_loaded_as_the_parameters_by_one_rule() -> None:
     saved = trained(wrapped(with_average(ADAMW, 0.9)))
     rule = (r"params/(.*)", Rename(r"state/with_average/average/\1"))
     target = wrapped(ADAMW).create(make_params())
-    source, allow = through(saved), {"drop", "optimizer"}
+    source, allow = named_state(saved), {"drop", "optimizer"}
     assert "the average" in str(plan_restore(source, target, allow=allow))
     # Moments belong to the parameters that were trained: they are reinitialised.
     allow = {*allow, "initialise"}
@@ -325,12 +307,11 @@ def test_the_average_is_loaded_as_the_parameters_by_one_rule(through: Any) -> No
     assert not jax.tree.leaves(restored.state.param_states[0].mu)[0].any()
 
 
-@pytest.mark.sample(1)
-def test_dropping_schedule_free_says_which_parameters_are_kept(through: Any) -> None:
+def test_dropping_schedule_free_says_which_parameters_are_kept() -> None:
     free = contrib.schedule_free(optax.sgd(0.1), 0.1)
     saved = trained(wrapped(free))
     target = wrapped(optax.sgd(0.1)).create(make_params())
-    source, allow = through(saved), {"drop", "optimizer"}
+    source, allow = named_state(saved), {"drop", "optimizer"}
     kept = plan_restore(source, target, allow=allow)
     assert "the parameters to evaluate are computed from it" in str(kept)
     state = "state/schedule_free"

@@ -24,7 +24,6 @@ from opt_optax_bridge import OptaxWrapper
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 Params = dict[str, Any]
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
-MINE = __name__.partition(".")[0]  # the package of what these tests define
 
 
 def make_params() -> Params:
@@ -267,10 +266,6 @@ def of_two_counts() -> Optimizer:
 
 # The rules, and of each new group the old one and its parameters.
 REGROUPED: dict[str, tuple[Any, dict[str, tuple[str, str]]]] = {
-    "renamed": (
-        [("quick", "w|b", ADAM), TWO[1]],
-        {"quick": ("fast", "bw"), "slow": ("slow", "e")},
-    ),
     "names exchanged": (  # counts follow the parameters
         [("slow", "w|b", ADAM), ("fast", "e", FINE)],
         {"slow": ("fast", "bw"), "fast": ("slow", "e")},
@@ -298,23 +293,6 @@ def test_groups_are_rearranged_and_back(case: str) -> None:
     )
     back = migrated(named_state(restored), groups(*TWO).create(make_params()))
     assert_same(split_states(back), states)
-
-
-def test_a_group_is_frozen_and_unfrozen() -> None:
-    old = trained(groups(*TWO))
-    frozen = migrated(
-        named_state(old),
-        groups(TWO[0], ("slow", "e", FROZEN)).create(make_params()),
-        {"drop"},
-        ["- state/groups/slow/adam/mu/e", "group `slow` is gone"],
-    )
-    fast = split_states(old)["fast"]
-    assert_groups_go_on(frozen, {"fast": (optax.adam(0.1), fast)})
-    assert_same(train(frozen, 2).target["e"], old.target["e"])
-    thawed = migrated(named_state(frozen), groups(*TWO).create(make_params()))
-    slow = optax.adam(0.01).init({"e": old.target["e"]})
-    by_hand = {"fast": (optax.adam(0.1), fast), "slow": (optax.adam(0.01), slow)}
-    assert_groups_go_on(thawed, by_hand)
 
 
 # Adafactor.

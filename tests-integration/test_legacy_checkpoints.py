@@ -15,13 +15,10 @@ import numpy as np
 import opt_optax_bridge
 import optax
 import pytest
-import tensorstore as ts
 from flax.training.dynamic_scale import DynamicScale
 from opt_adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap
 from opt_checkpoint import (
     flax_optim_equivalent,
-    open_foreign,
-    plan_restore,
     read_legacy,
     restore_legacy,
 )
@@ -334,51 +331,6 @@ def test_t5x_restores_bit_for_bit(name: str) -> None:
     if name in MOVED:
         after = restored.apply_gradient(case.grads[-1])
         assert int(after.state.step) == len(case.grads) + 1
-
-
-IN_FOLDERS = {
-    **dict.fromkeys(("t5x/adamw_1", "t5x/chain_clip_adam", "t5x/wrapper_multisteps"), g.WRAPPED),
-    **dict.fromkeys(("t5x/lamb_1", "t5x_head/multi_transform_axes"), g.WRAPPED),
-    **dict.fromkeys(("t5x/Multi_scan_rules", "t5x/Multi_two_adafactors"), g.GROUPS),
-}
-
-
-def in_folders(data: bytes, step: Path) -> Path:
-    """What T5X's `Checkpointer` makes of a state dict where every array has mesh axes."""
-    step.mkdir()
-
-    def write(node: Any, name: str) -> Any:
-        if isinstance(node, dict):
-            return {key: write(child, f"{name}.{key}".strip(".")) for key, child in node.items()}
-        if node is None:
-            return None
-        array = np.asarray(node)
-        spec: dict[str, Any] = {"driver": "zarr", "dtype": array.dtype.name}
-        spec["metadata"] = {"shape": list(array.shape), "compressor": {"id": "gzip", "level": 1}}
-        place = {"driver": "file", "path": f"{step / name}/"}
-        ts.open({**spec, "kvstore": place}, create=True).result().write(array).result()
-        return {**spec, "kvstore": {"driver": "gfile", "path": f"{name}/"}}
-
-    contents: Any = flax.serialization.msgpack_restore(data)
-    index = {**contents, "optimizer": write(contents["optimizer"], "")}
-    (step / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(index))
-    return step
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", IN_FOLDERS)
-def test_t5x_in_folders_restores_bit_for_bit(name: str, tmp_path: Path) -> None:
-    case = g.load(name, IN_FOLDERS[name])
-    definition = g.build(case.spec, g.OURS)
-    if IN_FOLDERS[name] == g.GROUPS:
-        definition.set_param_axes(case.param_axes)
-    abstract = jax.eval_shape(lambda: definition.create(case.params))
-    data = (g.FOLDER / case.index["checkpoint"]["file"]).read_bytes()
-    source = open_foreign(in_folders(data, tmp_path / "checkpoint_10"), written_by=abstract)
-    plan: Any = plan_restore(source, abstract)
-    assert plan.is_exact, str(plan)
-    found = g.flatten(plan.apply().state_dict())
-    assert g.deviations(found, g.entry(case, len(case.grads)), g.EXACT) == []
 
 
 def test_every_checkpoint_is_tried() -> None:

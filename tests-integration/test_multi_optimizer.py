@@ -10,7 +10,7 @@ import opt_optax_bridge as opt
 import optax
 import optax.contrib
 import pytest
-from opt_core import MultiOptimizer, Optimizer, OptimizerDef, freeze, regroup
+from opt_core import MultiOptimizer, Optimizer, freeze
 
 contrib: Any = optax.contrib  # exports without saying so
 
@@ -173,15 +173,3 @@ def test_surgery_of_a_tuple_of_parameters_and_a_chain() -> None:
     assert (plan.initialised, len(plan.dropped)) == ((), 2)
     expected = optimizer.apply_gradient(params).target[0]
     assert jnp.array_equal(found.apply_gradient(params).target[0], expected)
-
-
-def test_a_recorded_rate_is_the_new_definitions() -> None:
-    def injected(rate: float) -> OptimizerDef:
-        return opt.OptaxWrapper(optax.inject_hyperparams(optax.adam)(learning_rate=rate))
-
-    params = {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}
-    grouped = MultiOptimizer.from_rules([("a", "kernel", injected(0.1))], rest=injected(0.2))
-    optimizer = grouped.create(params).apply_gradient(params)
-    found, plan = regroup(optimizer, injected(0.3))
-    assert float(found.state.param_states.hyperparams["learning_rate"]) == np.float32(0.3)
-    assert plan.initialised == ("state/inject_hyperparams/hyperparams/learning_rate",)

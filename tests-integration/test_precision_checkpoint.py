@@ -153,16 +153,6 @@ def test_what_is_stored_alike_is_carried_bit_by_bit() -> None:
         assert_same(restored, saved)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["8 bits", "remainder", "kahan"])
-def test_files_have_every_code(name: str, tmp_path: Path) -> None:
-    saved = trained(name)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(2, saved)
-    found = Checkpointer(tmp_path, read_only=True).restore_latest(trained(name, 0))
-    assert_same(found, saved)
-
-
 def mesh_of(number: int) -> Any:
     shape = {1: (1, 1), 4: (2, 2), 8: (4, 2)}[number]
     kinds = (AxisType.Auto,) * 2

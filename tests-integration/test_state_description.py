@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_adafactor
-import opt_optax_bridge as opt
 import pytest
 from jax.sharding import PartitionSpec
-from opt_core import FROZEN, MultiOptimizer, Optimizer, StateDescription, describe_state
+from opt_core import Optimizer, StateDescription, describe_state
 from opt_core.extend import path_str
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge._description.known import KNOWN
@@ -137,31 +135,3 @@ def test_the_page_lists_every_setting_that_bears_meaning() -> None:
         for setting in known.bearing:
             plain = name.replace("multi_steps", "MultiSteps")
             assert any(plain in row and f"`{setting}`" in row for row in rows), (name, setting)
-
-
-INNER = MultiOptimizer.from_rules([("x", "b", opt.lion(0.1))], rest=opt.adam(0.1))
-
-
-@pytest.mark.parametrize(
-    "definition",
-    [
-        opt_adafactor.Adafactor(0.1, min_dim_size_to_factor=8, beta1=0.9),
-        MultiOptimizer.from_rules([("m", "w|deep/k", opt.adamw(0.1))], rest=FROZEN),
-        MultiOptimizer.from_rules([("m", "w", opt_adafactor.Adafactor(0.1))], rest=opt.adam(0.1)),
-        MultiOptimizer.from_rules([("n", "b|deep/k", INNER)], rest=opt_adafactor.Adafactor(0.1)),
-    ],
-    ids=["adafactor", "frozen", "groups", "nested"],
-)
-def test_groups_of_every_kind(definition: Any) -> None:
-    optimizer = definition.create(PARAMS)
-    described = describe_state(optimizer)
-    assert {leaf.source for leaf in described.leaves} == {"stated"}
-    shapes = {("b",): (8,), ("deep", "k"): (8, 16), ("w",): (8, 8)}
-    for leaf, array in zip(
-        described.leaves, jax.tree.leaves(optimizer.state.param_states), strict=True
-    ):
-        assert described.of(leaf).group == leaf.group
-        if leaf.parameter is not None and leaf.role != "other":
-            assert leaf.dimensions is not None
-            kept = [shapes[leaf.parameter][dim] for dim in leaf.dimensions if dim is not None]
-            assert array.shape == tuple(kept)

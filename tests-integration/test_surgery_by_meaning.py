@@ -81,30 +81,6 @@ def assert_same(one: Any, other: Any) -> None:
 # What goes on.
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("definition", "kept"),
-    [
-        (wrapped(optax.chain(optax.clip(1e9), optax.adamw(0.01))), 5),
-        (multi_steps(optax.adamw(0.01), 2), 5),
-        (wrapped(optax.inject_hyperparams(optax.adamw)(learning_rate=0.01)), 5),
-        (opt.adam(0.2), 5),
-        (MultiOptimizer.from_rules([("w", "w", opt.adamw(0.01))], rest=opt.adamw(0.01)), 6),
-        (wrapped(optax.partition({"a": optax.adamw(0.01)}, {"w": "a", "b": "a"})), 5),
-    ],
-    ids=["chain", "multi_steps", "inject", "adam", "groups", "partition"],
-)
-def test_every_leaf_of_adamw_continues_and_returns(definition: OptimizerDef, kept: int) -> None:
-    optimizer = trained(opt.adamw(0.01))
-    there, plan = regroup(optimizer, definition)
-    going_on = [row for row in plan.target_rows if row.sources and row.leaf.transformation]
-    assert sum(not row.note.startswith("a new count") for row in going_on) == kept
-    assert plan.converted == ()
-    back, _ = regroup(there, opt.adamw(0.01))
-    assert_same(back.state, optimizer.state)
-    advanced(there, 1)
-
-
 # What acts on gradients before moments, and what the moments are.
 
 
@@ -166,17 +142,9 @@ def averages(config: Any) -> OptimizerDef:
     return wrapped(optax.GradientTransformation(init, update))
 
 
-def every(n: int) -> Any:
-    return lambda step: step % n == 0
-
-
 Pair = tuple[OptimizerDef, OptimizerDef]
 # Built anew by each call; and what the change is called.
 CHANGES: dict[str, tuple[Callable[[], Pair], str]] = {
-    "nesterov": (
-        lambda: (opt.adam(0.1), opt.nadam(0.1)),
-        "`nesterov` of `adam` was False, is True",
-    ),
     "function": (
         lambda: (momentum(doubled(2.0)), momentum(doubled(3.0))),
         f"`factor` of `{MINE}.doubled`, which acts before `trace`, was 2.0",
@@ -227,25 +195,8 @@ def test_what_changes_the_meaning_of_moments_has_to_be_admitted(name: str) -> No
     with pytest.raises(SurgeryError, match=re.escape(words)):
         regroup(optimizer, target, allow=EVERYTHING - {"optimizer"})
     assert regroup(optimizer, target, allow={"optimizer", "drop"})[1].kept
-    plan = plan_restore(named_state(optimizer), target.create(make_params()))
-    assert any(problem.startswith(words) for problem in plan.problems)
     again, _ = make()
-    assert plan_restore(named_state(optimizer), again.create(make_params())).is_exact
     assert regroup(optimizer, again)[1].is_exact
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        (momentum(optax.scale(-0.1), after=optax.identity()), "`scale`, which acts before `trace`"),
-        (opt.lars(0.1), "`trust_ratio`, which acts before `trace`, is new"),
-    ],
-)
-def test_another_order_has_to_be_admitted(target: OptimizerDef, words: str) -> None:
-    optimizer = momentum().create(make_params())
-    with pytest.raises(SurgeryError, match=words):
-        regroup(optimizer, target, allow=EVERYTHING - {"optimizer"})
-    assert regroup(optimizer, target, allow={"optimizer"})[1].kept
 
 
 NO_CHANGE: dict[str, Callable[[], Pair]] = {
@@ -263,7 +214,6 @@ NO_CHANGE: dict[str, Callable[[], Pair]] = {
 def test_what_does_not_change_the_meaning_of_moments_passes(name: str) -> None:
     source, target = NO_CHANGE[name]()
     optimizer = source.create(make_params())
-    assert plan_restore(named_state(optimizer), target.create(make_params())).is_ok
     assert not regroup(optimizer, target)[1].dropped
 
 
@@ -276,10 +226,7 @@ def test_a_vector_of_other_parameters_does_not_continue(how: str) -> None:
         wrapped(partly(optax.flatten(optax.trace(0.9)), name, how=how)) for name in "wwb"
     )
     optimizer = one.create(params).apply_gradient(params)
-    assert plan_restore(named_state(optimizer), again.create(params)).is_exact
-    assert not regroup(optimizer, again)[1].dropped
-    plan = plan_restore(named_state(optimizer), other.create(params))
-    assert plan.missing_words == {"initialise", "drop"}
+    assert regroup(optimizer, again)[1].is_exact
     with pytest.raises(SurgeryError, match=r"allow=\{'drop', 'initialise'\}"):
         regroup(optimizer, other)
 
@@ -318,14 +265,8 @@ def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
     assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
 
 
-def test_an_open_window() -> None:
+def test_an_open_window_goes_on() -> None:
     optimizer = trained(multi_steps(optax.adamw(0.01), 4), 2)
-    for target in (multi_steps(optax.adamw(0.01), 2), opt.adamw(0.01)):
-        with pytest.raises(
-            SurgeryError, match="a window is open, `state/multi_steps/mini_step` is 2"
-        ):
-            regroup(optimizer, target, allow=EVERYTHING)
-        regroup(advanced(optimizer, 2), target)
     clipped = multi_steps(optax.chain(optax.clip(1e9), optax.adamw(0.01)), 4)
     found, plan = regroup(optimizer, clipped)
     assert plan.initialised == plan.dropped == ()
@@ -362,14 +303,9 @@ def test_numbers_made_of_all_parameters_are_of_no_others(name: str) -> None:
     groups = MultiOptimizer.from_rules([("b", "b", definition), ("w", "w", definition)])
     with pytest.raises(SurgeryError, match=words):
         regroup(optimizer, groups, allow=EVERYTHING - {"optimizer"})
+    assert regroup(optimizer, groups, allow=EVERYTHING)[1].is_ok
     _, plan = regroup(optimizer, MultiOptimizer.from_rules([("all", ".*", definition)]))
     assert not plan.initialised
-    source = named_state(optimizer)
-    target = groups.create(make_params())
-    plan = plan_restore(source, target, allow=EVERYTHING - {"optimizer"})
-    assert not plan.is_ok
-    assert sum(words in problem for problem in plan.problems) == 2
-    assert plan_restore(source, target, allow=EVERYTHING).is_ok
 
 
 # Schedules.
@@ -427,20 +363,6 @@ def test_a_key_continues_in_one_group() -> None:
     assert [r.action for r in plan.rows if r.leaf.role == "key"] == ["renamed", "dropped"]
     _, plan = freeze(back, "u")
     assert not plan.initialised
-
-
-def test_a_rate_set_at_run_time_continues_and_one_changed_in_the_code_acts() -> None:
-    def injected(rate: float) -> OptimizerDef:
-        return wrapped(optax.inject_hyperparams(optax.adam)(learning_rate=rate))
-
-    optimizer = injected(0.1).create(make_params())
-    optimizer.state.param_states.hyperparams["learning_rate"] = jnp.float32(0.05)
-    same, _ = freeze(optimizer, "b")
-    rate = same.state.param_states["rest"].hyperparams["learning_rate"]
-    assert float(rate) == np.float32(0.05)
-    found, plan = regroup(optimizer, injected(0.3))
-    assert float(found.state.param_states.hyperparams["learning_rate"]) == np.float32(0.3)
-    assert plan.initialised == ("state/inject_hyperparams/hyperparams/learning_rate",)
 
 
 def test_reset_keeps_what_was_set_at_run_time() -> None:

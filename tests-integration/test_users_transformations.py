@@ -593,27 +593,6 @@ def by_name() -> Any:
     return runner({"slow": optax.adam(0.1), "fast": optax.sgd(0.1, 0.9)})
 
 
-@case(
-    "adam",
-    "two_of_a_kind",
-    first__mu="tree",
-    first__nu="tree",
-    first__count=None,
-    second__mu="tree",
-    second__nu="tree",
-    second__count=None,
-    steps=None,
-)
-def two_of_a_kind() -> Any:
-    second, first = optax.scale_by_adam(b1=0.5), optax.scale_by_adam(b1=0.9)
-
-    def init_fn(params: Any) -> Any:
-        states = {"first": first.init(params), "second": second.init(params)}
-        return {**states, "steps": jnp.int32(0)}
-
-    return transformation(init_fn)
-
-
 @case("yogi", inner__mu="tree", inner__nu="tree", inner__count=None)
 def in_half_precision() -> Any:
     inner = optax.scale_by_yogi()

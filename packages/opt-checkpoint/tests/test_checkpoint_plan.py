@@ -17,7 +17,6 @@ from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
-contrib: Any = importlib.import_module("optax.contrib")
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -250,9 +249,6 @@ def everything_in(label: str) -> Any:
 
 
 _OPTIMIZERS = {
-    "outer schedule": optax.chain(
-        groups(optax.adamw(_RATE), optax.sgd(_RATE)), optax.scale_by_schedule(_RATE)
-    ),
     "windows in a window": steps(groups(steps(optax.sgd(0.1), 2), optax.sgd(0.1)), 3),
     "two levels": groups(
         optax.chain(
@@ -262,7 +258,6 @@ _OPTIMIZERS = {
         ),
         optax.sgd(_RATE, 0.9),
     ),
-    "sam": contrib.sam(optax.sgd(0.1, 0.9), optax.sgd(0.2, 0.5)),
     "windows": steps(steps(optax.sgd(0.1, 0.9), 3), 2),
     "finite": optax.apply_if_finite(optax.apply_if_finite(optax.adam(0.1), 3), 5),
 }

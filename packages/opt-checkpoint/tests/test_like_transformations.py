@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_checkpoint import Rename, errors, named_state, plan_restore
-from opt_core import Optimizer, OptimizerDef, OptimizerState, describe_state, regroup
-from opt_core.errors import SurgeryError
+from opt_checkpoint import errors, named_state, plan_restore
+from opt_core import Optimizer, OptimizerDef, OptimizerState, describe_state
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -169,23 +168,11 @@ def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(name: st
     for old, new in ((mine, optaxs), (optaxs, mine)):
         with pytest.raises(errors.PlanError):
             plan_restore(named_state(stepped(old)), stepped(new)).apply()
-        with pytest.raises(SurgeryError):
-            regroup(stepped(old), OptaxWrapper(new))
         if name != "Optax's init":  # whatever is allowed, no moment of the other is taken
             saved, target = stepped(old), OptaxWrapper(new).create(PARAMS)
             plan = plan_restore(named_state(saved), target, allow=_ANYTHING)
             assert not any("may be the former" in note for note in plan.notes)
-            moved, _ = regroup(saved, OptaxWrapper(new), allow=_ANYTHING)
-            for optimizer in (plan.apply(), moved):
-                assert not optimizer.state.param_states.mu["w"].any()
-
-
-def test_a_rule_takes_it() -> None:
-    saved = stepped(optax.scale_by_adam())
-    rules: Any = [(rf"state/{MINE}\.adam/(.*)", Rename(r"state/adam/\1"))]
-    target = stepped(scale_by_adam())
-    found = plan_restore(named_state(saved), target, rules=rules, allow={"optimizer"}).apply()
-    assert (found.state.param_states.mu["w"] == saved.state.param_states.mu["w"]).all()
+            assert not plan.apply().state.param_states.mu["w"].any()
 
 
 class Trace(OptimizerDef):
@@ -201,8 +188,6 @@ def test_a_definition_of_that_name_is_another() -> None:
     for old, new in ((own, optaxs), (optaxs, own)):
         with pytest.raises(errors.PlanError):
             plan_restore(named_state(old), new).apply()
-        with pytest.raises(SurgeryError):
-            regroup(old, new.optimizer_def)
 
 
 SCRIPT = """

@@ -37,14 +37,6 @@ def names(optimizer: Optimizer) -> set[str]:
     return {name for name in named_state(optimizer) if name.startswith("state/")}
 
 
-ADAM = {
-    "state/step",
-    "state/adam/count",
-    *(f"state/adam/{moment}/{name}" for moment in ("mu", "nu") for name in ("b", "w")),
-}
-HEAVY = {f"state/trace/trace/{name}" for name in ("b", "w")}
-
-
 def axes_of(optimizer: Any, param_axes: Any) -> dict[str, Any]:
     named = named_state(optimizer, param_axes=param_axes)
     data = json.loads(json.dumps(record_data(named.schema)))
@@ -95,12 +87,6 @@ def test_axes_for_other_parameters_are_an_error() -> None:
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-def test_the_order_of_a_chain_does_not_change_names() -> None:
-    adam, heavy, clip = optax.scale_by_adam(), optax.trace(0.9), optax.clip(1.0)
-    for order in ([adam, heavy, clip], [clip, heavy, adam], [heavy, optax.chain(clip, adam)]):
-        assert names(wrapped(optax.chain(*order))) == ADAM | HEAVY
 
 
 def test_groups_are_in_the_names() -> None:

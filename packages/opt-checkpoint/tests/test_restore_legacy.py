@@ -192,22 +192,6 @@ def test_state_without_a_place_and_places_without_state() -> None:
             restore_legacy(optimizer, source, written_by=by)
 
 
-def test_lists_of_states_are_in_the_order_of_the_components() -> None:
-    """As `ModelParamTraversal` of Flax 0.3.2 sorted them: not as the joined paths sort."""
-    names = ("block", "block-1", "block.2", "block 3", "block0", "10", "2")
-    target = {name: {"kernel": np.full(2, i, np.float32)} for i, name in enumerate(names)}
-    order = sorted(flax.traverse_util.flatten_dict(target))
-    assert order != sorted(order, key="/".join)
-    states = [{"momentum": 10 * target[a][b]} for a, b in order]
-    source = {"target": target, "state": [{"step": STEP, "param_states": states}]}
-    momentum = flax_optim_equivalent("Momentum", learning_rate=0.1)
-    optimizer = MultiOptimizer((".*", momentum)).create(jax.tree.map(jnp.zeros_like, target))
-    restored = restore_legacy(optimizer, source)
-    (traces,) = _traces(restored)
-    for name, layer in target.items():
-        np.testing.assert_array_equal(traces[name]["kernel"], 10 * layer["kernel"])
-
-
 _NO_TUPLE = {"name": "X", "fields": {"0": "a"}, "values": {}}
 
 

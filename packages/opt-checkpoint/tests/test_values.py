@@ -556,19 +556,6 @@ def test_old_rows_stay_and_new_rows_train_as_those_of_a_new_run(name: str) -> No
             np.testing.assert_array_equal(ours, theirs, err_msg=leaf.name)
 
 
-def test_factors_grow_by_those_of_a_new_matrix() -> None:
-    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
-    saved, found, _ = grown(tx)
-    names = [f"state/factored_rms/{field}/w" for field in ("v_row", "v_col")]
-    (was,), (now,), (fresh,) = (
-        [leaf for name in names if (leaf := named_state(x)[name]).shape == (rows,)]
-        for x, rows in ((saved, OLD), (found, NEW), (wrapped(tx, NEW), NEW))
-    )
-    np.testing.assert_array_equal(now[:OLD], was)
-    np.testing.assert_array_equal(now[OLD:], fresh[OLD:])
-    assert np.isfinite(stepped(found, 3).target["w"]).all()
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [contrib.schedule_free_adamw, contrib.dog, optax.lbfgs])
 def test_a_copy_of_a_parameter_grows_as_that_does(make: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import opt_optax_bridge as opt
 import optax
 import optax.contrib
 import pytest
-from opt_checkpoint import Checkpointer, NamedState, Plan, Rename, Row, named_state, plan_restore
+from opt_checkpoint import NamedState, Plan, Rename, Row, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -101,7 +100,6 @@ def test_a_window_goes_on_where_nothing_changed(k: Any) -> None:
         (optax.chain(_SGD, optax.apply_every(4)), {"apply_every__count": 7}, True),
         (optax.chain(_SGD, optax.apply_every(4)), {"apply_every__count": 8}, False),
         (contrib.sam(_SGD, _SGD), {"sam__steps_since_sync": 1}, True),
-        (steps(_SGD, 4), _BEGUN, True),
     ],
 )
 def test_what_is_half_done_is_not_dropped(old: Any, counts: Any, is_lost: bool) -> None:
@@ -239,7 +237,6 @@ def sam() -> Any:
 # Groups become one: what they agree about goes on, bit for bit, and nothing else does
 
 _RATE = optax.linear_schedule(0.0, 1e-2, 100)
-_MERGE = {"regroup", "optimizer"}
 
 
 def injected(**options: Any) -> OptaxWrapper:
@@ -255,24 +252,6 @@ def in_groups(x: Any, y: Any, steps: int = 5) -> Optimizer:
 
 def notes(plan: Plan[Any]) -> dict[str, str]:
     return {row.leaf.name.removeprefix("state/"): row.note for row in plan.rows}
-
-
-def test_a_schedule_goes_on_where_groups_agree(tmp_path: Path) -> None:
-    old = in_groups(injected(), injected())
-    one: Optimizer = injected().create(_P)
-    for _ in range(5):
-        one = one.apply_gradient(_P)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(5, old)
-        checkpointer.wait()
-        plan = plan_restore(checkpointer.at(5), injected().create(_P), allow=_MERGE)
-        assert plan.is_ok, str(plan)
-        restored = plan.apply()
-    assert notes(plan)["inject_hyperparams/hyperparams/learning_rate"] == "the groups agree"
-    expected, found = named_state(one), named_state(restored)
-    assert expected.keys() == found.keys()
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
 def test_the_leaf_that_differs_is_named() -> None:

@@ -32,20 +32,14 @@ class Moments(NamedTuple):
     mu: Any
 
 
-class Beliefs(NamedTuple):
-    count: Any
-    mu: Any
-
-
 class Whole(OptimizerDef):
     """One state for all its leaves, with a count, as an Optax transformation."""
 
-    def __init__(self, make: Any = Moments) -> None:
+    def __init__(self) -> None:
         super().__init__(None)
-        self.make = make
 
     def init_state(self, params: Any) -> OptimizerState:
-        state = self.make(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        state = Moments(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
         return OptimizerState(jnp.zeros((), jnp.int32), (state, ()))
 
     def apply_gradient(
@@ -54,7 +48,7 @@ class Whole(OptimizerDef):
         (old, rest) = state.param_states
         mu = jax.tree.map(jnp.add, old.mu, grads)
         return params, OptimizerState(
-            increment_step(state.step), (self.make(old.count + 1, mu), rest)
+            increment_step(state.step), (Moments(old.count + 1, mu), rest)
         )
 
 
@@ -247,16 +241,6 @@ def test_from_one_definition_to_groups_and_back_is_exact() -> None:
     leaves = jax.tree.leaves(divided)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
     jax.jit(lambda o: o.apply_gradient(o.target), donate_argnums=0)(divided)
-
-
-def test_other_meanings_of_the_same_paths_do_not_fit() -> None:
-    optimizer = trained(Whole(Moments))
-    for word, other in (("drop", "initialise"), ("initialise", "drop")):
-        with pytest.raises(SurgeryError, match=f"pass `allow={{'{other}'}}`"):
-            regroup(optimizer, Whole(Beliefs), allow={word})
-    _, plan = regroup(optimizer, Whole(Beliefs), allow={"drop", "initialise"})
-    assert summary(plan).kept == ()
-    assert len(plan.initialised) == len(plan.dropped) == 5
 
 
 def test_groups_that_disagree_are_reinitialised() -> None:

@@ -307,8 +307,8 @@ def test_to_core_and_back() -> None:
 
 def test_surgery() -> None:
     model, optimizer = trained(opt.adam(0.1))
-    frozen, report = opt_core.freeze(optimizer.to_core(model), "inner/.*")
-    assert report.kept
+    frozen, plan = opt_core.freeze(optimizer.to_core(model), "inner/.*")
+    assert plan.kept
     optimizer.load_core(model, frozen)
     assert isinstance(optimizer.tx, MultiOptimizer)
     before = model.inner.kernel[...]

@@ -141,8 +141,8 @@ def test_a_description_of_a_chain_around_groups_leaves_the_definition_as_it_was(
     describe_state(optimizer)
     after = [vars(group.definition)["optax_optimizer"] for group in definition.groups]
     assert all(one is other for one, other in zip(built, after, strict=True))
-    frozen, report = freeze(optimizer, "a/.*")
-    assert not report.initialised
+    frozen, plan = freeze(optimizer, "a/.*")
+    assert not plan.initialised
     stepped = frozen.apply_gradient(params)
     assert (stepped.target["a"]["w"] == params["a"]["w"]).all()
     assert (stepped.target["c"]["w"] != params["c"]["w"]).all()

@@ -109,13 +109,6 @@ def with_init(init: Any) -> Any:
     return optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
 
 
-def averaging() -> Any:
-    def init_fn(tree: Any) -> Any:
-        return {"mean": jax.tree.map(jnp.zeros_like, tree)}
-
-    return with_init(init_fn)
-
-
 def rebuilding(inner: Any) -> Any:
     def init_fn(tree: Any) -> Any:
         return {"inner": jax.tree.map(jnp.copy, inner.init(tree))}
@@ -127,37 +120,11 @@ def compiling(inner: Any) -> Any:
     return optax.GradientTransformation(jax.jit(inner.init), jax.jit(inner.update))
 
 
-def by_halves(inner: Any) -> Any:
-    inner_init, inner_update = inner.init, inner.update
-
-    def init_fn(tree: Any) -> Any:
-        return {"steps": jnp.int32(0), "inner": inner_init(tree)}
-
-    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
-        updates, inside = inner_update(updates, state["inner"], params)
-        return updates, {"steps": state["steps"] + 1, "inner": inside}
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def test_users_transformations_are_named_after_their_factories() -> None:
-    tx = averaging()
-    for _ in range(2):
-        assert set(makers(tx).values()) == {f"{MINE}.averaging#1"}
-    found = of(tx)
-    assert {leaf.source for leaf in found.leaves} == {"types"}
-    assert {(leaf.field, leaf.role) for leaf in found.leaves} == {(("mean",), "moment")}
-
-
 def test_what_they_hold_is_seen() -> None:
     inner = optax.chain(optax.scale_by_yogi(), optax.scale_by_adam())
-    for make in (rebuilding, compiling, by_halves):
+    for make in (rebuilding, compiling):
         kept = {leaf.transformation for leaf in of(make(inner)).leaves}
-        assert kept - {f"{MINE}.by_halves"} == {"yogi", "adam"}, make
-    assert acting(by_halves(inner)) == [f"{MINE}.by_halves", "yogi", "adam"]
-    leaves = of(by_halves(inner)).leaves
-    steps = [leaf for leaf in leaves if leaf.transformation == f"{MINE}.by_halves"]
-    assert [(leaf.field, leaf.role) for leaf in steps] == [(("steps",), "count")]
+        assert kept == {"yogi", "adam"}, make
 
 
 def test_an_update_that_is_wrapped_keeps_the_names() -> None:
@@ -189,15 +156,6 @@ def test_one_init_with_two_updates_says_which() -> None:
     assert "update" not in of(base).transformations[0].settings
 
 
-def test_a_lambda_leaves_it_to_the_type() -> None:
-    tx = with_init(lambda tree: optax.TraceState(jax.tree.map(jnp.zeros_like, tree)))
-    found = of(tx)
-    assert {(leaf.transformation, leaf.field) for leaf in found.leaves} == {
-        (f"{MINE}.trace", ("trace",))
-    }
-    assert {leaf.source for leaf in found.leaves} == {"types"}
-
-
 # Settings and what bears on state.
 
 
@@ -221,32 +179,6 @@ def test_settings_are_arguments() -> None:
 
 def opt_adamw() -> Any:
     return optax.adamw(optax.linear_schedule(1.0, 0.0, 3), mu_dtype=jnp.bfloat16)
-
-
-def test_windows_are_numbers_or_functions() -> None:
-    def every(tx: Any) -> Any:
-        return tx.settings["every_k_schedule"]
-
-    def rising(by: int) -> Any:
-        return lambda step: step + by
-
-    number, one, again, other = (
-        every(of(optax.MultiSteps(optax.sgd(0.1), k)).transformations[0])
-        for k in (4, rising(1), rising(1), rising(2))
-    )
-    assert number == 4
-    assert one == again != other
-    assert one == {"function": "rising", "by": 1}
-
-
-def test_amsgrad_is_adam_with_a_switch() -> None:
-    """Its moments are Adam's by Adam's recurrences; the maximum is its own."""
-    adam, amsgrad = of(optax.adam(0.1)), of(optax.amsgrad(0.1))
-    kept = {leaf.key for leaf in adam.leaves}
-    more = {leaf.key for leaf in amsgrad.leaves} - kept
-    assert kept < {leaf.key for leaf in amsgrad.leaves}
-    assert {key.field for key in more} == {("nu_max",)}
-    assert [t.transformations[0].settings["amsgrad"] for t in (adam, amsgrad)] == [False, True]
 
 
 class Averages(NamedTuple):

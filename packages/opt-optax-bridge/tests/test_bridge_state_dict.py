@@ -10,8 +10,6 @@ import pytest
 from bridge_testing import (
     LEARNING_RATE,
     assert_same_bits,
-    block,
-    block_names,
     definition,
     grads_of,
     labels,
@@ -29,7 +27,6 @@ from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-NAMES = opt_optax_bridge.optimizer_names()
 PARAMS = {"b", "w"}
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
 
@@ -115,23 +112,6 @@ def test_a_state_without_arrays_has_no_entry(tx: Any) -> None:
     assert_same_bits(restored, optimizer)
     stepped = restored.apply_gradient(grads_of("sgd", restored.target))
     assert structure(stepped) == structure(optimizer)
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_optimizer_comes_back_to_the_bit(name: str) -> None:
-    optimizer = trained(name)
-    written = through_bytes(optimizer.state_dict())
-    assert_same_bits(definition(name).create(make_params()).restore_state(written), optimizer)
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", block_names())
-def test_every_building_block_comes_back_to_the_bit(name: str) -> None:
-    created = OptaxWrapper(block(name)).create(make_params())
-    optimizer = step(name, created)
-    written = through_bytes(optimizer.state_dict())
-    assert_same_bits(created.restore_state(written), optimizer)
 
 
 @pytest.mark.parametrize("container", [dict, freeze], ids=["dict", "FrozenDict"])

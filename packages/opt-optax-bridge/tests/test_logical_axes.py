@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import opt_optax_bridge
 import optax
 import pytest
-from bridge_testing import block, block_names, definition
 from flax.core import FrozenDict, freeze
 from jax.sharding import PartitionSpec as P
 from opt_core import Optimizer
@@ -15,7 +14,6 @@ from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-NAMES = opt_optax_bridge.optimizer_names()
 AXES = {"b": P("mlp"), "w": P("embed", "mlp")}
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
 
@@ -82,23 +80,3 @@ def test_states_that_no_name_gives_away() -> None:
     assert derive(optax.apply_every(2)).grad_acc == AXES
     tx = optax.GradientTransformation(lambda p: {"mine": [p, p]}, lambda u, s, p=None: (u, s))
     assert derive(tx) == {"mine": [AXES, AXES]}
-
-
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_optimizer_has_axes(name: str) -> None:
-    optimizer = jax.eval_shape(definition(name).create, make_params())
-    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
-    assert skeleton(derived) == skeleton(optimizer)
-    specs = jax.tree.leaves(derived.state, is_leaf=is_leaf)
-    sizes = {"embed": 3, "mlp": 4}
-    for leaf, spec in zip(jax.tree.leaves(optimizer.state), specs, strict=True):
-        named = [(size, axis) for size, axis in zip(leaf.shape, spec or (), strict=False) if axis]
-        assert all(sizes[axis] == size for size, axis in named)
-        assert named or spec is None
-
-
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("name", block_names())
-def test_every_building_block_has_axes(name: str) -> None:
-    derive(block(name))

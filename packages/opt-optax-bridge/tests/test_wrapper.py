@@ -24,7 +24,6 @@ from bridge_testing import (
     third_step_by_optax,
     transformation,
 )
-from opt_core import OptimizerDef
 from opt_core.errors import HyperParamError
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
@@ -49,19 +48,6 @@ def test_the_state_is_that_of_optax_and_nothing_else(name: str) -> None:
     raw = transformation(name).init(make_params())
     assert structure(created.state.param_states) == structure(raw)
     assert_close(created.state.param_states, raw, rtol=0, atol=0)
-
-
-def test_it_offers_what_the_protocols_ask_for() -> None:
-    wrapper = opt_optax_bridge.adamw(0.1)
-    assert isinstance(wrapper, OptimizerDef)
-
-
-def test_abstract_parameters_give_an_abstract_optimizer() -> None:
-    shapes = jax.eval_shape(make_params)
-    abstract = opt_optax_bridge.adamw(0.1).create(shapes)
-    concrete = opt_optax_bridge.adamw(0.1).create(make_params())
-    assert structure(abstract) == structure(concrete)
-    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
 
 
 # Extra arguments.
