@@ -11,8 +11,19 @@ import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from opt_checkpoint import Plan, named_state, plan_restore
-from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef, regroup
-from opt_core.errors import SurgeryError
+from opt_core import (
+    FROZEN,
+    MultiOptimizer,
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    describe_state,
+    freeze,
+    regroup,
+    reset,
+    unfreeze,
+)
+from opt_core.errors import LeafError, SurgeryError
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 contrib: Any = importlib.import_module("optax.contrib")
@@ -48,6 +59,53 @@ def groups(*rules: Any, rest: Any = None) -> MultiOptimizer:
 
 def decay(rate: float = 0.1) -> Any:
     return optax.linear_schedule(rate, 0.0, 100)
+
+
+def lengths() -> OptimizerDef:
+    """A transformation whose `init` has no name."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, {"m": updates}
+
+    init = lambda params: {"m": jax.tree.map(jnp.zeros_like, params)}  # noqa: E731
+    return wrapped(optax.GradientTransformation(init, update))
+
+
+def squares() -> OptimizerDef:
+    """Another one, with the same state."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, {"m": jax.tree.map(jnp.square, updates)}
+
+    init = lambda params: {"m": jax.tree.map(jnp.zeros_like, params)}  # noqa: E731
+    return wrapped(optax.GradientTransformation(init, update))
+
+
+def codes() -> OptimizerDef:
+    """Moments in integers."""
+
+    def init(params: Any) -> Any:
+        return {"m": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int8), params)}
+
+    return wrapped(
+        optax.GradientTransformation(init, lambda updates, state, params: (updates, state))
+    )
+
+
+class First(OptimizerDef):
+    """A definition that no transformation describes."""
+
+    def init_state(self, params: Any) -> OptimizerState:
+        return OptimizerState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params))
+
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
+    ) -> Any:
+        return grads, OptimizerState(state.step + 1, grads)
+
+
+class Second(First):
+    """Another one."""
 
 
 ADAM, ADAMW, SGD = opt.adam(0.1), opt.adamw(0.1), opt.sgd(0.1)
@@ -112,6 +170,7 @@ ASKED: dict[str, tuple[OptimizerDef, OptimizerDef, set[str]]] = {
         chained(optax.scale_by_adam(b1=0.5), optax.scale_by_adam()),
         {"optimizer"},
     ),
+    "integers gone": (codes(), SGD, {"drop"}),
     "one masked out": (
         ADAM,
         wrapped(optax.masked(optax.adam(0.1), {"w": True, "b": False})),
@@ -128,6 +187,12 @@ def free(b1: float) -> OptimizerDef:
 REFUSED: dict[str, tuple[OptimizerDef, OptimizerDef, str]] = {
     "an open window gone": (steps(4), ADAM, "a window is open"),
     "an open window shorter": (steps(4), steps(2), "a window is open"),
+    "another function of a nameless init": (lengths(), squares(), "`update` of"),
+    "another definition in a chain": (
+        opt.chain(opt.clip(1.0), First({})),
+        opt.chain(opt.clip(1.0), Second({})),
+        "`definition` of `as_transformation` was <First>, is <Second>",
+    ),
     "what schedule_free averages": (free(0.9), free(0.5), "`b1` of `schedule_free` was 0.9"),
 }
 
@@ -187,3 +252,52 @@ def test_what_is_reported_is_among_the_notes() -> None:
     assert not plan.is_exact
     same, _ = verdicts(trained(ADAMW), opt.adamw(0.2), ())
     assert same.is_exact
+
+
+def test_states_that_nothing_tells_apart_stay_with_what_is_around_them() -> None:
+    """A dict is sorted by its keys, whatever `init` reads first."""
+
+    def pair(fast: Any, slow: Any) -> Any:
+        def init(params: Any) -> Any:
+            return {"slow": slow.init(params), "fast": fast.init(params)}
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            one, fast_state = fast.update(updates, state["fast"], params)
+            other, slow_state = slow.update(updates, state["slow"], params)
+            both = jax.tree.map(jnp.add, one, other)
+            return both, {"slow": slow_state, "fast": fast_state}
+
+        return optax.GradientTransformation(init, update)
+
+    old = trained(wrapped(pair(optax.trace(0.5), optax.trace(0.99))))
+    assert {leaf.field[0] for leaf in describe_state(old).leaves} == {"fast", "slow"}
+    slow = chained(optax.trace(0.99), optax.scale(-0.1))
+    moved, _ = regroup(old, slow, allow=EVERYTHING)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(moved.state.param_states))
+
+
+def test_reset_does_not_keep_perturbed_parameters() -> None:
+    normalize = optax.chain(contrib.normalize(), optax.sgd(0.05))
+    sam = wrapped(contrib.sam(optax.sgd(0.1, momentum=0.9), normalize, sync_period=2))
+    optimizer = trained(groups(("w", "w", sam), rest=ADAM))
+    with pytest.raises(SurgeryError, match=r"sam/cache/w.*a window is open"):
+        reset(optimizer, "w")
+
+
+@pytest.mark.parametrize("make", [contrib.prodigy, contrib.dog])
+def test_unfrozen_parameters_bring_numbers_of_their_own(make: Any) -> None:
+    optimizer = trained(groups(("w", "w", FROZEN), rest=ADAM))
+    _, plan = unfreeze(optimizer, "w", wrapped(make()))
+    assert plan.is_ok
+
+
+def test_surgery_of_arrays_of_numpy_and_of_wrong_things() -> None:
+    numpy: Any = ADAM.create({name: np.asarray(x) for name, x in PARAMS.items()})
+    assert len(freeze(numpy, "w")[1].dropped) == 2
+    other: Any = optax.adam(0.1)
+    with pytest.raises(TypeError, match="`definition`: expected an `OptimizerDef`, found Grad"):
+        regroup(numpy, other)
+    deleted = trained(ADAM)
+    deleted.target["w"].delete()
+    with pytest.raises(LeafError, match="has been deleted"):
+        regroup(deleted, SGD)

@@ -16,7 +16,7 @@ from opt_core._aliasing import unalias
 from opt_core._dtypes import all_survive, convert_held, strip_weak_type
 from opt_core._optimizer import Optimizer, OptimizerState
 from opt_core._paths import Names
-from opt_core._plan.leaves import HeldState, Schema, View, named_leaves, shown
+from opt_core._plan.leaves import HeldState, Schema, View, is_wide, named_leaves, shown
 from opt_core._plan.placement import init_leaves, leaves_of
 from opt_core._plan.placement import places as decide_places
 from opt_core._plan.plan import Plan, Row
@@ -132,8 +132,8 @@ def _leaf(
     if row.action == "initialised":
         return None
     given = [arrays[name] for name in row.sources]
-    is_wide = any(isinstance(x, np.ndarray) for x in given)
-    if is_wide and "cast" not in row.kinds:
+    has_64_bits = any(isinstance(x, np.ndarray) and is_wide(x.dtype) for x in given)
+    if has_64_bits and "cast" not in row.kinds:
         raise LeafError(
             f"`{row.leaf.name}`: {row.leaf.dtype} needs `jax_enable_x64`: set it, or give the "
             "target another dtype and admit `'cast'`."
@@ -145,8 +145,7 @@ def _leaf(
     if isinstance(row.by, Map) and row.is_opaque:
         made, fits = _called(row, row.by, given, allow)
     else:
-        if is_wide:
-            # 64 bits that this process cannot hold in an array of JAX.
+        if has_64_bits:  # JAX cannot hold them here, so the source gives NumPy's
             given = [_cast_on_host(row, x) for x in given]
         made, fits = _paced(_converter(row, sharding)(given))
     checks[row.leaf.name] = (fits, row)
@@ -160,7 +159,7 @@ def _grows(row: Row) -> bool:
 
 def _grown(row: Row, saved: Any, initial: Any, sharding: Any, checks: dict[str, Any]) -> Any:
     """Returns a saved leaf with the further entries of an initial one, or of its parameter."""
-    if isinstance(saved, np.ndarray):  # 64 bits
+    if isinstance(saved, np.ndarray) and is_wide(saved.dtype):
         saved = _cast_on_host(row, saved)
     out = sharding if isinstance(sharding, NamedSharding) else None
     if out is not None:  # on explicit meshes, what is joined has one sharding

@@ -222,8 +222,8 @@ class _Matcher:
         return name in self.request.anew or self._action(name) in ("initialise", "keep")
 
     def _begins_anew(self, name: str) -> bool:
-        """Whether the caller lets go a leaf of the source by what is said of its namesake."""
-        return name in self.named.schema.by_name and self._is_fresh(name)
+        """Whether a rule lets go a leaf of the source by what it says of its namesake."""
+        return name in self.named.schema.by_name and self._action(name) in ("initialise", "keep")
 
     def _refuse_fresh_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses to reinitialise a count whose moments are kept by rules."""
@@ -447,7 +447,8 @@ def suggested_renames(move: Move) -> Iterator[str]:
     for after, look in new.items():
         like = [old for old, other in gone.items() if other == look and old.group == after.group]
         is_one = len(like) == 1 and [*new.values()].count(look) == 1
-        if is_one and "stated" not in (like[0].source, after.source):
+        is_renamed = is_one and (like[0].name, like[0].number) != (after.name, after.number)
+        if is_renamed and "stated" not in (like[0].source, after.source):
             yield _suggestion(like[0], after)
 
 

@@ -20,7 +20,7 @@ from opt_core._plan.match import Request, Schedules, make_plan
 from opt_core._plan.plan import Plan
 from opt_core._plan.rules import Permissions, Rule, check_allowances
 from opt_core._plan.sides import Side, counts_updates, is_recorded, side_of, state_leaves
-from opt_core.errors import GroupError
+from opt_core.errors import GroupError, LeafError
 
 
 def regroup(
@@ -216,6 +216,13 @@ def _stays(side: Side, i: int) -> bool:
 
 def _created(optimizer: Optimizer, definition: OptimizerDef) -> Optimizer:
     """Another definition's optimizer of the same parameters; its state is shapes."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"`optimizer`: expected an `Optimizer`, found {type(optimizer).__name__}")
+    if not isinstance(definition, OptimizerDef):
+        raise TypeError(
+            f"`definition`: expected an `OptimizerDef`, found {type(definition).__name__}; of a "
+            "transformation of Optax, `opt_optax_bridge.OptaxWrapper(tx)` is one"
+        )
     created: Optimizer = jax.eval_shape(definition.create, optimizer.target)
     return created.replace(target=optimizer.target, state=_shapes(created.state))
 
@@ -228,11 +235,14 @@ def _shapes(state: Any) -> Any:
 def _carried_out(
     optimizer: Optimizer, target: Optimizer, request: Request, placement: Any = None
 ) -> tuple[Optimizer, Plan[Optimizer]]:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(optimizer)):
+    leaves = jax.tree.leaves(optimizer)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise GroupError(
             "the groups of an optimizer change outside of compiled functions: what becomes of its "
             "state depends on values, such as counts; found tracers"
         )
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        raise LeafError("`optimizer`: an array has been deleted, as a step does that donates it")
     held = named_state(optimizer)
     plan: Plan[Optimizer] = make_plan(
         HeldState(held.leaves, held.schema), View(target), request, placement

@@ -146,9 +146,11 @@ def is_trained(side: Side, i: int) -> bool:
         return False  # what a guard has seen
     if leaf.role in TRAINED:
         return not has_window(transformation)
-    is_filler = leaf.parameter is not None and leaf.dimensions == (None,)
-    is_number = leaf.role == "other" and _is_inexact(side.leaves[i])
-    return is_number and not is_filler and not is_recorded(leaf, transformation)
+    if leaf.role != "other" or is_recorded(leaf, transformation):
+        return False
+    if leaf.parameter is not None:
+        return leaf.dimensions != (None,)  # that stands in for a factor that does not exist
+    return _is_inexact(side.leaves[i])
 
 
 def _is_inexact(leaf: Any) -> bool:

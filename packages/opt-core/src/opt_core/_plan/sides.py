@@ -143,12 +143,13 @@ def is_around(group: Names, other: Names) -> bool:
 
 
 def is_recorded(leaf: LeafDescription, transformation: TransformationDescription) -> bool:
-    """Whether a leaf is a setting recorded in the state, rather than a result of training."""
-    return (
-        leaf.parameter is None
-        and leaf.role == "other"
-        and leaf.field[-1] in transformation.settings
-    )
+    """Whether a leaf is a setting recorded in the state, rather than a result of training.
+
+    Of a transformation that nobody has described, a number may be learnt whatever its name is.
+    """
+    is_number = leaf.parameter is None and leaf.role == "other"
+    is_described = transformation.source != "types"
+    return is_number and is_described and leaf.field[-1] in transformation.settings
 
 
 def holds_parameters(leaf: LeafDescription) -> bool:

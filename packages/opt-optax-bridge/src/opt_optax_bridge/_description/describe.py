@@ -215,12 +215,14 @@ def _described(node: Node, numbered: Numbered) -> TransformationDescription:
         switches = {v: v == node.name for v, of in VARIANTS.items() if node.name in (v, of)}
         settings = switches | settings
     known = _known(node)
+    is_definition = (node.package, node.factory) == ("opt_optax_bridge", "as_transformation")
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
     if UPDATED_BY in settings:
         bearing[UPDATED_BY] = Bearing("refused")
+    if is_definition and str(settings.get("definition", "")).startswith("<"):
+        bearing["definition"] = Bearing("refused")  # nothing else says what it keeps
     source: Source = "types" if known is None else "stated"
     group, name, number = numbered
-    is_definition = (node.package, node.factory) == ("opt_optax_bridge", "as_transformation")
     is_listed = node.is_own and node.name in PASS_ON
     passes_on = is_definition or is_listed or bool(node.declared.get("passes_on"))
     return TransformationDescription(name, number, group, settings, bearing, source, passes_on)

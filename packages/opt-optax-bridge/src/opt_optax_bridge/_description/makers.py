@@ -133,12 +133,16 @@ class _Search:
         for child, below, kept in inner:
             self.put(child, below, kept)
         if not inner:
-            node.children += self._look_for(node.children, part, inputs)
+            node.children += self._look_for(node, node.children, part, inputs)
 
-    def _look_for(self, nested: Sequence[Node], part: _Part, inputs: _Inputs) -> list[Node]:
+    def _look_for(
+        self, owner: Node, nested: Sequence[Node], part: _Part, inputs: _Inputs
+    ) -> list[Node]:
         """Finds the states of nested transformations; returns those that have further ones."""
         free = [place for place in _parts(part) if jax.tree.leaves(place.state)]
-        left, again = list(nested), []
+        examples = [_Example(node, inputs) for node in nested]
+        unclear = set[int]() if owner.is_own else _unclear(examples, free)
+        left, again = [x.node for x in examples if id(x.node) not in unclear], []
         while left:
             node = left.pop(0)
             example = _Example(node, inputs)
@@ -192,6 +196,20 @@ class _Example:
         """Yields those of its class: what is inside may have been made of other parameters."""
         kinds = {type(self._placed), type(self._shapes)}
         yield from (x for x in parts if _is_record(x) and type(x.state) in kinds)
+
+
+def _unclear(examples: Sequence[_Example], parts: Sequence[_Part]) -> set[int]:
+    """The transformations whose states nothing tells apart: under keys, not in an order.
+
+    These leaves stay with the transformation around them.
+    """
+    unclear: set[int] = set()
+    for example in examples:
+        alike = list({place.at: place for place in example.places(parts)}.values())
+        rivals = [x for x in examples if x is not example and next(x.places(alike), None)]
+        if rivals and len(alike) > 1 and not all(place.at[-1].isdigit() for place in alike):
+            unclear |= {id(x.node) for x in (example, *rivals)}
+    return unclear
 
 
 def _known_places(node: Node, inputs: _Inputs) -> Iterator[tuple[Node, Names, _Inputs]]:

@@ -57,10 +57,12 @@ def _number(value: Any) -> Any:
 
 
 def _is_updated_by_another(node: Node) -> bool:
-    """Whether one factory's function updates a state that another's has made."""
-    if not node.maker or node.shares_init or node.tx.update is None:
+    """Whether one factory's function updates a state that another's, or nobody known, has made."""
+    if node.shares_init or node.tx.update is None:
         return False
     is_optax = node.is_own and package_of(node.tx.init) in OWN
+    if not node.maker:
+        return not is_optax and not node.is_stateless
     makes, updates = (origin_of(f) for f in (node.tx.init, node.tx.update))
     return (node.maker, makes) != (node.factory, updates) and not is_optax
 
