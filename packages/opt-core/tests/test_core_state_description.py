@@ -60,24 +60,6 @@ def test_json_comes_back_exactly() -> None:
     assert pickle.loads(pickle.dumps(WHOLE)) == WHOLE
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_same"),
-    [
-        ({"transformation": "yogi"}, False),
-        ({"number": 2}, False),
-        ({"field": ("nu",)}, False),
-        ({"parameter": None}, False),
-        ({"dimensions": (1, 0)}, False),
-        ({"path": ("1", "nu")}, True),
-        ({"group": ("a",)}, True),
-        ({"source": "types", "role": "other"}, True),
-    ],
-)
-def test_what_makes_a_leaf_another_thing(changes: Any, is_same: bool) -> None:
-    assert (leaf(**changes).key == leaf().key) == is_same
-    assert leaf(**changes) != leaf()
-
-
 def test_the_table_in_full() -> None:
     assert str(WHOLE).splitlines() == [
         "transformation  field  parameter  dims  role    source",

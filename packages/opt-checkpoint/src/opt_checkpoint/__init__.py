@@ -1,7 +1,16 @@
 """Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill.
 
-Importing this is cheap: what needs Orbax, plans, and readers of legacy files are imported on first
-use.
+A step on disk names each leaf by what it means, and a restore is a plan that is made before a byte
+is read. Importing this is cheap: Orbax and readers of legacy files are imported on first use.
+
+>>> import jax.numpy as jnp, opt_optax_bridge as opt
+>>> saved = named_state(opt.adam(1e-3).create({'w': jnp.ones(2)}))
+>>> clipped = opt.chain(opt.clip(1.0), opt.adam(1e-3)).create({'w': jnp.zeros(2)})
+>>> plan = plan_restore(saved, clipped)
+>>> plan.is_ok, plan.notes
+(True, ('`clip` is new',))
+>>> plan.apply().target['w'].tolist()
+[1.0, 1.0]
 """
 
 import importlib

@@ -3,6 +3,17 @@
 An `OptimizerDef` says how parameters are updated, an `OptimizerState` is what it remembers,
 and an `Optimizer` is the two together with the parameters: one pytree that goes through
 `jit`, `scan`, `vmap` and `eval_shape`, and in and out of checkpoints by path.
+
+>>> import jax, jax.numpy as jnp
+>>> class Descent(OptimizerDef):
+...     def init_state(self, params):
+...         return OptimizerState(jnp.int32(0), jax.tree.map(lambda _: (), params))
+...     def apply_gradient(self, hyper_params, params, state, grads):
+...         params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+...         return params, OptimizerState(state.step + 1, state.param_states)
+>>> optimizer = Descent({}).create({'w': jnp.ones(2)})
+>>> optimizer.apply_gradient({'w': jnp.ones(2)}).target['w'].tolist()
+[0.5, 0.5]
 """
 
 from importlib.metadata import version as _version
