@@ -141,7 +141,7 @@ class _Search:
         """Finds the states of nested transformations; returns those that have further ones."""
         free = [place for place in _parts(part) if jax.tree.leaves(place.state)]
         examples = [_Example(node, inputs) for node in nested]
-        unclear = set[int]() if owner.is_own else _unclear(examples, free)
+        unclear = _unclear(examples, free) if _is_users(owner) else set[int]()
         left, again = [x.node for x in examples if id(x.node) not in unclear], []
         while left:
             node = left.pop(0)
@@ -196,6 +196,11 @@ class _Example:
         """Yields those of its class: what is inside may have been made of other parameters."""
         kinds = {type(self._placed), type(self._shapes)}
         yield from (x for x in parts if _is_record(x) and type(x.state) in kinds)
+
+
+def _is_users(node: Node) -> bool:
+    """Whether nobody knows in which order a transformation keeps the states of others."""
+    return not node.is_own and not node.package.startswith("opt_")
 
 
 def _unclear(examples: Sequence[_Example], parts: Sequence[_Part]) -> set[int]:
