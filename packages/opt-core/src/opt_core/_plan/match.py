@@ -78,9 +78,9 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     view = with_placement(view, placement)
     source, view = plain_sides(source, view, policy)
     matcher = _Matcher(source, view, request)
-    rows = with_ways(matcher.rows(), source, view, policy)
+    rows, move = matcher.rows()
+    rows = with_ways(rows, source, view, policy)
     _check_rules(policy, rows, source)
-    move = matcher.move(rows)
     found = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
     if source.schema.optimizer is None:  # transformations cannot be compared, only leaves
         found = [problem for problem in found if problem.needs is None]
@@ -108,7 +108,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
 
 def _is_said(note: str, changes: Sequence[Problem]) -> bool:
     """Whether a problem is about the setting of a note."""
-    setting, _, _ = note.partition("` was ")
+    setting, _, _ = note.partition(" was ")
     return any(problem.text.startswith(setting) for problem in changes)
 
 
@@ -161,8 +161,8 @@ class _Matcher:
                     names = sources_of(found[1], found[2], leaf.shape)
                 yield leaf.path[1:], [leaf_path(n)[1:] for n in names if n in self.saved]
 
-    def rows(self) -> list[Row]:
-        """What becomes of every leaf of the target."""
+    def rows(self) -> tuple[list[Row], Move]:
+        """What becomes of every leaf of the target; the policy sees it as a `Move`."""
         found, pairs = [], iter(self.pairs)
         for leaf in self.named.schema.leaves:
             pair = next(pairs) if leaf.transformation else None
@@ -174,11 +174,11 @@ class _Matcher:
             found.append(row)
         found = list(_with_notes(self._refuse_fresh_counts(found)))
         # Which new leaves begin where training has gone on is known once all are paired.
-        move, of_state = self.move(found), iter(range(len(found)))
+        move, of_state = self._move(found), iter(range(len(found)))
         return [
             self._require_initialise(row, move, next(of_state)) if row.leaf.transformation else row
             for row in found
-        ]
+        ], move
 
     def _require_initialise(self, row: Row, move: Move, j: int) -> Row:
         """A row of a state with what has to be admitted for a leaf that begins anew."""
@@ -187,7 +187,7 @@ class _Matcher:
         is_admitted = "initialise" in self.policy.allow
         return dataclasses.replace(row, kinds=("initialise",), is_admitted=is_admitted)
 
-    def move(self, rows: Sequence[Row]) -> Move:
+    def _move(self, rows: Sequence[Row]) -> Move:
         """Which leaf comes from which, as the policy sees it."""
         of_state = [row for row in rows if row.leaf.transformation]
         pairs = [

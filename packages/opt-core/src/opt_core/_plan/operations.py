@@ -82,7 +82,7 @@ def regroup(
       (0, 1)
     """
     request = Request(Permissions.make(allow, rules), _checked(schedules))
-    return _carried_out(optimizer, _created(optimizer, definition), request, placement)
+    return _carried_out(_held(optimizer), _created(optimizer, definition), request, placement)
 
 
 def freeze(
@@ -115,11 +115,9 @@ def freeze(
     groups = carved(definition, optimizer.target, pattern, chosen)
     frozen = Group(unused(name, groups), pattern, FROZEN)
     changed = definition.with_groups([frozen, *groups])
-    check_inner_groups(changed, optimizer.target)
-    policy = Permissions.make(check_allowances(allow) | {"drop"}, ())
-    return _carried_out(
-        optimizer, _created(optimizer, changed), Request(policy, discards_state=True)
-    )
+    target = created_without(optimizer, changed)
+    permissions = Permissions.make(check_allowances(allow) | {"drop"}, ())
+    return _carried_out(_held(optimizer), target, Request(permissions, discards_state=True))
 
 
 def unfreeze(
@@ -166,9 +164,9 @@ def unfreeze(
     groups = carved(whole, optimizer.target, pattern, chosen)
     new = Group(unused(name, groups), pattern, definition)
     changed = whole.with_groups([new, *groups])
-    check_inner_groups(changed, optimizer.target)
+    target = created_without(optimizer, changed)
     request = Request(Permissions.make((), ()), _checked(schedules))
-    return _carried_out(optimizer, _created(optimizer, changed), request, placement)
+    return _carried_out(_held(optimizer), target, request, placement)
 
 
 def reset(
@@ -193,8 +191,8 @@ def reset(
       SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored.
     """
     names = group_of(optimizer.optimizer_def, group)
-    named = named_state(optimizer)
-    side = side_of(named, state_leaves(named.schema, named.schema.by_name))
+    held = _held(optimizer)
+    side = side_of(held, state_leaves(held.schema, held.schema.by_name))
     anew = {
         side.names[i]
         for i, leaf in enumerate(side.descriptions)
@@ -203,7 +201,7 @@ def reset(
     request = Request(Permissions.make({"drop"}, ()), anew=anew, discards_state=True)
     # The shapes are those of the state: nothing else is created, nor traced.
     target = optimizer.replace(state=_shapes(optimizer.state))
-    return _carried_out(optimizer, target, request, placement)
+    return _carried_out(held, target, request, placement)
 
 
 def _stays(side: Side, i: int) -> bool:
@@ -232,9 +230,8 @@ def _shapes(state: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), state)
 
 
-def _carried_out(
-    optimizer: Optimizer, target: Optimizer, request: Request, placement: Any = None
-) -> tuple[Optimizer, Plan[Optimizer]]:
+def _held(optimizer: Optimizer) -> HeldState:
+    """The leaves of an optimizer that goes on as another."""
     leaves = jax.tree.leaves(optimizer)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise GroupError(
@@ -243,10 +240,14 @@ def _carried_out(
         )
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise LeafError("`optimizer`: an array has been deleted, as a step does that donates it")
-    held = named_state(optimizer)
-    plan: Plan[Optimizer] = make_plan(
-        HeldState(held.leaves, held.schema), View(target), request, placement
-    )
+    named = named_state(optimizer)
+    return HeldState(named.leaves, named.schema)
+
+
+def _carried_out(
+    held: HeldState, target: Optimizer, request: Request, placement: Any = None
+) -> tuple[Optimizer, Plan[Optimizer]]:
+    plan: Plan[Optimizer] = make_plan(held, View(target), request, placement)
     return plan.apply(), plan
 
 
@@ -303,15 +304,15 @@ def _hint(definition: MultiOptimizer, pattern: Any) -> str:
     return f"{advice}. The groups are {names}" if known else advice
 
 
-def check_inner_groups(definition: MultiOptimizer, target: Any) -> None:
-    """Raises a `GroupError` if a group inside a transformation has lost all its parameters.
+def created_without(optimizer: Optimizer, definition: MultiOptimizer) -> Optimizer:
+    """`_created`; a `GroupError` if a group inside a transformation has lost all its parameters.
 
     The table of a nested `MultiOptimizer` can be carved. That of one in a chain cannot: functions
     have captured it.
     """
-    definition.select(target)
+    definition.select(optimizer.target)
     try:
-        jax.eval_shape(definition.create, target)
+        return _created(optimizer, definition)
     except GroupError as error:
         lines = [line for line in str(error).splitlines() if line.startswith("  ")]
         if not lines:

@@ -61,7 +61,7 @@ from opt_core._plan.sides import (
 )
 
 _IN_UNITS_OF_UPDATES: Final = frozenset({"moment", "second_moment", "factored", "statistic"})
-INJECTED: Final = "injected"
+_INJECTED: Final = "injected"
 """The setting that names values which an enclosing transformation gives, from its state."""
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 _WITHOUT_EFFECT: Final = frozenset({"as_transformation"})
@@ -201,7 +201,7 @@ def _redefined(
         is_meaning = bearing_of(name, old, new).effect == "refused"
         if is_meaning and is_told and was != now and not _is_ruled(move, name, pairs):
             yield Problem(
-                f"`{name}` of `{new.name}` was {setting_text(was)}, is {setting_text(now)}: the "
+                f"`{name}` of `{new.key}` was {setting_text(was)}, is {setting_text(now)}: the "
                 "saved state means something else under it. Restore the setting, or give rules "
                 "for the leaves"
             )
@@ -228,7 +228,7 @@ def _switches(old: TransformationDescription, new: TransformationDescription) ->
         is_switch = isinstance(was, bool) or isinstance(now, bool)
         if is_switch and was != now and bearing_of(name, old, new).effect == "nothing":
             texts = (str(x) if isinstance(x, bool) else "not a boolean" for x in (was, now))
-            yield f"`{name}` of `{new.name}` was {', is '.join(texts)}"
+            yield f"`{name}` of `{new.key}` was {', is '.join(texts)}"
     yield from switched(old, new)
 
 
@@ -269,7 +269,7 @@ def _other_inputs(move: Move, before: TransformationKey, after: TransformationKe
     for key in shared:
         if _learns_nothing(move.new, new[key]):
             for setting, told in _changed_settings(old[key], new[key]):
-                yield f"`{setting}` of `{new[key].name}`, which acts before {name}, {told}"
+                yield f"`{setting}` of `{new[key].key}`, which acts before {name}, {told}"
 
 
 def _acting(
@@ -492,5 +492,5 @@ def _changed_settings(
 ) -> Iterator[tuple[str, str]]:
     for name in shared_settings(old, new):
         was, now = (transformation.settings[name] for transformation in (old, new))
-        if was != now and name != INJECTED:
+        if was != now and name != _INJECTED:
             yield name, f"was {setting_text(was)}, is {setting_text(now)}"
