@@ -58,14 +58,14 @@ class Request:
     """What the caller of a door says besides source and target.
 
     Attributes:
-      policy: what is admitted, and rules for single leaves.
+      permissions: what is admitted, and rules for single leaves.
       schedules: whether new schedules continue from the step, or restart at 0.
       anew: names of leaves that begin anew, as the caller has asked.
       discards_state: whether the caller has asked to discard the state of parameters.
       error: what a refused plan raises.
     """
 
-    policy: Permissions
+    permissions: Permissions
     schedules: Schedules = "continue"
     anew: Collection[str] = frozenset()
     discards_state: bool = False
@@ -74,13 +74,13 @@ class Request:
 
 def make_plan(source: Source, view: View, request: Request, placement: Any = None) -> Plan[Any]:
     """Returns what becomes of every leaf of a source in a target; see `plan_restore`."""
-    policy = request.policy
+    permissions = request.permissions
     view = with_placement(view, placement)
-    source, view = plain_sides(source, view, policy)
+    source, view = plain_sides(source, view, permissions)
     matcher = _Matcher(source, view, request)
     rows, move = matcher.rows()
-    rows = with_ways(rows, source, view, policy)
-    _check_rules(policy, rows, source)
+    rows = with_ways(rows, source, view, permissions)
+    _check_rules(permissions, rows, source)
     found = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
     if source.schema.optimizer is None:  # transformations cannot be compared, only leaves
         found = [problem for problem in found if problem.needs is None]
@@ -90,7 +90,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     dropped = matcher.dropped(rows, move)
     rows += [_with_problem(row, old, "drop it by a rule") for row in dropped]
     changes = [p for p in found if p.old is None and p.new is None]
-    refused = [p for p in changes if p.needs is None or p.needs not in policy.allow]
+    refused = [p for p in changes if p.needs is None or p.needs not in permissions.allow]
     admitted = [p.text for p in changes if p not in refused]
     structural = [] if source.schema.optimizer is None else [*structural_notes(move)]
     settings = [text for text in setting_notes(move) if not _is_said(text, changes)]
@@ -99,7 +99,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
         refused_changes=tuple(refused),
         notes=tuple(dict.fromkeys((*admitted, *structural, *settings, *suggested_renames(move)))),
         is_same_optimizer=not structural and not changes,
-        allow=policy.allow,
+        allow=permissions.allow,
         source=source,
         view=view,
         error=request.error,
@@ -122,15 +122,15 @@ class _Matcher:
     """One walk over the leaves of a target."""
 
     def __init__(self, source: Source, view: View, request: Request) -> None:
-        policy = request.policy
+        permissions = request.permissions
         self.source, self.request = source, request
-        self.named, self.policy = named_view(view), policy
+        self.named, self.permissions = named_view(view), permissions
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self._had, self._kept = KeptDimensions(source.schema), KeptDimensions(schema)
         unlike_init = functools.cache(lambda: unlike_initial(view, schema))
         self.ruled = RuledRows(
-            self.saved, schema.leaves, self._had, self._kept, policy, unlike_init
+            self.saved, schema.leaves, self._had, self._kept, permissions, unlike_init
         )
         self.origins = dict(self._origins())
         self._old = state_leaves(source.schema, schema.by_name)
@@ -155,7 +155,7 @@ class _Matcher:
         """The parameters of the checkpoint that each of the target's comes from."""
         for leaf in self.named.schema.leaves:
             if leaf.kind == "params":
-                found = self.policy.rule(leaf.name)
+                found = self.permissions.rule(leaf.name)
                 names: tuple[str, ...] = (leaf.name,)
                 if found is not None and isinstance(found[1], Taking):
                     names = sources_of(found[1], found[2], leaf.shape)
@@ -184,7 +184,7 @@ class _Matcher:
         """A row of a state with what has to be admitted for a leaf that begins anew."""
         if row.action != "initialised" or not begins_untrained(move, j):
             return row
-        is_admitted = "initialise" in self.policy.allow
+        is_admitted = "initialise" in self.permissions.allow
         return dataclasses.replace(row, kinds=("initialise",), is_admitted=is_admitted)
 
     def _move(self, rows: Sequence[Row]) -> Move:
@@ -203,7 +203,7 @@ class _Matcher:
         let_go = {
             i
             for i, leaf in enumerate(self._old)
-            if self.policy.rule(leaf.name, drop=True) is not None
+            if self.permissions.rule(leaf.name, drop=True) is not None
             or (leaf.parameter is not None and self._begins_anew(leaf.name))
         }
         idle = frozen(self.named.schema)
@@ -214,7 +214,7 @@ class _Matcher:
 
     def _action(self, name: str) -> Action | None:
         """The action of the rule for a leaf of the target, if any."""
-        found = self.policy.rule(name)
+        found = self.permissions.rule(name)
         return None if found is None else found[1]
 
     def _is_fresh(self, name: str) -> bool:
@@ -243,7 +243,7 @@ class _Matcher:
 
     def _row_by_rule(self, leaf: LeafInfo) -> Row | None:
         """The row of a leaf whose source a rule states."""
-        found = self.policy.rule(leaf.name)
+        found = self.permissions.rule(leaf.name)
         if leaf.name in self.request.anew:
             return self._initialised(leaf, "")
         if found is None:
@@ -270,7 +270,7 @@ class _Matcher:
             if name in self.saved and self.saved[name].shape == leaf.shape:
                 why = f" ({pair.note})" if pair.note else ""
                 note = f"a new count, which continues from `{name}`{why}"
-                return fitted(leaf, self.saved[name], (), note, self.policy.allow)
+                return fitted(leaf, self.saved[name], (), note, self.permissions.allow)
         if not sources and pair.lookalike is not None:
             like = self._old[pair.lookalike]
             is_same = self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter)
@@ -297,7 +297,7 @@ class _Matcher:
         elif why := self._why_not_carried(leaf, sources[0]):
             return self._initialised(leaf, why)
         else:
-            admitted = self.policy.allow | ({action} if isinstance(action, str) else set())
+            admitted = self.permissions.allow | ({action} if isinstance(action, str) else set())
             row = fitted(leaf, sources[0], kinds, note, admitted)
         is_own = row.sources == (sources[0].name,)
         names = tuple(source.name for source in sources)
@@ -306,7 +306,7 @@ class _Matcher:
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
         """The row of a leaf that begins anew; for states see `_require_initialise`."""
         kinds = () if leaf.transformation else ("initialise",)
-        admitted = is_ruled or {*kinds} <= self.policy.allow
+        admitted = is_ruled or {*kinds} <= self.permissions.allow
         is_missing = leaf.kind == "params" and _is_abstract(self.named[leaf.name])
         problem = "the checkpoint lacks it: give arrays for new parameters" if is_missing else ""
         return Row(
@@ -359,8 +359,8 @@ class _Matcher:
     def _dropped_row(
         self, leaf: LeafInfo, name: str, note: str = "", *, is_free: bool = False
     ) -> Row:
-        by_rule = self.policy.rule(name, drop=True) is not None
-        admitted = is_free or by_rule or "drop" in self.policy.allow
+        by_rule = self.permissions.rule(name, drop=True) is not None
+        admitted = is_free or by_rule or "drop" in self.permissions.allow
         kinds = () if is_free else ("drop",)
         return Row(leaf, "dropped", kinds=kinds, note=note, is_admitted=admitted)
 
@@ -405,11 +405,11 @@ def _restarted(old: Side, new: Side, pairs: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def _check_rules(policy: Permissions, rows: Sequence[Row], source: Source) -> None:
+def _check_rules(permissions: Permissions, rows: Sequence[Row], source: Source) -> None:
     """Raises a `ValueError` for a rule that matches nothing."""
     names = [row.leaf.name for row in rows]
     saved = [leaf.name for leaf in source.schema.leaves]
-    for pattern, action in policy.rules:
+    for pattern, action in permissions.rules:
         where = saved if action == "drop" else names
         if not any(pattern.fullmatch(name) for name in where):
             side = "checkpoint" if action == "drop" else "target"

@@ -427,28 +427,24 @@ def _is_opaque(value: Any) -> bool:
 
 def structural_notes(move: Move) -> Iterator[str]:
     """Yields transformations and groups that are new, gone or in another order."""
-    sides = ((move.old, move.new, "gone"), (move.new, move.old, "new"))
-    names = {id(side): _names(side) for side, _, _ in sides}
-    for side, other, word in sides:
-        mine, others = names[id(side)], names[id(other)]
-        groups = [group for group in mine if group and group not in others]
-        if groups:
-            verb = "is" if len(groups) == 1 else "are"
-            noun = "group" if len(groups) == 1 else "groups"
-            yield f"{noun} {_listed(map(path_str, groups))} {verb} {word}"
+    old, new = _names(move.old), _names(move.new)
+    sides = ((old, new, "gone"), (new, old, "new"))
+    for names, others, word in sides:
+        if groups := [path_str(group) for group in names if group and group not in others]:
+            noun, verb = ("group", "is") if len(groups) == 1 else ("groups", "are")
+            yield f"{noun} {_listed(groups)} {verb} {word}"
     # Over all groups: a chain that is divided into groups is neither new nor gone.
-    for side, other, word in sides:
-        everywhere = Counter(name for names_ in names[id(other)].values() for name in names_)
-        for group, members in names[id(side)].items():
-            there = Counter(names[id(other)][group]) if group in names[id(other)] else everywhere
+    for names, others, word in sides:
+        everywhere = Counter(name for members in others.values() for name in members)
+        for group, members in names.items():
+            there = Counter(others[group]) if group in others else everywhere
             if missing := [*(Counter(members) - there)]:
                 verb = "is" if len(missing) == 1 else "are"
                 yield f"{_listed(missing)} {verb} {word}{_inside(group)}"
-    old, new = (names[id(side)] for side in (move.old, move.new))
-    for group in old.keys() & new.keys():
-        if old[group] != new[group] and Counter(old[group]) == Counter(new[group]):
-            order = f"the order {_listed(old[group])} is now {_listed(new[group])}"
-            yield f"{order}{_inside(group)}"
+    for group in old:
+        was, now = old[group], new.get(group, [])
+        if was != now and Counter(was) == Counter(now):
+            yield f"the order {_listed(was)} is now {_listed(now)}{_inside(group)}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -132,12 +132,12 @@ class PlainSource:
         return [jnp.asarray(read[name]) for name in parts.names]
 
 
-def plain_sides(source: Source, view: View, policy: Permissions) -> tuple[Source, View]:
+def plain_sides(source: Source, view: View, permissions: Permissions) -> tuple[Source, View]:
     """Returns both sides as they would be in float32; as they are where they store leaves alike."""
     given = _ways(source.schema)
     if not given and not any(stored_as(view.optimizer.state.param_states)):
         return source, view
-    if given == _ways(named_view(view).schema) and not policy.rules:
+    if given == _ways(named_view(view).schema) and not permissions.rules:
         return source, view
     stored = PlainOptimizer(view.optimizer)
     return PlainSource(source), dataclasses.replace(view, optimizer=stored.optimizer, stored=stored)
@@ -158,19 +158,21 @@ def stored_again(plan: Plan[Any], optimizer: Optimizer) -> Optimizer:
     return stored.stored_again(optimizer, carry[: len(stored.of_params)], of_state)
 
 
-def with_ways(rows: Sequence[Row], source: Source, view: View, policy: Permissions) -> list[Row]:
+def with_ways(
+    rows: Sequence[Row], source: Source, view: View, permissions: Permissions
+) -> list[Row]:
     """Says of each leaf how it was stored and is now; what loses digits has to be admitted."""
     if view.stored is None or not isinstance(source, PlainSource):
         return [*rows]
     of_params, of_state = view.stored.of_params, view.stored.of_state
     between = [""] * (len(rows) - len(of_params) - len(of_state))
     return [
-        _with_way(row, how, source, policy) if row.sources else row
+        _with_way(row, how, source, permissions) if row.sources else row
         for row, how in zip(rows, [*of_params, *between, *of_state], strict=True)
     ]
 
 
-def _with_way(row: Row, how: str, source: PlainSource, policy: Permissions) -> Row:
+def _with_way(row: Row, how: str, source: PlainSource, permissions: Permissions) -> Row:
     found = [source.parts[name].how for name in row.sources if name in source.parts]
     was = found[0] if found else ""
     if was == how:
@@ -187,8 +189,8 @@ def _with_way(row: Row, how: str, source: PlainSource, policy: Permissions) -> R
     is_admitted = row.is_admitted
     if is_cast and "cast" not in kinds:
         kinds = (*kinds, "cast")
-        rule = policy.rule(row.leaf.name)
-        is_admitted &= "cast" in policy.allow or (rule is not None and rule[1] == "cast")
+        rule = permissions.rule(row.leaf.name)
+        is_admitted &= "cast" in permissions.allow or (rule is not None and rule[1] == "cast")
     notes = ", ".join(filter(None, (row.note, note)))
     return dataclasses.replace(
         row, kinds=kinds, action="converted", note=notes, is_admitted=is_admitted

@@ -50,11 +50,11 @@ class RuledRows:
         leaves: Sequence[LeafInfo],
         had: KeptDimensions,
         kept: KeptDimensions,
-        policy: Permissions,
+        permissions: Permissions,
         unlike_init: Callable[[], Mapping[str, str]],
     ) -> None:
         self._unlike_init = unlike_init
-        self._saved, self._leaves, self._policy = saved, leaves, policy
+        self._saved, self._leaves, self._permissions = saved, leaves, permissions
         self._had, self._kept = had, kept
 
     def taken(self, leaf: LeafInfo, action: Taking, match: re.Match[str]) -> Row:
@@ -68,7 +68,7 @@ class RuledRows:
                 raise Refused(f"has no axis {action.axis} to stack")
             if isinstance(action, Rename):
                 (source,) = self._given(names)
-                admitted = self._policy.allow | {"rename"}
+                admitted = self._permissions.allow | {"rename"}
                 row = fitted(leaf, source, ("rename",), "", admitted)
                 return dataclasses.replace(row, by=action)
             if self._kept.is_placeholder(leaf):
@@ -186,7 +186,7 @@ class RuledRows:
 
     def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
         """Leaves of the same parameter with other dimensions that the same rule makes."""
-        rule = self._policy.rule(leaf.name)
+        rule = self._permissions.rule(leaf.name)
         kept = self._kept.of(leaf)
         return [
             other.name
@@ -195,7 +195,7 @@ class RuledRows:
             and not self._kept.is_placeholder(other)
             and (self._kept.is_whole(other) or self._kept.of(other) != kept)
             and rule is not None
-            and (found := self._policy.rule(other.name)) is not None
+            and (found := self._permissions.rule(other.name)) is not None
             and found[0] == rule[0]
         ]
 
@@ -224,7 +224,7 @@ class RuledRows:
             kinds=(*kinds, kind, *casts),
             note=", ".join(filter(None, notes)),
             problem=problem,
-            is_admitted={*kinds, *casts} <= self._policy.allow | FREE,
+            is_admitted={*kinds, *casts} <= self._permissions.allow | FREE,
             **fields,
         )
 
@@ -232,7 +232,7 @@ class RuledRows:
         self, leaf: LeafInfo, action: Pad, source: LeafInfo, kinds: tuple[str, ...], note: str
     ) -> Row:
         """Returns the row of a leaf that a `Pad` matches, given its row without a rule."""
-        allow = self._policy.allow
+        allow = self._permissions.allow
         plain = dataclasses.replace(fitted(leaf, source, kinds, note, allow), by=action)
         if leaf.parameter is None:
             return plain
