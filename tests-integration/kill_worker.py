@@ -23,8 +23,7 @@ import jax
 import numpy as np
 from elastic_case import abstract, compile_step, create, make_mesh
 from jax.experimental import multihost_utils
-from opt_checkpoint import Checkpointer, plan_restore
-from opt_checkpoint._disk import orbax as _orbax
+from opt_checkpoint import Checkpointer, _orbax, plan_restore
 from opt_checkpoint.errors import LeafError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

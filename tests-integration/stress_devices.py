@@ -26,7 +26,7 @@ import numpy as np
 import opt_optax_bridge as opt
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_checkpoint import named_state, plan_restore
-from opt_checkpoint._disk.digest import Digests, digests, to_hex
+from opt_checkpoint._digest import Digests, digests, to_hex
 
 P = PartitionSpec
 SPECS = [P(None, "model"), P("data"), P("data", "model"), P()]

@@ -162,7 +162,7 @@ def test_d5_no_place_to_write(tmp_path: Path) -> None:
 
 def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the background is raised by the next call, or by `close`, once."""
-    from opt_checkpoint._disk.saving import Saving
+    from opt_checkpoint._saving import Saving
 
     encode = Saving.encode
 

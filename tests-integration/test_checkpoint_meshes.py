@@ -22,12 +22,12 @@ from opt_checkpoint import (
     Rule,
     Schema,
     Stack,
+    _digest,
     leaf_path,
     named_state,
     plan_restore,
 )
-from opt_checkpoint._disk import digest as _digest
-from opt_checkpoint._disk.digest import digests
+from opt_checkpoint._digest import digests
 
 P = PartitionSpec
 VALUES = {

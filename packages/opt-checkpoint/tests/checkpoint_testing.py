@@ -31,6 +31,8 @@ LOOK_ALIKES = (
     "yogi",
 )
 
+EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "optimizer", "regroup"})
+
 # 64 bits are NumPy's, unless JAX is told.
 WIDE = {"int64", "uint64", "float64", "complex128"}
 

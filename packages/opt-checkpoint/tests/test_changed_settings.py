@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_testing import EVERYTHING
 from opt_checkpoint import (
     Checkpointer,
     Map,
@@ -31,7 +32,6 @@ contrib: Any = importlib.import_module("optax.contrib")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 MINE = __name__.partition(".")[0]  # the package of what these tests define
-EVERYTHING = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
 
 PARAMS = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([0.5])}
 GRADS = {"a": jnp.array([0.25, -0.5]), "b": jnp.array([1.0])}
@@ -309,21 +309,6 @@ def test_advice_names_what_can_help(mini_step: int, told: str) -> None:
     plan = plan_restore(counted(matrix(old), mini_step=mini_step), matrix(new))
     with pytest.raises(errors.PlanError, match=told):
         plan.check()
-
-
-def test_a_plan_that_is_not_ok_says_why() -> None:
-    params = {"w": jnp.ones((2, 4)), "b": jnp.ones(4)}
-    old, new = (
-        OptaxWrapper(optax.masked(optax.adam(0.1), mask)).create(params)
-        for mask in ({"w": True, "b": False}, {"w": False, "b": True})
-    )
-    plan = plan_restore(named_state(old), new)
-    assert not plan.is_ok
-    assert plan.problems == (
-        "`state/adam/mu/b` and 1 more would be initialised (allow: 'initialise')",
-        "`state/adam/mu/w` and 1 more would be dropped (allow: 'drop')",
-    )
-    assert not plan_restore(named_state(old), old).problems
 
 
 # Moments that go on, and what enters them.

@@ -16,8 +16,15 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_testing import everything, files, same, sealed, small_state, state
-from opt_checkpoint import Checkpointer, Rename, SavedStep, TrainingState, named_state, open_step
-from opt_checkpoint._disk import orbax as _orbax
+from opt_checkpoint import (
+    Checkpointer,
+    Rename,
+    SavedStep,
+    TrainingState,
+    _orbax,
+    named_state,
+    open_step,
+)
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -178,7 +185,7 @@ def test_no_memory_is_no_damage(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("opt_checkpoint._disk.orbax.restore_arrays", fail)
+    monkeypatch.setattr("opt_checkpoint._orbax.restore_arrays", fail)
     saved = open_step(step)
     with pytest.raises(type(error)):
         saved.read(everything(saved.schema))

@@ -7,9 +7,9 @@ import pytest
 from checkpoint_testing import WIDE, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opt_checkpoint._disk import digest as _digest
-from opt_checkpoint._disk.digest import digests
-from opt_checkpoint._disk.manifest import DTYPES
+from opt_checkpoint import _digest
+from opt_checkpoint._digest import digests
+from opt_checkpoint._manifest import DTYPES
 
 pytestmark = pytest.mark.internals
 
@@ -102,7 +102,7 @@ def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.Mo
 
 
 def test_reads_an_array_once_and_writes_nothing() -> None:
-    from opt_checkpoint._disk.digest import _sums
+    from opt_checkpoint._digest import _sums
 
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("parts",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("parts"))

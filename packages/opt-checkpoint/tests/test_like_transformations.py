@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_testing import EVERYTHING
 from opt_checkpoint import errors, named_state, plan_restore
 from opt_core import Optimizer, OptimizerDef, OptimizerState, describe_state
 from opt_optax_bridge import OptaxWrapper
@@ -118,7 +119,6 @@ def test_what_shares_an_init_keeps_its_own_state() -> None:
 
 MINE = __name__.partition(".")[0]  # the package of what these tests define
 PARAMS = {"w": jnp.array([1.0, 2.0])}
-_ANYTHING = {"initialise", "drop", "cast", "reshape", "regroup", "optimizer"}
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999) -> Any:
@@ -170,7 +170,7 @@ def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(name: st
             plan_restore(named_state(stepped(old)), stepped(new)).apply()
         if name != "Optax's init":  # whatever is allowed, no moment of the other is taken
             saved, target = stepped(old), OptaxWrapper(new).create(PARAMS)
-            plan = plan_restore(named_state(saved), target, allow=_ANYTHING)
+            plan = plan_restore(named_state(saved), target, allow=EVERYTHING)
             assert not any("may be the former" in note for note in plan.notes)
             assert not plan.apply().state.param_states.mu["w"].any()
 

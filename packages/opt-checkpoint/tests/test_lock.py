@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from opt_checkpoint._disk.lock import WriterLock
+from opt_checkpoint._lock import WriterLock
 from opt_checkpoint.errors import LockError
 
 pytestmark = pytest.mark.internals
@@ -44,7 +44,7 @@ def test_a_process_that_is_gone_does_not_block(way: str, tmp_path: Path) -> None
     code = (
         f"{NO_LOCKS if way == 'file' else ''}"
         "import os, signal, sys; from pathlib import Path\n"
-        "from opt_checkpoint._disk.lock import WriterLock\n"
+        "from opt_checkpoint._lock import WriterLock\n"
         "lock = WriterLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
@@ -96,7 +96,7 @@ def test_a_forked_child_that_lives_on_does_not_block(way: str, tmp_path: Path) -
     code = (
         f"{NO_LOCKS if way == 'file' else ''}"
         "import os, signal, sys, time; from pathlib import Path\n"
-        "from opt_checkpoint._disk.lock import WriterLock\n"
+        "from opt_checkpoint._lock import WriterLock\n"
         "from opt_checkpoint.errors import LockError\n"
         "lock = WriterLock(Path(sys.argv[1]))\n"
         "if child := os.fork():\n"

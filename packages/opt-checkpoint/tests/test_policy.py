@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
 import pytest
+from checkpoint_testing import EVERYTHING
 from opt_checkpoint import Plan, named_state, plan_restore
 from opt_core import (
     FROZEN,
@@ -29,7 +30,6 @@ optax: Any = importlib.import_module("optax")  # much of it is not exported expl
 contrib: Any = importlib.import_module("optax.contrib")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "optimizer", "regroup"})
 PARAMS = {"w": jnp.arange(8.0).reshape(2, 4), "b": jnp.ones(4)}
 
 

@@ -13,6 +13,7 @@ import opt_optax_bridge as opt
 import optax
 import optax.contrib
 import pytest
+from checkpoint_testing import EVERYTHING
 from opt_checkpoint import NamedState, Plan, Rename, Row, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
@@ -21,7 +22,6 @@ contrib: Any = optax.contrib  # exports most of its names in no `__all__`
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-_ALL = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
 _LABELS = {"a": "x", "b": "y"}
 
 
@@ -45,8 +45,12 @@ def steps(tx: Any, k: Any, **options: Any) -> Any:
     return optax.MultiSteps(tx, k, **options).gradient_transformation()
 
 
+def groups(x: Any, y: Any) -> Any:
+    return optax.partition({"x": x, "y": y}, _LABELS)
+
+
 def planned(old: NamedState, new: Any) -> Plan[Any]:
-    return plan_restore(old, abstract(new), allow=_ALL)
+    return plan_restore(old, abstract(new), allow=EVERYTHING)
 
 
 def halves(k: int) -> Callable[[Any], Any]:
@@ -74,7 +78,7 @@ _BEGUN = {"multi_steps__mini_step": 1}
         ),
         (
             steps(_SGD, 4),
-            optax.partition({"x": steps(_SGD, 2), "y": steps(_SGD, 4)}, _LABELS),
+            groups(steps(_SGD, 2), steps(_SGD, 4)),
             _BEGUN,
             "`state/groups/x/multi_steps/mini_step` is 1: its length was 4",
         ),
@@ -124,9 +128,7 @@ def test_regrouping_goes_by_settings() -> None:
         return optax.chain(optax.ema(one), optax.ema(other))
 
     old = named_state(abstract(averages(0.5, 0.9)))
-    plan = planned(
-        old, optax.partition({"x": averages(0.9, 0.5), "y": averages(0.5, 0.8)}, _LABELS)
-    )
+    plan = planned(old, groups(averages(0.9, 0.5), averages(0.5, 0.8)))
     found = sources(plan)
     assert found["state/groups/x/ema/ema/a"] == ("state/ema#2/ema/a",)
     assert found["state/groups/x/ema#2/ema/a"] == ("state/ema/ema/a",)
@@ -165,24 +167,24 @@ _TOGETHER = grouped(("a", "x|y", accumulating()))
 def test_a_parameter_does_not_leave_a_window_that_has_begun() -> None:
     new = apart(optax.sgd(1.0)).create(_P)
     saved = named_state(trained(_TOGETHER, 3))
-    plan = plan_restore(saved, new, allow=_ALL)
+    plan = plan_restore(saved, new, allow=EVERYTHING)
     assert not plan.is_ok
     (gone,) = (row for row in plan.rows if row.problem)
     assert gone.leaf.name == f"{_A}/acc_grads/y"
     assert f"`{_A}/mini_step` is 3" in gone.problem
     assert "complete it first" in gone.problem
     rules: Any = [(f"{_A}/acc_grads/y", "drop")]
-    assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
+    assert plan_restore(saved, new, allow=EVERYTHING, rules=rules).is_ok
     anew: Any = [(f"{_A}/acc_grads/y", "initialise")]
     assert plan_restore(saved, _TOGETHER.create(_P), rules=anew).is_ok
-    assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=_ALL).is_ok
+    assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=EVERYTHING).is_ok
 
 
 def test_a_parameter_does_not_join_a_window_that_has_begun() -> None:
     old = apart(optax.sgd(1.0))
     new = _TOGETHER.create(_P)
     saved = named_state(trained(old, 3))
-    plan = plan_restore(saved, new, allow=_ALL)
+    plan = plan_restore(saved, new, allow=EVERYTHING)
     assert not plan.is_ok
     (row,) = (row for row in plan.rows if row.problem)
     assert row.leaf.name == f"{_A}/acc_grads/y"
@@ -190,15 +192,15 @@ def test_a_parameter_does_not_join_a_window_that_has_begun() -> None:
     assert "complete it first" in row.problem
     for action in ("initialise", "keep"):
         rules: Any = [(f"{_A}/acc_grads/y", action)]
-        assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
+        assert plan_restore(saved, new, allow=EVERYTHING, rules=rules).is_ok
     wrong: Any = [(f"{_A}/acc_grads/y", "cast")]
-    assert not plan_restore(saved, new, allow=_ALL, rules=wrong).is_ok
-    assert plan_restore(named_state(trained(old, 4)), new, allow=_ALL).is_ok
+    assert not plan_restore(saved, new, allow=EVERYTHING, rules=wrong).is_ok
+    assert plan_restore(named_state(trained(old, 4)), new, allow=EVERYTHING).is_ok
 
 
 def test_a_parameter_takes_its_window_along() -> None:
     new = apart(accumulating()).create(_P)
-    plan = plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=_ALL)
+    plan = plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=EVERYTHING)
     after = plan.apply().apply_gradient(_P)
     expected = trained(_TOGETHER, 4)
     jax.tree.map(np.testing.assert_array_equal, after.target, expected.target)
@@ -216,15 +218,15 @@ def test_a_parameter_takes_its_window_along() -> None:
     ],
 )
 def test_a_parameter_that_is_no_longer_trained_leaves_its_window(new: Optimizer) -> None:
-    assert plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=_ALL).is_ok
+    assert plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=EVERYTHING).is_ok
 
 
 def test_no_parameter_leaves_or_joins_other_windows_that_have_begun() -> None:
     for tx, field in ((optax.apply_every(4), "grad_acc"), (sam(), "cache")):
         one, both = grouped(("a", "x", tx), ("c", "y", _SGD)), grouped(("a", "x|y", tx))
-        gone = plan_restore(named_state(trained(both, 1)), one.create(_P), allow=_ALL).rows
+        gone = plan_restore(named_state(trained(both, 1)), one.create(_P), allow=EVERYTHING).rows
         (left,) = (x.leaf for x in gone if x.problem)
-        rows = plan_restore(named_state(trained(one, 1)), both.create(_P), allow=_ALL).rows
+        rows = plan_restore(named_state(trained(one, 1)), both.create(_P), allow=EVERYTHING).rows
         (joined,) = (row.leaf for row in rows if row.problem)
         assert left.name == joined.name
         assert left.path[-2:] == (field, "y")
@@ -262,7 +264,7 @@ def test_the_leaf_that_differs_is_named() -> None:
         {**groups, "b": groups["b"]._replace(hyperparams=changed)}, groups.division
     )
     old = old.replace(state=old.state.replace(param_states=states))
-    found = notes(plan_restore(named_state(old), injected().create(_P), allow=_ALL))
+    found = notes(plan_restore(named_state(old), injected().create(_P), allow=EVERYTHING))
     told = found["inject_hyperparams/hyperparams/b1"]
     assert told == "its groups do not agree about `hyperparams/b1`"
     for name in ("inject_hyperparams/count", "inject_hyperparams/hyperparams/b2", "adam/count"):
@@ -290,7 +292,7 @@ def keeping(value: Any) -> OptaxWrapper:
 def test_scalars_are_compared_by_their_bits(one: Any, other: Any) -> None:
     def merged(value: Any) -> Row:
         old = named_state(in_groups(keeping(one), keeping(value), steps=0))
-        plan = plan_restore(old, keeping(one).create(_P), allow=_ALL)
+        plan = plan_restore(old, keeping(one).create(_P), allow=EVERYTHING)
         (row,) = (row for row in plan.target_rows if row.leaf.path[-1] == "kept")
         return row
 
@@ -320,7 +322,7 @@ _MOMENT: Any = (r"state/adam/mu/x", Rename("state/groups/a/adam/mu/x"))
 @pytest.mark.parametrize("rule", [_MOMENT, ("state/adam/mu/x", "keep")])
 def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> None:
     source, new = disagreeing(), opt.adam(0.1).create(_P)
-    plan = plan_restore(source, new, allow=_ALL, rules=[rule])
+    plan = plan_restore(source, new, allow=EVERYTHING, rules=[rule])
     assert not plan.is_ok
     (wrong,) = (row for row in plan.rows if row.problem)
     assert wrong.leaf.name == "state/adam/count"
@@ -328,7 +330,7 @@ def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> No
         "reinitialised: its groups do not agree about `count`: `a` 2, `b` 0, while a rule keeps "
         "`state/adam/mu/x`: give this a rule too"
     )
-    assert not plan_restore(source, new, allow=_ALL, rules=[rule, (".*/count", "cast")]).is_ok
+    assert not plan_restore(source, new, allow=EVERYTHING, rules=[rule, (".*/count", "cast")]).is_ok
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,64 @@ def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> No
 def test_a_rule_says_what_becomes_of_the_count_too(action: Any, count: int) -> None:
     rules = [_MOMENT, ("state/adam/count", action)]
     new = opt.adam(0.1).create(_P)
-    restored = named_state(plan_restore(disagreeing(), new, allow=_ALL, rules=rules).apply())
+    restored = named_state(plan_restore(disagreeing(), new, allow=EVERYTHING, rules=rules).apply())
     assert int(restored["state/adam/count"]) == count
     assert float(restored["state/adam/mu/x"][0]) > 0
-    assert plan_restore(disagreeing(), new, allow=_ALL).is_ok
+    assert plan_restore(disagreeing(), new, allow=EVERYTHING).is_ok
+
+
+# What did not change is restored without a word, whatever it is nested in
+
+
+_FALLING = optax.linear_schedule(1.0, 0.0, 100)
+
+
+def mask(tx: Any, *names: str) -> Any:
+    return optax.masked(tx, {name: name in names for name in "ab"})
+
+
+_OPTIMIZERS = {
+    "windows in a window": steps(groups(steps(optax.sgd(0.1), 2), optax.sgd(0.1)), 3),
+    "two levels": groups(
+        optax.chain(
+            mask(optax.adam(0.1), "a"),
+            optax.partition(
+                {"q": optax.adam(_FALLING), "r": optax.adam(0.1)},
+                lambda tree: jax.tree.map(lambda _: "q", tree),
+            ),
+            optax.scale_by_schedule(_FALLING),
+        ),
+        optax.sgd(_FALLING, 0.9),
+    ),
+    "windows": steps(steps(optax.sgd(0.1, 0.9), 3), 2),
+    "finite": optax.apply_if_finite(optax.apply_if_finite(optax.adam(0.1), 3), 5),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_an_optimizer_is_restored_into_itself(name: str) -> None:
+    optimizer = abstract(_OPTIMIZERS[name])
+    plan = plan_restore(named_state(optimizer), optimizer)
+    assert plan.is_exact, str(plan)
+
+
+def test_a_group_that_took_in_a_parameter_is_not_as_it_was() -> None:
+    both = {"a": "x", "b": "x"}
+    before = abstract(groups(optax.adam(0.1), optax.adam(0.1)))
+    after = abstract(optax.partition({"x": optax.adam(0.1), "y": optax.adam(0.1)}, both))
+    rows = {row.leaf.name: row for row in plan_restore(named_state(before), after).target_rows}
+    assert rows["state/groups/x/adam/count"].note.startswith(
+        "reinitialised: nothing says whether its groups"
+    )
+
+
+def problems_of(old: Any, new: Any) -> tuple[str, ...]:
+    return plan_restore(named_state(abstract(old)), abstract(new)).problems
+
+
+def test_a_switch_is_seen_however_it_is_given() -> None:
+    switch: Any = np.bool_(True)
+    old, new = optax.trace(0.9, nesterov=switch), optax.trace(0.9, nesterov=False)
+    assert problems_of(old, new)[0].startswith("`nesterov` of `trace` was ")
+    assert not problems_of(old, optax.trace(0.9, nesterov=True))

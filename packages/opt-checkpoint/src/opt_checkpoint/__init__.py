@@ -41,19 +41,18 @@ from opt_checkpoint._adafactor_rules import (
     OPTAX_FROM_ADAFACTOR,
     OPTAX_MOMENTUM_FROM_ADAFACTOR,
 )
-from opt_checkpoint._targets.restore import named_state, plan_restore, restore_named
-from opt_checkpoint._targets.training_state import TrainingState
+from opt_checkpoint._targets import TrainingState, named_state, plan_restore, restore_named
 
 __version__ = _version("opt-checkpoint")
 
 if TYPE_CHECKING:
-    from opt_checkpoint._disk.checkpointer import Checkpointer
-    from opt_checkpoint._disk.foreign import open_foreign
-    from opt_checkpoint._disk.handler import OptimizerHandler, OptimizerRestore, OptimizerSave
-    from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
-    from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
-    from opt_checkpoint._legacy.read import read_legacy
-    from opt_checkpoint._legacy.restore import restore_legacy
+    from opt_checkpoint._checkpointer import Checkpointer
+    from opt_checkpoint._flax_optim import flax_optim_equivalent
+    from opt_checkpoint._foreign import open_foreign
+    from opt_checkpoint._handler import OptimizerHandler, OptimizerRestore, OptimizerSave
+    from opt_checkpoint._read_legacy import read_legacy
+    from opt_checkpoint._restore_legacy import restore_legacy
+    from opt_checkpoint._step import SavedStep, StepReport, open_step
 
 __all__ = [
     "ADAFACTOR_FROM_OPTAX",
@@ -93,13 +92,13 @@ __all__ = [
 ]
 
 _LATER = {
-    "_disk.checkpointer": ["Checkpointer"],
-    "_disk.foreign": ["open_foreign"],
-    "_disk.handler": ["OptimizerHandler", "OptimizerRestore", "OptimizerSave"],
-    "_disk.saved_step": ["SavedStep", "StepReport", "open_step"],
-    "_legacy.flax_optim": ["flax_optim_equivalent"],
-    "_legacy.read": ["read_legacy"],
-    "_legacy.restore": ["restore_legacy"],
+    "_checkpointer": ["Checkpointer"],
+    "_foreign": ["open_foreign"],
+    "_handler": ["OptimizerHandler", "OptimizerRestore", "OptimizerSave"],
+    "_step": ["SavedStep", "StepReport", "open_step"],
+    "_flax_optim": ["flax_optim_equivalent"],
+    "_read_legacy": ["read_legacy"],
+    "_restore_legacy": ["restore_legacy"],
 }
 
 

@@ -49,12 +49,9 @@ class ParameterAxes(NamedTuple):
 def read_axes(
     params: Iterable[Parameter], rules: Rules, mesh: AnyMesh | None
 ) -> list[ParameterAxes]:
-    """Returns the names and the mesh axes of all dimensions of the parameters.
+    """Returns the names and the mesh axes of all dimensions; without a mesh there are only names.
 
-    `rules` come before those of Flax. Without a mesh there are only names.
-
-    Raises:
-      AxesError: a name has neither a rule nor a mesh axis of its own; lists them all.
+    `rules` come before those of Flax. An `AxesError` lists the names without a rule or a mesh axis.
     """
     unknown: dict[str, list[str]] = {}
     axes = []
@@ -63,12 +60,13 @@ def read_axes(
         names = names_in(param.metadata, of_optimizer=True)
         place = spec = None
         if mesh is not None:
-            reader = _Reader(param, rules, mesh)
-            lies = array_spec(param.value, mesh)
-            place = reader.spec(names_in(param.metadata)) if lies is None else lies
-            spec = reader.spec(names)
-            if reader.unknown:
-                unknown[path_str(param.path)] = list(dict.fromkeys(reader.unknown))
+            missing: dict[str, None] = {}
+            place = array_spec(param.value, mesh)
+            if place is None:
+                place = _spec(param, names_in(param.metadata), rules, mesh, missing)
+            spec = _spec(param, names, rules, mesh, missing)
+            if missing:
+                unknown[path_str(param.path)] = list(missing)
         axes.append(ParameterAxes(_padded(names, rank), _padded(spec, rank), place))
     if mesh is not None and unknown:
         first = next(iter(unknown.values()))[0]
@@ -82,37 +80,28 @@ def read_axes(
     return axes
 
 
-class _Reader:
-    """What the names of one parameter mean on a mesh."""
+def _spec(
+    param: Parameter, names: Any, rules: Rules, mesh: AnyMesh, missing: dict[str, None]
+) -> PartitionSpec | None:
+    """The mesh axes that names mean; without names, those of the array.
 
-    def __init__(self, param: Parameter, rules: Rules, mesh: AnyMesh) -> None:
-        self.unknown: list[str] = []
-        self._param, self._mesh = param, mesh
-        mesh_axes = tuple((axis, axis) for axis in mesh.axis_names)
-        self._sources = [rules, *rules_in(param.metadata), mesh_axes]
-
-    def spec(self, names: Any) -> PartitionSpec | None:
-        """Returns the mesh axes that names mean; without names, those of the array."""
-        lies = array_spec(self._param.value, self._mesh)
-        if names is None:
-            return lies
-        names = names.spec if isinstance(names, NamedSharding) else names
-        table, unknown = self._table({*_flat(names)})
-        if unknown:
-            if lies is None:
-                self.unknown += [name for name in _flat(names) if name in unknown]
-            return lies  # names of another program, whose arrays are placed
-        shape = jax.ShapeDtypeStruct(np.shape(self._param.value), jnp.float32)
-        layout = logical_to_mesh([names], table, self._mesh, [shape])
-        return layout.rows[0].spec
-
-    def _table(self, names: set[str]) -> tuple[Rules, set[str]]:
-        """The rules for some names, of each from the first source that has any; and the others."""
-        table: list[tuple[str, Any]] = []
-        for source in self._sources:
-            table += [(name, axes) for name, axes in source if name in names]
-            names = names - {name for name, _ in source}
-        return tuple(table), names
+    Of each name the first source that has any rules counts. `missing` takes names without any.
+    """
+    lies = array_spec(param.value, mesh)
+    if names is None:
+        return lies
+    names = names.spec if isinstance(names, NamedSharding) else names
+    table: list[tuple[str, Any]] = []
+    left = {*_flat(names)}
+    for source in (rules, *rules_in(param.metadata), [(axis, axis) for axis in mesh.axis_names]):
+        table += [(name, axes) for name, axes in source if name in left]
+        left -= {name for name, _ in source}
+    if left:
+        if lies is None:
+            missing |= dict.fromkeys(name for name in _flat(names) if name in left)
+        return lies  # names of another program, whose arrays are placed
+    shape = jax.ShapeDtypeStruct(np.shape(param.value), jnp.float32)
+    return logical_to_mesh([names], table, mesh, [shape]).rows[0].spec
 
 
 def array_spec(value: Any, mesh: AnyMesh) -> PartitionSpec | None:

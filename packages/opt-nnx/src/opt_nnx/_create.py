@@ -41,16 +41,8 @@ def make_state(
 ) -> tuple[Any, Placement | None]:
     """Returns the state, each leaf where it stays in a variable of its own, and the placement.
 
-    Args:
-      definition: of the optimizer.
-      params: what `nnx.state` returns.
-      mesh: the mesh; `None` for the parameters' own.
-      rules: from names to mesh axes.
-      zero: mesh axes to shard the state over besides.
-      state: the `param_states`, if there are any already.
-
-    Raises:
-      AxesError: the names of the dimensions have no meaning on the mesh.
+    `params` is what `nnx.state` returns, `state` the `param_states`, if there are any already.
+    Without `mesh` it is the parameters' own. `zero` are mesh axes to shard the state over besides.
     """
     parameters = list(_parameters(params))
     if mesh is None:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 from opt_core.extend import Pad, Rename, Rule, Stack, Unstack
 
-from opt_checkpoint._disk.foreign import ForeignStep, open_foreign, open_tree
-from opt_checkpoint._disk.saved_step import SavedStep, open_step
-from opt_checkpoint._disk.steps import foreign_steps, is_orbax, item_with_manifest, list_steps
-from opt_checkpoint._targets.view import view_of
+from opt_checkpoint._folder import foreign_steps, is_orbax, item_with_manifest, list_steps
+from opt_checkpoint._foreign import ForeignStep, open_foreign, open_tree
+from opt_checkpoint._step import SavedStep, open_step
+from opt_checkpoint._targets import view_of
 from opt_checkpoint.errors import ForeignError, LoadError
 
 ACTIONS = (
@@ -112,14 +112,12 @@ def _abstract(function: Any) -> Any:
 
     def run() -> Any:
         results.append(function())
-        return [leaf for leaf in jax.tree.leaves(results[0]) if not _is_abstract(leaf)]
+        return [x for x in jax.tree.leaves(results[0]) if not isinstance(x, jax.ShapeDtypeStruct)]
 
-    concrete = iter(jax.eval_shape(run))
-    return jax.tree.map(lambda leaf: leaf if _is_abstract(leaf) else next(concrete), results[0])
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+    traced = iter(jax.eval_shape(run))
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else next(traced), results[0]
+    )
 
 
 @contextlib.contextmanager

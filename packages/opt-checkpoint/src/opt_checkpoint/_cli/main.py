@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,10 +22,9 @@ from opt_checkpoint._cli.inputs import (
     parse_rule,
 )
 from opt_checkpoint._cli.text import amount, one_line, say, say_folded, say_lines, say_table
-from opt_checkpoint._disk.foreign import ForeignStep
-from opt_checkpoint._disk.manifest import Record
-from opt_checkpoint._disk.saved_step import SavedStep
-from opt_checkpoint._targets.restore import plan_restore
+from opt_checkpoint._foreign import ForeignStep
+from opt_checkpoint._step import SavedStep
+from opt_checkpoint._targets import plan_restore
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
 OK, REFUSED, WRONG = 0, 1, 2
@@ -80,13 +79,15 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     source = _latest(options.checkpoint, options)
-    schema = source.schema
-    metadata = source.metadata if isinstance(source, SavedStep) else None
+    schema, step, metadata = source.schema, "", None
+    digests: Mapping[str, str] = {}
+    scalars: Mapping[str, Any] = {}
+    if isinstance(source, SavedStep):
+        step, metadata = f"step {source.step}, ", source.metadata
+        digests, scalars = source.manifest.digests, source.manifest.scalars
     if options.json:
-        scalars = {x.name: _record(source, x).scalar for x in schema.leaves if x.dtype == "python"}
         print(json.dumps(record_data(schema) | {"metadata": metadata, "scalars": scalars}))
         return OK
-    step = f"step {source.step}, " if isinstance(source, SavedStep) else ""
     versions = ", ".join(f"{name} {version}" for name, version in schema.versions.items())
     say(f"{source.path}:")
     say(f"{step}{len(schema.leaves)} leaves, {_size(schema.leaves)}")
@@ -99,7 +100,8 @@ def _show(options: argparse.Namespace) -> int:
     rows = [("name", "shape", "dtype", "size", "digest", "value")]
     for leaf in schema.leaves:
         described = leaf.name, str(list(leaf.shape)), leaf.dtype, _size([leaf])
-        rows.append((*described, _record(source, leaf).digest or "", _value(source, leaf)))
+        value = repr(scalars[leaf.name]) if leaf.name in scalars else leaf.value
+        rows.append((*described, digests.get(leaf.name, ""), "" if value is None else str(value)))
     say_table(rows, "<<<><>")
     return OK
 
@@ -128,7 +130,11 @@ def _verify(options: argparse.Namespace) -> int:
     for place in (place for text in options.checkpoint for place in find_checkpoints(text)):
         try:
             source = place.open()
-            _read_all(source)
+            if isinstance(source, ForeignStep):
+                for leaf in source.schema.leaves:  # they may be larger than memory together
+                    source.read({leaf.name: abstract(leaf)})
+            elif error := source.validate().error:
+                raise DamagedError(error)
         except (InputError, MissingError):
             raise
         except CheckpointError as error:
@@ -138,16 +144,6 @@ def _verify(options: argparse.Namespace) -> int:
         unchecked = "" if isinstance(source, SavedStep) else ", no digests to compare"
         say(f"{place.name}: ok, {len(source.schema.leaves)} leaves{unchecked}")
     return code
-
-
-def _read_all(source: SavedStep | ForeignStep) -> None:
-    """Reads all leaves, but not at once: a checkpoint may be larger than memory."""
-    if isinstance(source, SavedStep):
-        if error := source.validate().error:
-            raise DamagedError(error)
-    else:
-        for leaf in source.schema.leaves:
-            source.read({leaf.name: abstract(leaf)})
 
 
 def _latest(text: str, options: argparse.Namespace) -> SavedStep | ForeignStep:
@@ -162,18 +158,6 @@ def _optimizer(source: SavedStep | ForeignStep) -> str:
 
 def _size(leaves: Sequence[LeafInfo]) -> str:
     return amount(sum(map(leaf_bytes, leaves)))
-
-
-def _record(source: SavedStep | ForeignStep, leaf: LeafInfo) -> Record:
-    """What a manifest says about a leaf; an empty record without one."""
-    return source.manifest.records[leaf.name] if isinstance(source, SavedStep) else Record("array")
-
-
-def _value(source: SavedStep | ForeignStep, leaf: LeafInfo) -> str:
-    """The value of a leaf if the schema or the manifest has it, otherwise empty."""
-    if leaf.dtype == "python":
-        return repr(_record(source, leaf).scalar)
-    return "" if leaf.value is None else str(leaf.value)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -14,7 +14,7 @@ from flax import nnx
 from opt_core import Optimizer
 from opt_core.extend import Names, View, children, flatten_with_paths, named_leaves
 
-from opt_checkpoint._targets.training_state import optimizer_of, step_like
+from opt_checkpoint._targets import optimizer_of, step_like
 
 _MODEL, _OPTIMIZER = ("0",), ("1",)
 _STEP, _OPT_STATE = (*_OPTIMIZER, "step"), (*_OPTIMIZER, "opt_state")
@@ -70,12 +70,12 @@ class _Trees(NamedTuple):
 
 def _placement(optimizer: Any, view: Optimizer) -> _Trees | None:
     """What a placement says, in trees."""
-    found = optimizer.placement if isinstance(optimizer, KnowsPlacement) else None
-    if found is None:
+    placement = optimizer.placement if isinstance(optimizer, KnowsPlacement) else None
+    if placement is None:
         return None
     params: Any = jax.tree.structure(view.target)
     state: Any = jax.tree.structure(view.state.param_states)
-    return _Trees(params.unflatten(found.params), state.unflatten(found.state))
+    return _Trees(params.unflatten(placement.params), state.unflatten(placement.state))
 
 
 def bare(tree: Any) -> Any:

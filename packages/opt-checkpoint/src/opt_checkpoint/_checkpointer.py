@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from opt_core.errors import OptimizerError
-from opt_core.extend import NamedState, Rule
+from opt_core.extend import Rule
 
-from opt_checkpoint._disk.processes import sync_errors
-from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
-from opt_checkpoint._disk.saving import view_to_save
-from opt_checkpoint._disk.steps import check_equal, check_own, foreign_steps, list_own, newest
-from opt_checkpoint._disk.writer import Writer, integer
-from opt_checkpoint._targets.restore import plan_restore
+from opt_checkpoint._folder import foreign_steps, list_checked
+from opt_checkpoint._processes import are_equal, sync_errors
+from opt_checkpoint._step import Level, SavedStep, StepReport, open_step
+from opt_checkpoint._targets import plan_restore
+from opt_checkpoint._writer import Writer
 from opt_checkpoint.errors import (
     DamagedError,
     ForeignError,
+    LoadError,
     MissingError,
     SaveError,
 )
 
 _log = logging.getLogger(__name__)
 _Target = TypeVar("_Target")
+_Used = TypeVar("_Used")
 
 
 class Checkpointer:
@@ -113,10 +114,7 @@ class Checkpointer:
           TypeError: `target` is of another kind.
         """
         with self._alone:
-            writer = self._open_writer()
-            writer.wait()
-            state = target if isinstance(target, NamedState) else view_to_save(target, extras)
-            writer.save(integer(step), state, extras, metadata)
+            self._open_writer().save(step, target, extras, metadata)
 
     def should_save(self, step: int) -> bool:
         """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
@@ -165,7 +163,7 @@ class Checkpointer:
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
         """
-        return list_own(self.directory)
+        return list_checked(self.directory)
 
     def latest_step(self) -> int | None:
         """Returns the latest step that is committed."""
@@ -228,7 +226,7 @@ class Checkpointer:
                 raise DamagedError(report.error or "")
             return saved
 
-        return newest(self.directory, look, self._pass_over)
+        return self._newest(look)
 
     def restore(
         self,
@@ -257,20 +255,12 @@ class Checkpointer:
           MissingError: the step does not exist.
           PlanError: the step does not fit the target as it is.
         """
-        return self._restore(step, target, allow, rules, placement)[0]
+        return self._restore(step, target, allow=allow, rules=rules, placement=placement)[0]
 
-    def _restore(
-        self,
-        step: int,
-        target: _Target,
-        allow: Iterable[str],
-        rules: Sequence[Rule],
-        placement: Any,
-    ) -> tuple[_Target, SavedStep]:
+    def _restore(self, step: int, target: _Target, **options: Any) -> tuple[_Target, SavedStep]:
         with sync_errors():
             saved = self.at(step)
-        plan = plan_restore(saved, target, allow=allow, rules=rules, placement=placement)
-        restored = plan.apply()
+        restored = plan_restore(saved, target, **options).apply()
         self.restored_step = saved.step
         return restored, saved
 
@@ -318,16 +308,16 @@ class Checkpointer:
           >>> type(restored).__name__, checkpointer.restored_step
           ('TrainingState', 10)
         """
-        kinds, in_order = tuple(allow), tuple(rules)
+        options: Any = {"allow": tuple(allow), "rules": tuple(rules), "placement": placement}
 
         def restore(step: int) -> tuple[_Target]:
-            restored, saved = self._restore(step, target, kinds, in_order, placement)
+            restored, saved = self._restore(step, target, **options)
             saved.check_extras()
             return (restored,)
 
         self.restored_step = None
         self.wait()
-        result = newest(self.directory, restore, self._pass_over)
+        result = self._newest(restore)
         if result is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
         return result[0]
@@ -340,9 +330,7 @@ class Checkpointer:
           SaveError: it cannot be deleted.
         """
         with self._alone:
-            writer = self._open_writer()
-            writer.wait()
-            writer.delete(step, self.steps())
+            self._open_writer().delete(step)
 
     def discard_after(self, step: int) -> list[int]:
         """Deletes the steps after one, so that a run that fell back to it can save again.
@@ -362,20 +350,49 @@ class Checkpointer:
                 self.delete(number)
         return later
 
+    def _newest(self, use: Callable[[int], _Used]) -> _Used | None:
+        """What `use` returns for the newest step; `None` without steps; all processes call it.
+
+        Where `use` raises a `DamagedError` or a `LoadError` in every process, the step before is
+        tried. A `MissingError` says that no step is good.
+        """
+        passed: set[int] = set()
+        while True:
+            steps = self.steps()
+            self._check_equal(steps)
+            left = [step for step in steps if step not in passed]
+            if not left:
+                break
+            try:
+                return use(left[-1])
+            except MissingError:
+                # A writer may have deleted the step meanwhile, and saved others.
+                with sync_errors():
+                    if left[-1] in self.steps():
+                        raise
+            except (DamagedError, LoadError) as error:
+                passed.add(left[-1])
+                if self._writer is not None:
+                    self._writer.passed.add(left[-1])
+                _log.warning("step %d is passed over: %s", left[-1], error)
+        if steps:
+            raise MissingError(f"`{self.directory}`: none of the steps {steps} is valid")
+        return None
+
     def _is_foreign(self) -> bool:
         """Whether the folder holds another program's steps: then a writer takes no lock there."""
         names = foreign_steps(self.directory)
-        check_equal(self.directory, names)
+        self._check_equal(names)
         if names:
             self._state = "not written to: it held another program's checkpoints when it was opened"
         return bool(names)
 
-    def _pass_over(self, step: int) -> None:
-        if self._writer is not None:
-            self._writer.passed.add(step)
+    def _check_equal(self, steps: Sequence[object]) -> None:
+        if not are_equal(repr(steps).encode()):
+            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
 
     def _open_writer(self) -> Writer:
         if self._writer is None:
-            check_own(self.directory)
+            self.steps()  # raises a `ForeignError` if that is why there is no writer
             raise SaveError(f"`{self.directory}` is {self._state}")
         return self._writer

@@ -1,28 +1,34 @@
-"""The steps of a folder: this package's, and those that another program wrote."""
+"""What a folder holds: steps of a `Checkpointer`, the item of one, or another program's steps."""
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from opt_checkpoint._disk.manifest import FILE_NAME, ITEM_MARK, has_item
-from opt_checkpoint._disk.processes import are_equal, sync_errors
-from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
+from opt_checkpoint.errors import ForeignError
 
+MANIFEST = "manifest.json"
+ITEM = "leaves"  # Orbax's item of a step: the arrays, with the manifest next to them
+ITEM_MARK = "_METADATA"  # Orbax's mark of a tree
 CHECKPOINT_MARK = "_CHECKPOINT_METADATA"  # of Orbax
 INDEX = "checkpoint"  # of T5X's own layout, and of Orbax 0.1
 _STEP = re.compile(r"(?:.*[_.-])?\d+", re.DOTALL)
 _LISTED = 5
-_log = logging.getLogger(__name__)
-_Used = TypeVar("_Used")
+
+
+def has_item(folder: Path) -> bool:
+    """Whether a folder is a step of a `Checkpointer`; a tree of Orbax may have that name in it."""
+    return (folder / ITEM).is_dir() and not (folder / ITEM_MARK).is_file()
+
+
+def item_folder(folder: Path) -> Path:
+    """Returns where the manifest and the arrays are: in a step of a `Checkpointer`, or here."""
+    return folder / ITEM if has_item(folder) else folder
 
 
 def list_steps(root: Path) -> list[int]:
-    """Returns the steps in a folder, the oldest first; follows no link."""
+    """Returns the steps of a `Checkpointer` in a folder, the oldest first; follows no link."""
     if not root.is_dir():
         return []
     steps = (_step(path) for path in root.iterdir())
@@ -33,70 +39,14 @@ def _step(path: Path) -> int | None:
     name = path.name
     if not (name.isascii() and name.isdecimal() and str(int(name)) == name):
         return None
-    if path.is_symlink() or not has_item(path):
-        return None
-    return int(name)
+    return int(name) if has_item(path) and not path.is_symlink() else None
 
 
-def list_own(directory: Path) -> list[int]:
-    """Returns the steps, the oldest first; a `ForeignError` if another program wrote some."""
-    check_own(directory)
-    return list_steps(directory)
-
-
-def check_new(directory: Path, step: int) -> None:
-    """Raises a `SaveError` unless a step of this number can be saved in a folder."""
-    latest = max(list_own(directory), default=-1)
-    if step <= latest:
-        raise SaveError(
-            f"step {step} is not saved: `{directory}` has step {latest}. Steps only rise; after a "
-            "fall back to an earlier step, call `discard_after` first"
-        )
-    if os.path.lexists(path := directory / str(step)):
-        raise SaveError(f"step {step} is not saved: `{path}` exists and is not a checkpoint")
-
-
-def check_equal(directory: Path, steps: Sequence[object]) -> None:
-    """Raises a `DamagedError` unless all processes see the same steps."""
-    if not are_equal(repr(steps).encode()):
-        raise DamagedError(f"`{directory}`: the processes do not see the same steps")
-
-
-def newest(
-    directory: Path, use: Callable[[int], _Used], pass_over: Callable[[int], None]
-) -> _Used | None:
-    """Returns what `use` returns for the newest step, `None` without steps; all processes call it.
-
-    Where `use` raises a `DamagedError` or a `LoadError` in every process, `pass_over` is called and
-    the step before is tried. A `MissingError` says that no step is good.
-    """
-    passed: set[int] = set()
-    while True:
-        steps = list_own(directory)
-        check_equal(directory, steps)
-        left = [step for step in steps if step not in passed]
-        if not left:
-            break
-        try:
-            return use(left[-1])
-        except MissingError:
-            # A writer may have deleted the step meanwhile, and saved others.
-            with sync_errors():
-                if left[-1] in list_own(directory):
-                    raise
-        except (DamagedError, LoadError) as error:
-            passed.add(left[-1])
-            pass_over(left[-1])
-            _log.warning("step %d is passed over: %s", left[-1], error)
-    if steps:
-        raise MissingError(f"`{directory}`: none of the steps {steps} is valid")
-    return None
-
-
-def check_own(root: Path) -> None:
-    """Raises a `ForeignError`, which says how to read them, if another program wrote steps."""
+def list_checked(root: Path) -> list[int]:
+    """Returns `list_steps`; a `ForeignError` says how to read those of another program."""
     if names := foreign_steps(root):
-        raise ForeignError(describe(root, names))
+        raise ForeignError(describe_foreign(root, names))
+    return list_steps(root)
 
 
 def foreign_steps(root: Path) -> list[str]:
@@ -127,7 +77,7 @@ def is_orbax(folder: Path) -> bool:
     return (folder / CHECKPOINT_MARK).is_file() or (folder / ITEM_MARK).is_file()
 
 
-def describe(root: Path, names: Sequence[str]) -> str:
+def describe_foreign(root: Path, names: Sequence[str]) -> str:
     """Returns the message of a `ForeignError` about foreign steps."""
     step, what = root, "is a checkpoint that no `Checkpointer` wrote"
     if names[0] != ".":
@@ -144,7 +94,7 @@ def describe(root: Path, names: Sequence[str]) -> str:
 
 def _is_item(folder: Path) -> bool:
     """Whether `OptimizerHandler` wrote it: its manifest is next to Orbax's description."""
-    return (folder / FILE_NAME).is_file() and (folder / ITEM_MARK).is_file()
+    return (folder / MANIFEST).is_file() and (folder / ITEM_MARK).is_file()
 
 
 def _is_foreign(path: Path) -> bool:

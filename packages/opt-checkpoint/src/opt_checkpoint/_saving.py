@@ -11,21 +11,34 @@ from typing import Any
 import jax
 import numpy as np
 from opt_core import describe_state
-from opt_core.extend import LeafInfo, NamedState, Schema, View, count_of, named_view, shown
+from opt_core.extend import (
+    LeafInfo,
+    NamedState,
+    Names,
+    Schema,
+    View,
+    count_of,
+    named_leaves,
+    named_view,
+    shown,
+)
 
-from opt_checkpoint._disk import digest as _digest
-from opt_checkpoint._disk.extras import extra_leaves, structure_of
-from opt_checkpoint._disk.manifest import (
+from opt_checkpoint import _digest
+from opt_checkpoint._manifest import (
     DTYPES,
+    EXTRA,
     PYTHON,
     encode,
     encode_schema,
     encode_step,
+    is_scalar,
     is_stored,
+    nest,
+    store_key,
+    structure_of,
 )
-from opt_checkpoint._disk.orbax import nest, store_key
-from opt_checkpoint._disk.processes import are_equal
-from opt_checkpoint._targets.view import view_of
+from opt_checkpoint._processes import are_equal
+from opt_checkpoint._targets import view_of
 from opt_checkpoint.errors import LeafError
 
 _log = logging.getLogger(__name__)
@@ -41,12 +54,12 @@ class Layout:
 
     def __init__(self, schema: Schema, source: object = None, rest: object = None) -> None:
         self.schema, self.source, self.rest = schema, source, rest
-        self.text = encode_schema(schema)
-        self.names = [leaf.name for leaf in schema.leaves]
-        if len(set(self.names)) != len(self.names):
+        if len(schema.by_name) != len(schema.leaves):
             raise LeafError("`schema` has a name twice")
-        self.stored = [i for i, leaf in enumerate(schema.leaves) if is_stored(leaf)]
-        self.keys = [store_key(schema.leaves[i].path) for i in self.stored]
+        self.text = encode_schema(schema)
+        stored = list(filter(is_stored, schema.leaves))
+        self.stored = [leaf.name for leaf in stored]
+        self.keys = [store_key(leaf.path) for leaf in stored]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,21 +84,24 @@ class Saving:
     def prepare(
         cls,
         step: int | None,
-        target: View | NamedState,
+        target: Any,
         extras: Any = None,
         metadata: Any = None,
-        known: Layout | None = None,
+        previous: Layout | None = None,
     ) -> Saving:
         """Decides how every leaf is stored, and captures its bits.
 
-        A step of `None` is that of the state, or 0. `known` is the layout of the step before, used
-        again if it is the same. A `LeafError` says what cannot be saved.
+        A step of `None`, of an item that `OptimizerHandler` saves, is that of the state, or 0.
+        `previous`, the layout of the step before, is used again if it is the same. A `LeafError`
+        says what cannot be saved.
         """
-        infos, extra_values = extra_leaves(extras)
+        infos, extra_values = _extra_leaves(extras)
         if isinstance(target, NamedState):
             layout, values = _of_named(target, infos)
         else:
-            layout, values = _of_view(target, infos, known)
+            view = view_of(target)
+            _warn_unsaved(target, view.unsaved, extras, is_item=step is None)
+            layout, values = _of_view(view, infos, previous)
         values += extra_values
         kept: dict[str, Any] = {}
         impls: dict[str, str] = {}
@@ -118,10 +134,10 @@ class Saving:
 
     def encode(self, sums: _digest.Sums) -> bytes:
         """Returns the manifest's bytes; the sums are those of all processes together."""
-        digests: list[str | None] = [None] * len(self.layout.names)
-        for i, pair in zip(self.layout.stored, sums, strict=True):
-            digests[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
-        return encode(self.layout.text, self.step, digests)
+        digests: dict[str, str | None] = dict.fromkeys(self.layout.schema.by_name)
+        for name, pair in zip(self.layout.stored, sums, strict=True):
+            digests[name] = _digest.bound(name, _digest.to_hex(pair))
+        return encode(self.layout.text, self.step, [*digests.values()])
 
     def check_equal(self, where: str) -> None:
         """Raises a `LeafError` unless all processes have the same manifest; all must call it."""
@@ -135,42 +151,60 @@ class Saving:
             )
 
 
-def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> View:
-    """Returns what to save of a target; warns of fields that are not saved."""
-    view = view_of(target)
+def _warn_unsaved(target: Any, unsaved: Sequence[str], extras: Any, *, is_item: bool) -> None:
     saved = extras if isinstance(extras, Mapping) else {}
-    if missing := [name for name in view.unsaved if name not in saved]:
+    if missing := [name for name in unsaved if name not in saved]:
         fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
         _log.warning(
             "%s: `%s` is not saved, because it is not the optimizer's: %s",
             *(type(target).__name__, "`, `".join(missing)),
             "save it as another item" if is_item else f"give `extras={{{fields}}}`",
         )
-    return view
+
+
+def _extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
+    """The leaves of a pytree and what they are, under `extra/`."""
+    try:
+        flat = named_leaves(extras)
+    except (TypeError, ValueError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error
+    infos = [_extra_info((EXTRA, *path), leaf) for path, leaf in flat]
+    return infos, [leaf for _, leaf in flat]
+
+
+def _extra_info(path: Names, leaf: Any) -> LeafInfo:
+    if is_scalar(leaf):
+        return LeafInfo(path, (), PYTHON, EXTRA)
+    if isinstance(leaf, np.generic | np.ndarray) or hasattr(leaf, "dtype"):
+        return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
+    expected = "an array, a typed PRNG key or a Python scalar"
+    raise LeafError(f"`{'/'.join(path)}`: expected {expected}, found {type(leaf).__name__}")
 
 
 def _of_named(named: NamedState, infos: list[LeafInfo]) -> tuple[Layout, list[Any]]:
     leaves = named.schema.leaves
     layout = Layout(dataclasses.replace(named.schema, leaves=(*leaves, *infos)))
-    if odd := set(layout.names[: len(leaves)]) ^ named.keys():
+    if odd := named.schema.by_name.keys() ^ named.keys():
         raise LeafError(f"`schema` and leaves differ: {sorted(odd)[:3]}")
     return layout, [named[leaf.name] for leaf in leaves]
 
 
-def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[Layout, list[Any]]:
-    optimizer, others = view.optimizer, view.others
+def _of_view(
+    view: View, infos: list[LeafInfo], previous: Layout | None
+) -> tuple[Layout, list[Any]]:
+    optimizer, rest = view.optimizer, view.others
     # the same object for equal definitions and structures
     source = describe_state(optimizer)
-    steps = jax.tree.leaves(optimizer.state.step)
-    rest = [(np.shape(x), getattr(x, "dtype", type(x))) for x in [*steps, *others.values()]]
-    depends = rest, list(others), infos
-    if known is None or known.source is not source or known.rest != depends:
+    scalars = [*jax.tree.leaves(optimizer.state.step), *rest.values()]
+    depends = [(np.shape(x), getattr(x, "dtype", type(x))) for x in scalars], list(rest), infos
+    layout = previous
+    if layout is None or layout.source is not source or layout.rest != depends:
         schema = named_view(view).schema
-        known = Layout(
-            dataclasses.replace(schema, leaves=(*schema.leaves, *infos)), source, depends
-        )
+        schema = dataclasses.replace(schema, leaves=(*schema.leaves, *infos))
+        layout = Layout(schema, source, depends)
     params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
-    return known, [*params, *others.values(), *state]
+    return layout, [*params, *rest.values(), *state]
 
 
 def _to_store(info: LeafInfo, leaf: Any) -> Any:

@@ -1,33 +1,200 @@
 """Checkpoints that this package did not write, as sources of plans.
 
-Such a checkpoint is a tree of arrays by path. Only the optimizer that wrote it knows what a leaf
-means: its parameters, its state and its step are searched for as whole subtrees, wherever they are.
+Such a checkpoint is a tree of arrays by path, as Orbax or T5X writes it. Only the optimizer that
+wrote it knows what a leaf means: its parameters, its state and its step are searched for as whole
+subtrees, wherever they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
-from opt_core.extend import LeafInfo, Names, Schema, abstract, key_kind, named_view, update_counts
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax.sharding import Sharding, SingleDeviceSharding
+from opt_core.extend import (
+    LeafInfo,
+    Names,
+    Schema,
+    abstract,
+    is_wide,
+    key_kind,
+    named_leaves,
+    named_view,
+    update_counts,
+)
 
-from opt_checkpoint._disk.foreign_layout import STEP, Keys, find
-from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
-from opt_checkpoint._disk.orbax import data_sharding, placed
-from opt_checkpoint._disk.processes import sync_errors
-from opt_checkpoint._disk.saved_step import SavedStep, open_step
-from opt_checkpoint._disk.steps import foreign_steps, is_orbax, item_with_manifest
-from opt_checkpoint._targets.view import view_of
+from opt_checkpoint import _orbax
+from opt_checkpoint._folder import INDEX, ITEM_MARK, foreign_steps, is_orbax, item_with_manifest
+from opt_checkpoint._foreign_keys import STEP, Keys, find_keys
+from opt_checkpoint._processes import sync_errors
+from opt_checkpoint._read_legacy import PLACEHOLDER, is_elsewhere, read_legacy
+from opt_checkpoint._step import SavedStep, known_leaves, open_step
+from opt_checkpoint._targets import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
 
 _HERE = "."  # the item of a folder that is itself one
+
+
+class Stored(NamedTuple):
+    """Shape and dtype of a leaf, and whether it was a Python number, whose dtype is arbitrary."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_number: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxTree:
+    """A tree that Orbax wrote, with its description."""
+
+    folder: Path
+
+    @cached_property
+    def _tree(self) -> Any:
+        return _orbax.tree_metadata(self.folder)
+
+    @cached_property
+    def leaves(self) -> Mapping[Names, Stored]:
+        """Arrays and numbers; strings and empty nodes are left out."""
+        kinds = ocp.metadata.ArrayMetadata, ocp.metadata.ScalarMetadata
+        return {
+            names: Stored(tuple(m.shape), str(m.dtype), isinstance(m, kinds[1]))
+            for names, m in named_leaves(self._tree)
+            if isinstance(m, kinds)
+        }
+
+    @cached_property
+    def shardings(self) -> Mapping[Names, Sharding]:
+        """Where arrays were on a mesh."""
+        shardings = {n: getattr(x, "sharding", None) for n, x in named_leaves(self._tree)}
+        places = {names: _orbax.sharding_of(saved) for names, saved in shardings.items()}
+        return {names: place for names, place in places.items() if place is not None}
+
+    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
+        """Reads with Orbax: each device its share; what is left out has to keep its container."""
+        structure = jax.tree.structure(self._tree)
+        paths = [names for names, _ in named_leaves(self._tree)]
+        how = [
+            self._restore_args(n, wanted[n]) if n in wanted else ocp.RestoreArgs() for n in paths
+        ]
+        items = [x if n in wanted else ocp.PLACEHOLDER for n, x in zip(paths, how, strict=True)]
+        trees = jax.tree.unflatten(structure, items), jax.tree.unflatten(structure, how)
+        read = _orbax.tried(
+            self.folder, lambda: _orbax.restore_arrays(self.folder, *trees, is_partial=False)
+        )
+        leaves = zip(paths, jax.tree.leaves(read), strict=True)
+        return {names: leaf for names, leaf in leaves if names in wanted}
+
+    def _restore_args(self, names: Names, sharding: Sharding | None) -> Any:
+        shape, dtype, is_number = self.leaves[names]
+        if is_number:
+            return ocp.RestoreArgs()
+        numeric = None if dtype.startswith("key<") else jnp.dtype(dtype)
+        return _orbax.restore_args(shape, numeric, sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedArrays:
+    """A msgpack file, and next to it a TensorStore folder for each array: T5X's own layout.
+
+    Orbax 0.1, which did not describe its trees yet, wrote the same with other folder names.
+    """
+
+    folder: Path
+    shardings: ClassVar[Mapping[Names, Sharding]] = {}  # T5X noted none
+
+    @cached_property
+    def _contents(self) -> Mapping[Names, Any]:
+        """Numbers and arrays in the file, and open stores of those next to it."""
+        entries = dict(_flat(read_legacy(self.folder / INDEX), ()))
+        stores = {
+            names: ts.open(
+                {"driver": "zarr", "kvstore": {"driver": "file", "path": str(self.folder / leaf)}},
+                open=True,
+                read=True,
+            )
+            for names, leaf in entries.items()
+            if isinstance(leaf, str)
+        }
+        return entries | {n: _orbax.tried(self.folder, store.result) for n, store in stores.items()}
+
+    @cached_property
+    def leaves(self) -> Mapping[Names, Stored]:
+        """Arrays in the file and next to it."""
+        return {names: self._stored(names, leaf) for names, leaf in self._contents.items()}
+
+    def _stored(self, names: Names, leaf: Any) -> Stored:
+        if not isinstance(leaf, ts.TensorStore):
+            array = np.asarray(leaf)
+            return Stored(array.shape, str(array.dtype), isinstance(leaf, int | float))
+        if leaf.dtype.name == "uint16":
+            raise LoadError(
+                f"`{self.folder}`: `{'/'.join(names)}` is uint16, which is how T5X stored bfloat16 "
+                "before version 3. Convert it with T5X"
+            )
+        return Stored(leaf.shape, leaf.dtype.name)
+
+    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
+        """Reads with TensorStore: each device its share."""
+        return _orbax.tried(
+            self.folder,
+            lambda: {names: self._read(names, place) for names, place in wanted.items()},
+        )
+
+    def _read(self, names: Names, sharding: Sharding | None) -> Any:
+        stored, leaf = self.leaves[names], self._contents[names]
+
+        def part(index: Any) -> Any:
+            is_store = isinstance(leaf, ts.TensorStore)
+            return leaf[index].read().result() if is_store else np.asarray(leaf)[index]
+
+        if stored.is_number or is_wide(jnp.dtype(stored.dtype)):
+            return part(...)
+        place = sharding or SingleDeviceSharding(jax.local_devices()[0])
+        return jax.make_array_from_callback(stored.shape, place, part)
+
+
+Store = OrbaxTree | IndexedArrays
+
+
+def open_store(folder: Path) -> Store | None:
+    """Opens the folder of an item of a checkpoint; `None` if it is not in a known format."""
+    if (folder / ITEM_MARK).is_file():
+        return OrbaxTree(folder)
+    return IndexedArrays(folder) if (folder / INDEX).is_file() else None
+
+
+def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:
+    """The leaves of an index: numbers, arrays, and names of folders."""
+    if is_elsewhere(node):
+        yield at, _subfolder(node)
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _flat(child, (*at, str(key)))
+    elif isinstance(node, bool | int | float | np.ndarray | np.generic):
+        yield at, node
+
+
+def _subfolder(leaf: Any) -> str:
+    """The folder next to the file that an entry names, whatever path it recorded."""
+    if isinstance(leaf, Mapping):
+        kvstore = leaf["kvstore"]  # in buckets, the path was outside of it
+        path = leaf.get("path") or (kvstore.get("path") if isinstance(kvstore, Mapping) else None)
+    else:
+        path = leaf.removeprefix(PLACEHOLDER)
+    name = Path(str(path)).name
+    if name in ("", ".."):
+        raise LoadError(f"`{path!s:.80}` is not the folder of an array")
+    return name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +217,7 @@ class ForeignStep:
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Reads leaves into the given shardings; see `Source.read`."""
-        infos = self.schema.by_name
-        if unknown := sorted(wanted.keys() - infos.keys()):
-            raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
+        infos = known_leaves(self, wanted)
         stored = dict(self.derived)
         with sync_errors():
             for item, store in self.stores.items():
@@ -115,8 +280,8 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     with sync_errors():
         stores = _stores(folder)
         leaves = _leaves(stores)
-        keys = find(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
-    return _refuse_fresh_counts(_opened(folder, stores, named.schema, keys, under=("extra",)))
+        keys = find_keys(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
+    return _with_counts(_opened(folder, stores, named.schema, keys, under=("extra",)))
 
 
 def open_tree(folder: Path) -> ForeignStep:
@@ -143,7 +308,7 @@ def _info(info: LeafInfo, stored: Stored) -> LeafInfo:
     return dataclasses.replace(info, dtype=stored.dtype if is_stored_so else info.dtype, value=None)
 
 
-def _refuse_fresh_counts(opened: ForeignStep) -> ForeignStep:
+def _with_counts(opened: ForeignStep) -> ForeignStep:
     """Reads the counts of the state, and derives the step from them if it is missing."""
     counts = {
         info.name: info
@@ -192,7 +357,7 @@ def _leaves(stores: Mapping[str, Store]) -> dict[Names, Stored]:
 def _sharding(stored: Stored, place: jax.ShapeDtypeStruct) -> Any:
     """The sharding of what is stored; the words of a PRNG key are not split."""
     is_longer = len(stored.shape) > len(place.shape)
-    return data_sharding(place.sharding, len(stored.shape)) if is_longer else place.sharding
+    return _orbax.data_sharding(place.sharding, len(stored.shape)) if is_longer else place.sharding
 
 
 def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
@@ -203,4 +368,4 @@ def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
         return jax.random.wrap_key_data(stored, impl=key_kind(info.dtype)[0])
     if isinstance(stored, jax.Array) and str(stored.dtype) == info.dtype:
         return stored
-    return placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)
+    return _orbax.placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from opt_core.extend import NamedState, Rule
+from opt_core.extend import Rule
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
-from opt_checkpoint._disk.manifest import FILE_NAME
-from opt_checkpoint._disk.processes import is_first, sync_errors
-from opt_checkpoint._disk.saved_step import SavedStep
-from opt_checkpoint._disk.saving import Saving, view_to_save
-from opt_checkpoint._targets.restore import plan_restore
+from opt_checkpoint._folder import MANIFEST
+from opt_checkpoint._processes import is_first, sync_errors
+from opt_checkpoint._saving import Saving
+from opt_checkpoint._step import SavedStep
+from opt_checkpoint._targets import plan_restore
 from opt_checkpoint.errors import SaveError
 
 _SUMS = "sums.{}"  # files: what each process contributes to the digests
@@ -95,17 +95,24 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
         files = [Path(directory) / _SUMS.format(i) for i in range(jax.process_count())]
         parts = [np.frombuffer(file.read_bytes(), np.uint32).reshape(-1, 2) for file in files]
         sums = np.stack(parts).sum(axis=0, dtype=np.uint32)
-        (Path(directory) / FILE_NAME).write_bytes(saving.encode(sums))
+        (Path(directory) / MANIFEST).write_bytes(saving.encode(sums))
         for file in files:
             file.unlink()
 
     def restore(self, directory: Any, args: OptimizerRestore | None = None) -> Any:
         """Returns the restored target; without one, the item as a source of plans."""
-        return _restore(directory, args or OptimizerRestore())
+        saved, args = self.metadata(directory), args or OptimizerRestore()
+        if args.target is None:
+            return saved
+        options = {"allow": args.allow, "rules": args.rules, "placement": args.placement}
+        return plan_restore(saved, args.target, **options).apply()
 
     def metadata(self, directory: Any) -> SavedStep:
         """Returns the item as a source of plans; only its manifest is read."""
-        return _open(directory)
+        with sync_errors():
+            saved = SavedStep(Path(directory))
+            saved.manifest  # noqa: B018  # an error in one process is raised in all
+        return saved
 
     def close(self) -> None:
         """Closes the handler of the arrays."""
@@ -156,8 +163,7 @@ def _prepare(directory: Any, target: Any) -> Saving:
     with sync_errors():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
-        source = target if isinstance(target, NamedState) else view_to_save(target, is_item=True)
-        saving = Saving.prepare(None, source)
+        saving = Saving.prepare(None, target)
     saving.check_equal(f"`{directory}`")
     return saving
 
@@ -170,18 +176,3 @@ def _write_sums(directory: Any, saving: Saving) -> None:
     """Writes the sums of this process: collectives would interfere with those of the training."""
     file = Path(directory) / _SUMS.format(jax.process_index())
     file.write_bytes(saving.sums().tobytes())
-
-
-def _open(directory: Any) -> SavedStep:
-    with sync_errors():
-        saved = SavedStep(Path(directory))
-        saved.manifest  # noqa: B018  # an error in one process is raised in all
-    return saved
-
-
-def _restore(directory: Any, args: OptimizerRestore) -> Any:
-    saved = _open(directory)
-    if args.target is None:
-        return saved
-    options = {"allow": args.allow, "rules": args.rules, "placement": args.placement}
-    return plan_restore(saved, args.target, **options).apply()

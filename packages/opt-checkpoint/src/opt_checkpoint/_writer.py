@@ -19,16 +19,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from opt_core.errors import OptimizerError
-from opt_core.extend import NamedState, View
 from orbax.checkpoint.path import atomicity_types
 from orbax.checkpoint.path import step as step_lib
 
-from opt_checkpoint._disk.handler import OptimizerHandler, OptimizerSave
-from opt_checkpoint._disk.lock import WriterLock
-from opt_checkpoint._disk.manifest import ITEM
-from opt_checkpoint._disk.processes import is_first, raise_synced, sync_errors
-from opt_checkpoint._disk.saving import Layout, Saving
-from opt_checkpoint._disk.steps import check_new, list_steps
+from opt_checkpoint._folder import ITEM, list_checked, list_steps
+from opt_checkpoint._handler import OptimizerHandler, OptimizerSave
+from opt_checkpoint._lock import WriterLock
+from opt_checkpoint._processes import is_first, sync_errors
+from opt_checkpoint._saving import Layout, Saving
 from opt_checkpoint.errors import LockError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ _T = TypeVar("_T")
 _TRASH = "trash"
 
 
-def integer(step: Any) -> Any:
+def _integer(step: Any) -> Any:
     """Returns any integer as Python's; anything else, booleans included, as it is."""
     is_flag = isinstance(step, bool | np.bool_) or getattr(step, "dtype", None) == np.bool_
     try:
@@ -69,7 +67,9 @@ class Writer:
         self._failed: set[int] = set()
         self._is_stale = False
         self._layout: Layout | None = None
-        raise_synced(self._take() if is_first() else None)
+        with sync_errors():
+            if is_first():
+                self._take()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         try:
             self._pool.submit(int).result()  # the thread exists before anything is interrupted
@@ -81,8 +81,10 @@ class Writer:
             raise
         atexit.register(self._log_unsaved)
 
-    def save(self, step: int, target: View | NamedState, extras: Any, metadata: Any) -> None:
+    def save(self, step: int, target: Any, extras: Any, metadata: Any) -> None:
         """Saves a step; see `Checkpointer.save`."""
+        self.wait()
+        step = _integer(step)
         with sync_errors():
             self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)
@@ -142,12 +144,12 @@ class Writer:
             atexit.unregister(self._log_unsaved)
             self.is_closed = True
 
-    def delete(self, step: int, steps: list[int]) -> None:
-        """Deletes one of the existing steps."""
-        missing = None
-        if step not in steps:
-            missing = MissingError(f"`{self._directory}` has no step {step}; it has {steps}")
-        raise_synced(missing)
+    def delete(self, step: int) -> None:
+        """Deletes a step; see `Checkpointer.delete`."""
+        self.wait()
+        with sync_errors():
+            if step not in (steps := list_checked(self._directory)):
+                raise MissingError(f"`{self._directory}` has no step {step}; it has {steps}")
         with self._failing(f"step {step} in `{self._directory}`: not deleted"):
             self._call(self._manager.reload)
             self._call(partial(self._manager.delete, step))
@@ -165,12 +167,20 @@ class Writer:
         return self._pool.submit(contextvars.copy_context().run, act).result()
 
     def _check(self, step: int) -> None:
+        """Raises an error unless a step of this number can be saved here."""
         if self._lock is not None:
             self._lock.check()
         if type(step) is not int or step < 0:
             raise SaveError(f"`step`: expected a non-negative integer, found {step!r:.80}")
-        check_new(self._directory, step)
-        if passed := sorted(self.passed.intersection(list_steps(self._directory))):
+        steps = list_checked(self._directory)
+        if steps and step <= steps[-1]:
+            raise SaveError(
+                f"step {step} is not saved: `{self._directory}` has step {steps[-1]}. Steps only "
+                "rise; after a fall back to an earlier step, call `discard_after` first"
+            )
+        if os.path.lexists(path := self._directory / str(step)):
+            raise SaveError(f"step {step} is not saved: `{path}` exists and is not a checkpoint")
+        if passed := sorted(self.passed.intersection(steps)):
             raise SaveError(
                 f"step {step} is not saved: `latest_valid` has passed over {passed}, which would "
                 f"be kept in place of good ones: call `discard_after({passed[0] - 1})` first"
@@ -195,20 +205,19 @@ class Writer:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise SaveError(f"{what}: {text}") from error
 
-    def _take(self) -> OptimizerError | None:
-        """Creates the folder and takes its lock; returns the error if it cannot."""
+    def _take(self) -> None:
+        """Creates the folder and takes its lock."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             trash = self._directory / _TRASH
             if trash.is_symlink() or (trash.exists() and not trash.is_dir()):
-                return LockError(f"`{trash}`: expected a folder for deleted steps: move it away")
+                raise LockError(f"`{trash}`: expected a folder for deleted steps: move it away")
             self._lock = WriterLock(self._directory)
-        except LockError as error:
-            return error
+        except LockError:
+            raise
         except OSError as error:
-            return SaveError(f"`{self._directory}` cannot be made: {error.strerror}")
+            raise SaveError(f"`{self._directory}` cannot be made: {error.strerror}") from error
         self._clean()
-        return None
 
     def _clean(self) -> None:
         """Removes deleted steps from the trash, and leftovers of failed saves."""

@@ -1,9 +1,10 @@
-"""Arrays as Orbax stores them: their keys, how they are read, where they were, its errors."""
+"""Arrays as Orbax reads them: into which shardings, where they were, its errors."""
 
 from __future__ import annotations
 
-import urllib.parse
-from collections.abc import Callable, Mapping
+import base64
+import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import flatten_dict
 from jax.sharding import (
     AbstractMesh,
     NamedSharding,
@@ -23,57 +23,23 @@ from jax.sharding import (
 from opt_core.errors import OptimizerError
 from opt_core.extend import Names, is_wide
 
-from opt_checkpoint._disk.manifest import item_folder
-from opt_checkpoint.errors import DamagedError, LeafError, MissingError
+from opt_checkpoint._folder import item_folder
+from opt_checkpoint.errors import DamagedError, MissingError
 
 _T = TypeVar("_T")
 
 
-def store_key(path: Names) -> Names:
-    """Returns the components of the key in the store: letters, digits, `_`, `-`, and `%` escapes.
-
-    Examples:
-      >>> store_key(('params', 'a.b', '../x', ''))
-      ('params', 'a%2Eb', '%2E%2E%2Fx', '%')
-    """
-    return tuple(
-        urllib.parse.quote(part, safe="", errors="surrogatepass")
-        .replace(".", "%2E")
-        .replace("~", "%7E")
-        or "%"
-        for part in path
-    )
-
-
-def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
-    """Returns a nested dictionary; raises a `LeafError` if one key is the beginning of another."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        inner: Any = tree
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
-        if not isinstance(inner, dict) or path[-1] in inner:
-            raise LeafError(
-                f"`{'/'.join(path)}`: another leaf has the same name, or its name is the beginning "
-                "of this one: rename one of them"
-            )
-        inner[path[-1]] = value
-    return tree
-
-
-def restore_arrays(folder: Path, item: Any, restore_args: Any) -> Any:
-    """Reads some arrays of a step into the given shardings."""
-    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+def restore_arrays(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = True) -> Any:
+    """Reads arrays as `restore_args` say; of a partial `item`, a nested dict, only those in it."""
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=is_partial)
     with closing(ocp.PyTreeCheckpointHandler()) as handler:  # after a failure it cannot be reused
         return handler.restore(item_folder(folder), args=args)
 
 
-def read_arrays(
-    folder: Path, structs: Mapping[Names, Any], how: Mapping[Names, Any]
-) -> dict[Names, Any]:
-    """Reads some arrays of a step by their keys, as `restore_args` say; errors are typed."""
-    nested = nest(structs), nest(how)
-    return dict(flatten_dict(tried(folder, lambda: restore_arrays(folder, *nested))))
+def tree_metadata(folder: Path) -> Any:
+    """Returns Orbax's metadata of every array of a step, in its tree; errors are typed."""
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
+        return tried(folder, lambda: handler.metadata(item_folder(folder)).tree)
 
 
 def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
@@ -99,15 +65,36 @@ def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
-def sharding_of(metadata: Any) -> NamedSharding | None:
-    """Returns where an array was on a mesh, from Orbax's metadata of it.
+def saved_shardings(folder: Path) -> dict[Names, NamedSharding | None]:
+    """Returns where arrays were on a mesh, by their keys, from the file where Orbax notes it.
+
+    `tree_metadata` would open every array, and this file once for each (Orbax 0.12).
+    """
+    file = item_folder(folder) / "_sharding"
+
+    def read() -> dict[Names, NamedSharding | None]:
+        texts: dict[str, str] = json.loads(file.read_bytes()) if file.is_file() else {}
+        saved = {text: json.loads(text) for text in set(texts.values()) if text}
+        places = {
+            text: sharding_of(ocp.metadata.NamedShardingMetadata.from_deserialized_dict(data))
+            for text, data in saved.items()
+            if data["sharding_type"] == "NamedSharding"
+        }
+        keys = (tuple(base64.urlsafe_b64decode(name).decode().split(".")) for name in texts)
+        return dict(zip(keys, map(places.get, texts.values()), strict=True))
+
+    return tried(folder, read)
+
+
+def sharding_of(saved: Any) -> NamedSharding | None:
+    """Returns where an array was on a mesh, from Orbax's metadata of its sharding.
 
     A mesh of devices that this process does not have is an `AbstractMesh`.
     """
-    saved: Any = getattr(metadata, "sharding", None)
-    if not hasattr(saved, "partition_spec"):
+    if not isinstance(saved, ocp.metadata.NamedShardingMetadata):
         return None
-    entries = (tuple(x) if isinstance(x, list) else x for x in saved.partition_spec)
+    # of JSON, which has no tuples
+    entries = (x if x is None or isinstance(x, str) else tuple(x) for x in saved.partition_spec)
     spec = PartitionSpec(*entries)
     try:
         return NamedSharding(saved.to_jax_sharding().mesh, spec)
@@ -115,12 +102,6 @@ def sharding_of(metadata: Any) -> NamedSharding | None:
         sizes = tuple(int(size) for size in saved.shape)
         types = {} if saved.axis_types is None else {"axis_types": tuple(saved.axis_types)}
         return NamedSharding(AbstractMesh(sizes, tuple(saved.axis_names), **types), spec)
-
-
-def array_metadata(folder: Path) -> dict[tuple[str, ...], Any]:
-    """Returns Orbax's metadata of every array of a step, without reading it, by its key."""
-    with closing(ocp.PyTreeCheckpointHandler()) as handler:
-        return dict(flatten_dict(handler.metadata(item_folder(folder)).tree))
 
 
 def tried(folder: Path, read: Callable[[], _T]) -> _T:

@@ -29,7 +29,7 @@ class Keys:
     rest: tuple[Names, ...]
 
 
-def find(
+def find_keys(
     folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
 ) -> Keys:
     """Searches a checkpoint, given by shapes and keys, for the leaves of an optimizer.

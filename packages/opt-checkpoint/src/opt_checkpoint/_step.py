@@ -12,16 +12,26 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from opt_core.errors import OptimizerError
-from opt_core.extend import LeafInfo, Names, Schema, abstract, leaf_name, named_leaves, shown
+from opt_core.extend import LeafInfo, Schema, abstract, leaf_name, named_leaves, shown
 
-from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk.digest import bound, digests
-from opt_checkpoint._disk.extras import EXTRA, rebuilt
-from opt_checkpoint._disk.manifest import PYTHON, Manifest, is_scalar, is_stored, read_manifest
-from opt_checkpoint._disk.processes import is_first, sync_errors
-from opt_checkpoint._disk.steps import describe, is_orbax, item_with_manifest
+from opt_checkpoint import _orbax
+from opt_checkpoint._digest import bound, digests
+from opt_checkpoint._folder import describe_foreign, is_orbax, item_with_manifest
+from opt_checkpoint._manifest import (
+    EXTRA,
+    PYTHON,
+    Manifest,
+    is_scalar,
+    is_stored,
+    nest,
+    read_manifest,
+    rebuilt,
+    store_key,
+)
+from opt_checkpoint._processes import is_first, sync_errors
 from opt_checkpoint.errors import (
     DamagedError,
     ForeignError,
@@ -98,11 +108,9 @@ class SavedStep:
           LeafError: a sharding does not divide its leaf; nothing was read.
           MissingError: a leaf is not there, or the step has been deleted.
         """
-        infos = self.schema.by_name
-        if unknown := sorted(wanted.keys() - infos.keys()):
-            raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
+        infos = known_leaves(self, wanted)
         places = {name: place.sharding for name, place in wanted.items()}
-        stored = self._read_stored({infos[name]: place for name, place in places.items()})
+        stored = self._read_stored(places)
         return {
             name: self._leaf(infos[name], stored.get(name), place) for name, place in places.items()
         }
@@ -114,18 +122,18 @@ class SavedStep:
         """
         leaves = set()
         for name in names:
-            info, digest = self.schema.by_name[name], self.manifest.records[name].digest
-            if digest is None:
+            if name not in self.manifest.digests:
                 return None
-            leaves.add((info.shape, info.dtype, bound(name, digest)))
+            info = self.schema.by_name[name]
+            leaves.add((info.shape, info.dtype, bound(name, self.manifest.digests[name])))
         return len(leaves) == 1
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
         with sync_errors():
-            arrays = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
-        keys = {name: _orbax.store_key(self.schema.by_name[name].path) for name in names}
-        places = {name: _orbax.sharding_of(arrays.get(key)) for name, key in keys.items()}
+            saved = _orbax.saved_shardings(self.path)
+        keys = {name: store_key(self.schema.by_name[name].path) for name in names}
+        places = {name: saved.get(key) for name, key in keys.items()}
         return {name: place for name, place in places.items() if place is not None}
 
     def read_extras(self, like: Any = None) -> Any:
@@ -177,21 +185,19 @@ class SavedStep:
 
     def check_extras(self) -> None:
         """Reads what was saved as `extras` and compares the digests."""
-        self._read_stored({info: None for info in self.schema.leaves if info.kind == EXTRA})
+        self._read_stored({x.name: None for x in self.schema.leaves if x.kind == EXTRA})
 
     def _check_stored_shapes(self) -> None:
-        expected = {info: self._struct(info) for info in self.schema.leaves if is_stored(info)}
-        stored: dict[Names, Any] = {}
-        if expected:
-            stored = _orbax.tried(self.path, lambda: _orbax.array_metadata(self.path))
-        for info, struct in expected.items():
-            array = stored.pop(_orbax.store_key(info.path), None)
+        infos = list(filter(is_stored, self.schema.leaves))
+        arrays = dict(flatten_dict(_orbax.tree_metadata(self.path))) if infos else {}
+        for info in infos:
+            struct, array = self._struct(info), arrays.pop(store_key(info.path), None)
             if array is None or (tuple(array.shape), array.dtype) != (struct.shape, struct.dtype):
                 text = "nothing" if array is None else shown(array)
                 text = f"`{info.name}`: expected {shown(struct)}, found {text}"
                 raise _orbax.damaged(self.path, text)
-        if stored:
-            raise _orbax.damaged(self.path, f"`{next(iter(stored))}` is not in the manifest")
+        if arrays:
+            raise _orbax.damaged(self.path, f"`{next(iter(arrays))}` is not in the manifest")
 
     def _struct(self, info: LeafInfo) -> jax.ShapeDtypeStruct:
         """What is stored of a leaf."""
@@ -202,17 +208,17 @@ class SavedStep:
 
     def _leaf(self, info: LeafInfo, stored: Any, sharding: Sharding | None) -> Any:
         """The leaf of what is stored of it."""
-        record = self.manifest.records[info.name]
         if info.dtype == PYTHON:
-            return record.scalar
+            return self.manifest.scalars[info.name]
         if is_stored(info):
-            return jax.random.wrap_key_data(stored, impl=record.impl) if info.is_key else stored
+            impl = self.manifest.impls.get(info.name)
+            return jax.random.wrap_key_data(stored, impl=impl) if info.is_key else stored
         if info.is_key:
             return jax.random.split(self._any_key(info), info.shape)
         return _orbax.placed(np.zeros(info.shape, jnp.dtype(info.dtype)), sharding)
 
     def _any_key(self, info: LeafInfo) -> jax.Array:
-        impl = self.manifest.records[info.name].impl
+        impl = self.manifest.impls[info.name]
         try:
             return jax.random.key(0, impl=impl)
         except ValueError as error:
@@ -220,36 +226,49 @@ class SavedStep:
                 f"`{info.name}`: this JAX has no PRNG keys of `{impl}`: {error}"
             ) from None
 
-    def _read_stored(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
-        """Reads the stored arrays of some leaves, by name, and compares the digests."""
+    def _read_stored(self, places: Mapping[str, Sharding | None]) -> dict[str, Any]:
+        """Reads the stored arrays of some leaves and compares the digests."""
         stored: dict[str, Any] = {}
         with sync_errors():
-            for info, sharding in places.items():
-                _check_sharding(info, sharding)
-            stored = self._read_unchecked({x: s for x, s in places.items() if is_stored(x)})
+            for name, sharding in places.items():
+                _check_sharding(self.schema.by_name[name], sharding)
+            stored = self._read_unchecked(
+                {x: s for x, s in places.items() if x in self.manifest.digests}
+            )
         with sync_errors():
             for name, sums in zip(stored, digests(list(stored.values())), strict=True):
-                expected, digest = self.manifest.records[name].digest, bound(name, sums)
-                if digest != expected:
-                    text = f"`{name}`: expected the digest {expected}, found {digest}"
-                    raise _orbax.damaged(self.path, text)
+                if (digest := bound(name, sums)) != self.manifest.digests[name]:
+                    text = f"expected the digest {self.manifest.digests[name]}, found {digest}"
+                    raise _orbax.damaged(self.path, f"`{name}`: {text}")
         return stored
 
-    def _read_unchecked(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
+    def _read_unchecked(self, places: Mapping[str, Sharding | None]) -> dict[str, Any]:
         if not places:
             return {}
-        structs, how = {}, {}
-        for info, sharding in places.items():
-            key, struct = _orbax.store_key(info.path), self._struct(info)
+        how = {}
+        for name, sharding in places.items():
+            info = self.schema.by_name[name]
+            struct = self._struct(info)
             if info.is_key:
                 sharding = _orbax.data_sharding(sharding, len(struct.shape))
-            structs[key] = struct
-            how[key] = _orbax.restore_args(struct.shape, struct.dtype, sharding)
-        arrays = _orbax.read_arrays(self.path, structs, how)
-        for info, key in zip(places, structs, strict=True):
+            args = _orbax.restore_args(struct.shape, struct.dtype, sharding)
+            how[store_key(info.path)] = args
+        tree = nest(how)
+        arrays = flatten_dict(
+            _orbax.tried(self.path, lambda: _orbax.restore_arrays(self.path, tree, tree))
+        )
+        for name, key in zip(places, how, strict=True):
             if not isinstance(arrays.get(key), jax.Array | np.ndarray):
-                raise _orbax.damaged(self.path, f"`{info.name}` is missing")
-        return {info.name: arrays[key] for info, key in zip(places, structs, strict=True)}
+                raise _orbax.damaged(self.path, f"`{name}` is missing")
+        return {name: arrays[key] for name, key in zip(places, how, strict=True)}
+
+
+def known_leaves(source: Any, names: Iterable[str]) -> dict[str, LeafInfo]:
+    """Returns the leaves of a step by name; a `MissingError` if it lacks one of these."""
+    infos: dict[str, LeafInfo] = source.schema.by_name
+    if unknown := sorted(set(names) - infos.keys()):
+        raise MissingError(f"`{source.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
+    return infos
 
 
 def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
@@ -272,20 +291,19 @@ def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
         raise MissingError(f"`{folder}` is not a folder")
     item = item_with_manifest(folder)
     if item is None and is_orbax(folder):
-        raise ForeignError(describe(folder, ["."]))
+        raise ForeignError(describe_foreign(folder, ["."]))
     saved = SavedStep(item or folder)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved
 
 
-def _batches(leaves: Sequence[LeafInfo]) -> Iterator[dict[LeafInfo, Sharding | None]]:
+def _batches(leaves: Sequence[LeafInfo]) -> Iterator[dict[str, Sharding]]:
     """Batches of leaves that are read together when a step is checked, with their shardings."""
-    batch: dict[LeafInfo, Sharding | None] = {}
+    batch: dict[str, Sharding] = {}
     size = 0
     for info in leaves:
-        place = _spread(info.shape)
-        batch[info] = place
+        place = batch[info.name] = _spread(info.shape)
         size += math.prod(place.shard_shape(info.shape)) * 8
         if size > _BATCH_BYTES:
             yield batch

@@ -1,4 +1,11 @@
-"""The manifest of a checkpoint: JSON next to the arrays that says what they are."""
+"""The manifest of a checkpoint: JSON next to the arrays that says what they are.
+
+The structure of a pytree saved as `extras`, here `{"position": 3, "rng": [key, None]}`, is
+
+    {"dict": [["position", "python"], ["rng", {"list": ["jax", null]}]]}
+
+Leaves are the words that say what they were; `None` is itself.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +13,20 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from opt_core.extend import LeafInfo, Schema, read_record, record_data, shown
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from opt_core.extend import LeafInfo, Names, Schema, children, read_record, record_data, shown
 
+from opt_checkpoint._folder import MANIFEST, item_folder
 from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingError, VersionError
 
 FORMAT_VERSION = 1
-FILE_NAME = "manifest.json"
-ITEM = "leaves"  # Orbax's item of a step: the arrays, with the manifest next to them
-ITEM_MARK = "_METADATA"  # Orbax's mark of a tree
 NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
 _LIBRARIES = (
     *("jax", "flax", "optax", "orbax-checkpoint"),
@@ -35,21 +43,7 @@ DTYPES = frozenset(
 )
 PYTHON = "python"  # the dtype of Python scalars, which the manifest holds
 _SCALARS = (bool, int, float, str)
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """What the manifest says about one leaf in addition to the schema.
-
-    Attributes:
-      digest: 16 hexadecimal digits over its bits and its name; `None` if it is not in the store.
-      impl: of a PRNG key.
-      scalar: of a Python scalar.
-    """
-
-    digest: str | None = None
-    impl: str | None = None
-    scalar: Any = None
+EXTRA: Final = "extra"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +53,18 @@ class Manifest:
     Attributes:
       step: the number it was saved under.
       schema: its leaves and the optimizer that wrote them.
-      records: what else is known about each leaf, by name.
+      digests: of each leaf in the store, 16 hexadecimal digits over its bits and its name.
+      impls: the types of PRNG keys, by name.
+      scalars: the values of Python scalars, by name.
       metadata: JSON data saved with it.
-      extras: the structure of the pytree saved with it: see `extras.py`.
+      extras: the structure of the pytree saved with it.
     """
 
     step: int
     schema: Schema
-    records: Mapping[str, Record]
+    digests: Mapping[str, str]
+    impls: Mapping[str, str]
+    scalars: Mapping[str, Any]
     metadata: Any = None
     extras: Any = None
 
@@ -86,13 +84,43 @@ def is_scalar(leaf: Any) -> bool:
     return type(leaf) in _SCALARS
 
 
+def store_key(path: Names) -> Names:
+    """Returns the components of the key in the store: letters, digits, `_`, `-`, and `%` escapes.
+
+    Examples:
+      >>> store_key(('params', 'a.b', '../x', ''))
+      ('params', 'a%2Eb', '%2E%2E%2Fx', '%')
+    """
+    return tuple(
+        urllib.parse.quote(part, safe="", errors="surrogatepass")
+        .replace(".", "%2E")
+        .replace("~", "%7E")
+        or "%"
+        for part in path
+    )
+
+
+def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
+    """Returns a nested dictionary; raises a `LeafError` if one key is the beginning of another."""
+    for path in flat:
+        if any(path[:length] in flat for length in range(1, len(path))):
+            raise LeafError(
+                f"`{'/'.join(path)}`: another leaf has the same name, or its name is the beginning "
+                "of this one: rename one of them"
+            )
+    return dict(unflatten_dict(flat))
+
+
 def encode_schema(schema: Schema) -> bytes:
     """Returns the JSON of a schema without the values of counts, shared by all steps."""
-    names = [field.name for field in dataclasses.fields(LeafInfo) if field.name != "value"]
-    leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
+    fields = [(x.name, x.default) for x in dataclasses.fields(LeafInfo) if x.name != "value"]
+    leaves = [
+        {name: value for name, default in fields if (value := getattr(leaf, name)) != default}
+        for leaf in schema.leaves
+    ]
     # `record_data` would make a deep copy of every leaf.
-    others = record_data(dataclasses.replace(schema, leaves=(), versions=_versions()))
-    return _canonical({**others, "leaves": leaves})
+    data = record_data(dataclasses.replace(schema, leaves=(), versions=_versions()))
+    return _canonical({**data, "leaves": leaves})
 
 
 def encode_step(
@@ -147,7 +175,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote."""
-    path = item_folder(folder) / FILE_NAME
+    path = item_folder(folder) / MANIFEST
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -155,16 +183,6 @@ def read_manifest(folder: Path) -> Manifest:
             raise MissingError(f"`{folder}` has been deleted") from None
         raise DamagedError(f"`{path}` cannot be read: {error.strerror}") from error
     return decode(data, where=str(path))
-
-
-def has_item(folder: Path) -> bool:
-    """Whether a folder is a step of a `Checkpointer`; a tree of Orbax may have that name in it."""
-    return (folder / ITEM).is_dir() and not (folder / ITEM_MARK).is_file()
-
-
-def item_folder(folder: Path) -> Path:
-    """Returns where the manifest and the arrays are: in a step of a `Checkpointer`, or here."""
-    return folder / ITEM if has_item(folder) else folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,26 +210,31 @@ def _manifest(data: Any) -> Manifest:
     step, infos = body.step, body.schema.leaves
     if len(body.digests) != len(infos):
         raise LoadError(f"{len(body.digests)} digests of {len(infos)} leaves")
-    leaves, records = [], {}
+    leaves, digests, scalars = [], {}, {}
     for info, digest in zip(infos, body.digests, strict=True):
-        value, impl = step.values.get(info.name), step.impls.get(info.name)
+        value = step.values.get(info.name)
         is_python = info.dtype == PYTHON
         if not (info.is_key or is_python or info.dtype in DTYPES):
             raise LoadError(f"`{info.name:.200}`: `{info.dtype:.40}` is not a dtype of checkpoints")
         if (
             (is_python and not is_scalar(value))
-            or info.is_key != (impl is not None)
+            or info.is_key != (info.name in step.impls)
             or is_stored(info) != (digest is not None)
         ):
             raise LoadError(f"`{info.name:.200}`: what was recorded is not of {shown(info):.80}")
-        records[info.name] = Record(digest, impl, value if is_python else None)
-        leaves.append(info if is_python else dataclasses.replace(info, value=value))
-    if len(records) != len(leaves):
-        raise LoadError("two leaves have one name")
+        if digest is not None:
+            digests[info.name] = digest
+        if is_python:
+            scalars[info.name] = value
+        elif info.value != value:
+            info = dataclasses.replace(info, value=value)
+        leaves.append(info)
     schema = dataclasses.replace(body.schema, leaves=tuple(leaves))
+    if len(schema.by_name) != len(leaves):
+        raise LoadError("two leaves have one name")
     # `read_record` makes tuples of lists.
     metadata, extras = data["step"]["metadata"], data["step"].get("extras")
-    return Manifest(step.number, schema, records, metadata, extras)
+    return Manifest(step.number, schema, digests, step.impls, scalars, metadata, extras)
 
 
 def _canonical(data: Any) -> bytes:
@@ -227,3 +250,56 @@ def _check_keys(data: Any) -> None:
     if isinstance(data, list | tuple):
         for value in data:
             _check_keys(value)
+
+
+def structure_of(tree: Any) -> Any:
+    """Returns the structure of a pytree as JSON data.
+
+    Nodes other than dicts, lists and tuples become dicts by the names of their children; so do keys
+    that JSON does not have become strings.
+    """
+    opened = children(tree)
+    if tree is None:
+        return None
+    if opened is None:
+        if isinstance(tree, np.generic | np.ndarray):
+            return "numpy" if isinstance(tree, np.ndarray) else "scalar"
+        return "python" if is_scalar(tree) else "jax"
+    if isinstance(tree, dict):
+        named = [(_key(key), child) for key, child in tree.items()]
+    elif type(tree) in (list, tuple):
+        return {type(tree).__name__: [structure_of(child) for child in tree]}
+    else:
+        named = list(opened.children)
+    return {"dict": [[key, structure_of(child)] for key, child in named]}
+
+
+def _key(key: Any) -> Any:
+    is_exact = key is None or type(key) in (bool, int, float, str)
+    return key if is_exact else str(key)
+
+
+def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)) -> Any:
+    """Returns a pytree of the leaves at its paths; the inverse of `structure_of`."""
+    match structure:
+        case None:
+            return None
+        case "python" | "jax":
+            return leaf(path)
+        case "numpy":
+            return np.array(leaf(path))
+        case "scalar":
+            return np.asarray(leaf(path))[()]
+        case {"list": list(members)} | {"tuple": list(members)}:
+            nodes = [rebuilt(x, leaf, (*path, str(i))) for i, x in enumerate(members)]
+            return nodes if "list" in structure else tuple(nodes)
+        case {"dict": list(members)}:
+            return dict(_item(member, leaf, path) for member in members)
+    raise LoadError(f"`extras`: {structure!s:.40} is not the structure of a pytree")
+
+
+def _item(member: Any, leaf: Callable[[Names], Any], path: Names) -> tuple[Any, Any]:
+    match member:
+        case [None | bool() | int() | float() | str() as key, inner]:
+            return key, rebuilt(inner, leaf, (*path, str(key)))
+    raise LoadError(f"`extras`: {member!s:.40} is not a key and a structure")

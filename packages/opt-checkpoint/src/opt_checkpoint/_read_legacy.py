@@ -15,9 +15,9 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
 from opt_core.extend import Names, leaf_name
 
-from opt_checkpoint._legacy.layouts import sequence_of
 from opt_checkpoint.errors import LoadError
 
+PLACEHOLDER = "PLACEHOLDER://"  # of T5X: an array in a folder next to the file
 _CHUNKED = "__msgpack_chunked_array__"  # Flax's key for an array too large for one entry
 # entries of a dict, and of a list, for which msgpack 1.1 allocates memory when it is announced
 _MOST_KEYS, _MOST_LISTED = 1_000_000, 10_000
@@ -198,3 +198,17 @@ def _joined(entry: Mapping[str, Any]) -> np.ndarray | _Unreadable:
         return _Unreadable(f"the chunks of an array do not fit together: {error!s:.200}")
     whole.flags.writeable = False
     return whole
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether an entry stands for an array in a TensorStore folder next to the file."""
+    if isinstance(value, Mapping):
+        return value.keys() >= {"driver", "kvstore", "metadata"}
+    return isinstance(value, str) and value.startswith(PLACEHOLDER)
+
+
+def sequence_of(value: Any) -> list[Any] | None:
+    """Returns the items of a list, or of `{'0': ..., '1': ...}`; `None` for anything else."""
+    if isinstance(value, Mapping) and set(value) == {str(i) for i in range(len(value))}:
+        value = [value[str(i)] for i in range(len(value))]
+    return value if isinstance(value, list) else None

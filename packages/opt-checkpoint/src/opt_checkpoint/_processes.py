@@ -22,22 +22,6 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def raise_synced(error: OptimizerError | None) -> None:
-    """Raises the error of one process in all; all processes must call it."""
-    if jax.process_count() > 1:
-        mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
-        padded = np.frombuffer(mine[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
-        every = np.asarray(multihost_utils.process_allgather(padded))
-        for process, message in enumerate(every if error is None else ()):
-            kind, _, text = message.tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
-            if kind:
-                is_plain = kind != "PlanError"  # that one carries a plan
-                error_type = getattr(errors, kind, CheckpointError) if is_plain else CheckpointError
-                raise error_type(f"process {process}: {text}")
-    if error is not None:
-        raise error
-
-
 @contextmanager
 def sync_errors() -> Iterator[None]:
     """A block whose error is raised in all processes; all must reach its end."""
@@ -46,7 +30,18 @@ def sync_errors() -> Iterator[None]:
         yield
     except OptimizerError as caught:
         error = caught
-    raise_synced(error)
+    if jax.process_count() > 1:
+        text = f"{type(error).__name__} {error}".encode() if error is not None else b""
+        padded = np.frombuffer(text[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
+        texts = np.asarray(multihost_utils.process_allgather(padded))
+        for process, message in enumerate(texts if error is None else ()):
+            kind, _, what = message.tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
+            if kind:
+                is_plain = kind != "PlanError"  # that one carries a plan
+                error_type = getattr(errors, kind, CheckpointError) if is_plain else CheckpointError
+                raise error_type(f"process {process}: {what}")
+    if error is not None:
+        raise error
 
 
 def are_equal(data: bytes) -> bool:

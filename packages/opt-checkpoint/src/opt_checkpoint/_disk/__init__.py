@@ -1,1 +1,0 @@
-"""Steps on disk: Orbax, and what it lacks."""
