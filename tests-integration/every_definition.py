@@ -35,10 +35,8 @@ def _groups(matrices: OptimizerDef, rest: OptimizerDef) -> OptimizerDef:
 
 
 def _guarded() -> OptimizerDef:
-    guard = opt_accumulate.any_of(opt_accumulate.skip_not_finite)
-    return OptaxWrapper(
-        opt_accumulate.MultiSteps(optax.adamw(1e-2), 2, should_skip_update_fn=guard)
-    )
+    skip = opt_accumulate.skip_not_finite
+    return OptaxWrapper(opt_accumulate.MultiSteps(optax.adamw(1e-2), 2, should_skip_update_fn=skip))
 
 
 # What each dimension of a stack of matrices is; other parameters go by their sizes.

@@ -146,7 +146,7 @@ def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.shardi
         args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
         for reduce in ("auto", "deferred"):
             vg: Any = functools.partial(accumulate_gradients, loss_fn, reduce=reduce)
-            vg = vg(microbatch_size=size, smaller_last=True)
+            vg = vg(microbatch_size=size)
             assert_equal(jax.jit(vg)(*args), whole_batch(params, batch))
 
 
@@ -265,7 +265,7 @@ def test_several_data_axes_and_accumulators_over_any_of_them(spec: PartitionSpec
 # Randomness and dropped parts.
 
 
-def noisy(params: Tree, batch: Tree, scale: jax.Array, rng: jax.Array) -> Any:
+def noisy(params: Tree, batch: Tree, scale: jax.Array, *, rng: jax.Array) -> Any:
     noise = jax.random.randint(rng, batch["mask"].shape, 0, 3).astype(jnp.float32)
     losses = row_losses(params, batch) * noise * scale
     return (losses.sum(), batch["mask"].sum()), jax.random.key_data(rng)
@@ -344,10 +344,10 @@ def _assert_close(a: Tree, b: Tree) -> None:
 
 def test_rows_that_do_not_divide_over_the_devices() -> None:
     mesh = make_mesh(AxisType.Auto)
-    vg = accumulate_gradients(loss_fn, num_microbatches=3, reduce="deferred", mesh=mesh)
-    batch = make_batch()
+    make = functools.partial(accumulate_gradients, num_microbatches=3, reduce="deferred", mesh=mesh)
+    vg, batch = make(loss_fn), make_batch()
     with pytest.raises(BatchError, match="`batch` has 16 rows on each of 4 devices, which do not"):
-        vg(make_params(), batch)
+        make(lambda p, b: row_losses(p, b).mean(), weights="examples")(make_params(), batch)
     short = jax.tree.map(lambda leaf: leaf[:63], batch)
     with pytest.raises(BatchError, match="`batch` has 63 rows and `num_microbatches` is 3: the"):
         vg(make_params(), short)

@@ -25,8 +25,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 # Of each form: the limits of a mini-step that does not emit, of a window, of temporaries.
 FORMS: dict[str, tuple[float | None, float | None, float | None]] = {
     "apply": (1.1, 1.1, 0.01),
-    "apply, cond": (None, None, None),
-    "apply, select": (None, None, None),
     "update": (5.0, 3.0, 1.01),
     "optax": (None, None, None),
 }
@@ -42,7 +40,7 @@ def measure_windows(leaves: int, side: int, rounds: int) -> Iterator[Row]:
     """Yields three rows of each form."""
     params = {f"w{i}": jnp.full((side, side), 0.5) for i in range(leaves)}
     theirs = optax.MultiSteps(ADAMW, K)
-    loop, cond, select = (MultiSteps(ADAMW, K, form=f) for f in ("loop", "cond", "select"))
+    ours = MultiSteps(ADAMW, K)
 
     def accumulate(params: Any, state: Any, grads: Any) -> Any:
         acc, count = state
@@ -53,10 +51,8 @@ def measure_windows(leaves: int, side: int, rounds: int) -> Iterator[Row]:
     runners = {
         "accumulate": Runner(accumulate, params, (zeros, jnp.int32(0)), params),
         "adamw": Runner(optax_step(ADAMW), params, ADAMW.init(params), params),
-        "apply": Runner(loop.apply, params, loop.init(params), params),
-        "apply, cond": Runner(cond.apply, params, cond.init(params), params),
-        "apply, select": Runner(select.apply, params, select.init(params), params),
-        "update": Runner(optax_step(loop), params, loop.init(params), params),
+        "apply": Runner(ours.apply, params, ours.init(params), params),
+        "update": Runner(optax_step(ours), params, ours.init(params), params),
         "optax": Runner(optax_step(theirs), params, theirs.init(params), params),
     }
     steps: dict[str, list[float]] = {name: [] for name in runners}

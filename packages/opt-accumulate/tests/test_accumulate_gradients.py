@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from opt_accumulate import accumulate_gradients
+from opt_accumulate.errors import BatchError
 
 ROWS = 12
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
@@ -77,7 +78,7 @@ def assert_equal(a: Tree, b: Tree) -> None:
 
 @functools.cache
 def in_microbatches(size: int) -> Any:
-    return jax.jit(accumulate_gradients(loss_sum, microbatch_size=size, smaller_last=True))
+    return jax.jit(accumulate_gradients(loss_sum, microbatch_size=size))
 
 
 @hypothesis.given(
@@ -94,25 +95,67 @@ def test_ragged_masks_give_the_gradient_of_the_whole_batch_bit_for_bit(
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("unroll", [2, True])
-def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool) -> None:
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+@pytest.mark.parametrize("options", [{"num_microbatches": 5}, {"num_microbatches": 16}])
+def test_rows_that_do_not_divide_are_padded_with_rows_of_weight_zero(
+    options: Any, reduce: Any
+) -> None:
+    """In any form that a weight may have; keys of rows, scalars and outputs of rows among them."""
     params, batch = make_params(), make_batch()
-    vg = accumulate_gradients(loss_sum, num_microbatches=4, unroll=unroll)
-    assert_equal(jax.jit(vg)(params, batch), whole_batch(params, batch))
-    program = jax.jit(vg).lower(params, batch).compile().as_text()
-    assert program is not None
-    assert (" while(" in program) == (unroll is not True)
+    keys = jax.random.split(jax.random.key(1), ROWS)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def with_outputs(params: Tree, batch: Tree) -> Any:
+        losses = token_losses(params, batch["inner"]).sum(-1)
+        return loss_sum(params, batch["inner"]), {"losses": losses, "key": batch["key"]}
+
+    vg = accumulate_gradients(
+        with_outputs, has_aux=True, aux="concat", reduce=reduce, mesh=mesh, **options
+    )
+    (loss, aux), grads = jax.jit(vg)(params, {"inner": batch, "key": keys, "scalar": 3})
+    assert_equal((loss, grads), whole_batch(params, batch))
+    np.testing.assert_array_equal(aux["losses"], token_losses(params, batch).sum(-1))
+    assert (aux["key"] == keys).all()
+    of_mean = accumulate_gradients(
+        mean_over_tokens, weights=masked_tokens, reduce=reduce, mesh=mesh, **options
+    )
+    chex.assert_trees_all_close(of_mean(params, batch), whole_batch(params, batch), rtol=1e-6)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("size", [5, 20])
-def test_every_example_counts_the_same_in_a_smaller_last_microbatch(size: int) -> None:
+def test_padding_that_counts_is_an_error_or_nan() -> None:
+    params, batch = make_params(), make_batch()
+
+    def every_row(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        losses = token_losses(params, batch)
+        return losses.sum(), jnp.int32(losses.size)
+
+    def odd_mask(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        mask = batch["mask"] != 7  # of rows of zeros, too
+        return jnp.where(mask, token_losses(params, batch), 0.0).sum(), mask.sum()
+
+    rules: list[tuple[Any, Any]] = [(every_row, "returned")]
+    rules += [(mean_over_tokens, rule) for rule in ("examples", "mean_of_means", lambda batch: 3)]
+    for loss_fn, rule in rules:
+        vg = accumulate_gradients(loss_fn, microbatch_size=5, weights=rule)
+        words = (
+            "`microbatch_size` is 5. Rows of padding would count.* Take one of 1, 2, 3, 4, 6, 12;"
+        )
+        with pytest.raises(BatchError, match=words):
+            vg(params, batch)
+    (loss, metrics), grads = accumulate_gradients(odd_mask, microbatch_size=5, with_metrics=True)(
+        params, batch
+    )
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves((loss, grads, metrics.weight)))
+    assert not np.isnan(accumulate_gradients(odd_mask, microbatch_size=4)(params, batch)[0])
+
+
+def test_a_microbatch_that_is_larger_than_the_batch_is_the_batch() -> None:
     params, batch = make_params(), make_batch()
 
     def loss_fn(params: Tree, batch: Tree) -> jax.Array:
         return token_losses(params, batch).sum(-1).mean()
 
-    vg = accumulate_gradients(loss_fn, microbatch_size=size, smaller_last=True, weights="examples")
+    vg = accumulate_gradients(loss_fn, microbatch_size=20, weights="examples")
     expected = jax.value_and_grad(loss_fn)(params, batch)
     chex.assert_trees_all_close(vg(params, batch), expected, rtol=1e-6)
 
@@ -211,17 +254,17 @@ def test_auxiliary_outputs_are_stacked() -> None:
 def test_auxiliary_outputs_by_a_tree_of_rules() -> None:
     params, batch = make_params(), make_batch()
     rules = {"losses": "concat", "tokens": "sum", "mean": "mean", "none": None}
-    vg = accumulate_gradients(
-        loss_and_aux, microbatch_size=5, smaller_last=True, has_aux=True, aux=rules
-    )
+    vg = accumulate_gradients(loss_and_aux, microbatch_size=5, has_aux=True, aux=rules)
     (_, aux), _ = vg(params, batch)
     losses, tokens = token_losses(params, batch), masked_tokens(batch)
     np.testing.assert_array_equal(aux["losses"], losses)  # in the order of the batch
     assert aux["tokens"] == {"kept": tokens, "any": jnp.int32(3)}
     assert {leaf.dtype for leaf in aux["tokens"].values()} == {np.dtype("int32")}
-    rows = np.array([0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 2, 2])  # microbatch of each row
-    means = [float(losses[rows == i, 0].mean().astype(jnp.bfloat16)) for i in range(3)]
-    weights = [float(batch["mask"][rows == i].sum()) for i in range(3)]
+    padded = {"x": jnp.zeros((15, 3)), "mask": jnp.zeros((15, 2))}
+    padded = jax.tree.map(lambda zeros, leaf: zeros.at[:ROWS].set(leaf), padded, batch)
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i::3], padded) for i in range(3)]
+    means = [float(loss_and_aux(params, part)[1]["mean"]) for part in parts]
+    weights = [float(part["mask"].sum()) for part in parts]
     assert aux["mean"].dtype == jnp.float32
     np.testing.assert_allclose(aux["mean"], np.average(means, weights=weights), rtol=1e-6)
 
@@ -262,16 +305,14 @@ def draw(params: jax.Array, batch: jax.Array, rng: jax.Array) -> tuple[jax.Array
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_each_microbatch_has_its_own_key(make_key: Callable[[int], jax.Array]) -> None:
     key = make_key(7)
-    vg = accumulate_gradients(
-        draw, microbatch_size=4, smaller_last=True, rng=True, weights="examples", has_aux=True
-    )
-    (_, data), _ = vg(jnp.float32(1), jnp.ones(10), rng=key)
+    vg = accumulate_gradients(draw, microbatch_size=4, rng=True, weights="examples", has_aux=True)
+    (_, data), _ = vg(jnp.float32(1), jnp.ones(12), rng=key)
     expected = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(3)]
     np.testing.assert_array_equal(data, expected)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("size", [3, 12])
+@pytest.mark.parametrize("size", [2, 10])
 def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
     def loss_fn(w: jax.Array, x: jax.Array, scale: jax.Array, rng: jax.Array) -> tuple[Any, Any]:
         noise = jax.vmap(jax.random.normal)(rng)
@@ -280,7 +321,6 @@ def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
     vg = accumulate_gradients(
         loss_fn,
         microbatch_size=size,
-        smaller_last=True,
         rng="rows",
         weights="examples",
         has_aux=True,
@@ -423,7 +463,6 @@ def test_bfloat16_gradients_are_added_in_float32() -> None:
     in_bfloat16 = vg(accumulator_dtype=None)(w, x)[1]
     assert in_bfloat16.dtype == jnp.bfloat16
     assert np.abs(np.asarray(in_bfloat16, np.float64) - mean).max() > 2e-3
-    assert vg(grad_dtype="params")(w, x)[1].dtype == jnp.bfloat16
     assert vg(accumulator_dtype="float16")(w, x)[1].dtype == jnp.float16
 
 

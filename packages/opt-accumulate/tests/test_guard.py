@@ -239,7 +239,7 @@ def test_nonfinite_apply_makes_the_step_and_remembers_nothing_of_it() -> None:
 
 
 def test_in_a_window_it_judges_what_is_emitted() -> None:
-    tx = MultiSteps(guarded(loss=QUICK), 2, window_means=("loss",))
+    tx = MultiSteps(guarded(loss=QUICK), 2)
     params, state = START, tx.init(PARAMS)
     apply = jax.jit(lambda p, s, g, loss: tx.apply(p, s, g, loss=loss))
     for loss in [1.0] * 8 + [1.0, 30.0] + [1.0] * 2:

@@ -1,9 +1,8 @@
 """Where `MultiSteps` must be better than Optax's: each test shows what Optax does beside it."""
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +11,6 @@ import pytest
 from opt_accumulate import MultiSteps, skip_not_finite
 
 BOTH = pytest.mark.parametrize("kind", [MultiSteps, optax.MultiSteps])
-Form = Literal["loop", "cond", "select"]
-FORMS = get_args(Form)
 PARAMS = {"a": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.25)}
 SGD = optax.sgd(1.0)
 
@@ -56,11 +53,9 @@ def test_the_inner_optimizer_runs_only_to_emit(kind: Any) -> None:
     assert len(calls) == (2 if kind is MultiSteps else 8)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
-def test_apply_is_update_and_addition(form: Form) -> None:
+def test_apply_is_update_and_addition() -> None:
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-    steps = MultiSteps(inner, 3, form=form, should_skip_update_fn=skip_not_finite)
+    steps = MultiSteps(inner, 3, should_skip_update_fn=skip_not_finite)
     params: Any = PARAMS
     state: Any = steps.init(PARAMS)
     update = jax.jit(steps.update)
@@ -85,15 +80,12 @@ def test_parameters_stay_the_same_to_the_bit_between_steps() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("bad", "position"), [(jnp.inf, 0), (jnp.nan, 0), (-jnp.inf, 1)])
 @pytest.mark.parametrize("mean", [True, False])
-def test_the_damage_ends_at_its_own_emission(
-    mean: bool, bad: float, position: int, form: Form
-) -> None:
+def test_the_damage_ends_at_its_own_emission(mean: bool, bad: float, position: int) -> None:
     values = [1.0, 1.0, 3.0, 5.0]
     values[position] = bad
-    added, state = run(MultiSteps(SGD, 2, mean, form=form), values)
+    added, state = run(MultiSteps(SGD, 2, mean), values)
     assert added[0] == added[2] == 0.0
     assert not np.isfinite(added[1])
     assert added[3] == (-4.0 if mean else -8.0)
@@ -107,11 +99,9 @@ def test_a_bad_mini_step_that_is_skipped_never_happened(kind: Any) -> None:
     assert run(steps, [1.0, jnp.nan, 3.0, jnp.inf, 1.0, 1.0])[0] == [0, 0, -2.0, 0, 0, -1.0]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
-def test_inner_updates_do_not_leak_before_the_emission(form: Form) -> None:
+def test_inner_updates_do_not_leak_before_the_emission() -> None:
     inner = optax.sgd(lambda count: 1 / count)  # the first step is bad, nothing before it
-    assert run(MultiSteps(inner, 2, form=form), [1.0] * 4)[0] == [0, -jnp.inf, 0, -1]
+    assert run(MultiSteps(inner, 2), [1.0] * 4)[0] == [0, -jnp.inf, 0, -1]
 
 
 # has_updated
@@ -171,53 +161,26 @@ def test_extra_arguments_pass_a_chain(kind: Any) -> None:
     assert added == ([0.0, 14.0, 0.0, 22.0] if kind is MultiSteps else dropped)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
-def test_functions_and_trees_reach_the_inner_optimizer(form: Form) -> None:
-    tx = in_chain(MultiSteps(takes_value(), 1, form=form))
+def test_functions_and_trees_reach_the_inner_optimizer() -> None:
+    tx = in_chain(MultiSteps(takes_value(), 1))
     tree = {"x": jnp.ones(3), "key": (jnp.float32(1.0),)}
     updates, _ = tx.update(
         grads_of(1.0), tx.init(PARAMS), PARAMS, value=3.0, f=lambda v: v + 1, tree=tree
     )
     assert float(updates["b"]) == 2 * (4.0 + 4.0)
-    steps = MultiSteps(takes_value(), 2, form=form)
+    steps = MultiSteps(takes_value(), 2)
     _, state = steps.update(grads_of(1.0), steps.init(PARAMS), value=1.0, tree=tree)
     updates, _ = steps.update(grads_of(1.0), state, value=1.0, f=jnp.negative, tree=tree)
     assert float(updates["b"]) == 3.0
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
-def test_means_over_the_window(form: Form) -> None:
-    steps: Any = MultiSteps(
-        takes_value(),
-        2,
-        should_skip_update_fn=skip_not_finite,
-        window_means=("value",),
-        form=form,
-    )
-    state, added = steps.init(PARAMS), []
-    first = state
-    update = jax.jit(lambda g, s, v: steps.update(g, s, PARAMS, value=v))
-    for grad, value in ((1, 5.0), (jnp.nan, jnp.nan), (1, 7.0), (1, 1.0), (1, 2.0), (1, 40.0)):
-        updates, state = update(grads_of(grad), state, value)
-        added.append((float(updates["b"]), bool(steps.has_updated(state))))
-    emitted = [(6.0, True), (1.5, True)]
-    assert added == [(0, False), (0, False), emitted[0], (0, False), emitted[1], (0, False)]
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, first)
-    flushed, state = steps.flush(state, PARAMS)
-    assert float(flushed["b"]) == 40.0
-    assert float(state.skip_state["window_means"]["value"]) == 0.0
 
 
 # flush
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mean", [True, False])
-def test_flush_emits_what_the_window_holds(mean: bool, form: Form) -> None:
-    steps = MultiSteps(SGD, 4, mean, form=form, should_skip_update_fn=skip_not_finite)
+def test_flush_emits_what_the_window_holds(mean: bool) -> None:
+    steps = MultiSteps(SGD, 4, mean, should_skip_update_fn=skip_not_finite)
     _, state = run(steps, [1.0, 3.0, jnp.nan])
     assert not steps.has_updated(state)
     updates, flushed = jax.jit(steps.flush)(state, PARAMS)
@@ -319,23 +282,7 @@ def test_float64_is_not_truncated() -> None:
         assert float(updates["a"][0]) == -exact
 
 
-# JAX's transformations
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", ["cond", "select"])
-def test_reverse_derivatives(form: Form) -> None:
-    def loss(rate: jax.Array, form: Form) -> Any:
-        steps: Any = MultiSteps(optax.sgd(rate), 2, form=form)
-        params, state = PARAMS, steps.init(PARAMS)
-        for _ in range(2):
-            params, state = steps.apply(params, state, grads_of(2.0))
-        return params["b"]
-
-    grad = jax.jit(jax.grad(loss), static_argnums=1)
-    assert float(grad(jnp.float32(0.5), form)) == -2.0
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
-        grad(jnp.float32(0.5), "loop")
+# Buffers
 
 
 @pytest.mark.sample(1)
@@ -356,17 +303,19 @@ def test_init_shares_no_buffer_however_the_inner_state_is_made(copy: Any) -> Non
         assert kept["w"].tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.slow
-def test_optimizers_that_are_written_for_one_dtype() -> None:
-    """Those run under `optax.MultiSteps`, which rounds gradients before it hands them on."""
+def test_an_inner_optimizer_that_wants_one_dtype_is_called_once() -> None:
+    calls = []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        calls.append(1)
+        return jax.tree.map(jax.lax.add, updates, state), state
+
+    strict = optax.GradientTransformation(lambda params: params, update)
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    inner = optax.novograd(0.1)
-    steps, theirs = MultiSteps(inner, 1), optax.MultiSteps(inner, 1)
-    expected: Any
-    expected, _ = theirs.update(params, theirs.init(params), params)
-    with pytest.warns(UserWarning, match="`opt` cannot take gradients in the accumulator's fl"):
-        updates, _ = steps.update(params, steps.init(params), params)
-    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-6)
-    own = MultiSteps(optax.apply_if_finite(optax.adamw(1e-3), 3), 2, accumulator_dtype=None)
-    own.update(params, own.init(params), params)  # without a warning, which would be an error
+    steps = MultiSteps(strict, 1)
+    with pytest.raises(TypeError, match="same dtypes") as error:
+        steps.apply(params, steps.init(params), params)
+    assert "`accumulator_dtype=None` to accumulate in theirs" in error.value.__notes__[0]
+    assert len(calls) == 1
+    in_theirs = MultiSteps(strict, 1, accumulator_dtype=None)
+    in_theirs.update(params, in_theirs.init(params), params)

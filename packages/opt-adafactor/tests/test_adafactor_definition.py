@@ -268,7 +268,7 @@ def test_restoring_into_another_factoring_is_an_error() -> None:
         ({"learning_rate": "fast"}, TypeError, "`learning_rate` must be a number or None, found"),
         ({"beta1": True}, TypeError, "`beta1` must be a number or None, found True"),
         ({"clipping_threshold": 0.0}, ValueError, "`clipping_threshold` must be positive"),
-        ({"skip_nan_updates": "all"}, ValueError, "`skip_nan_updates` must be False, True"),
+        ({"skip_nan_updates": "all"}, ValueError, "`skip_nan_updates` must be False, or True"),
         (
             {"dtype_momentum": jnp.int8},
             TypeError,

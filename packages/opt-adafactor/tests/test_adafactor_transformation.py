@@ -71,11 +71,9 @@ def test_both_faces_have_the_same_numbers(options: dict[str, Any]) -> None:
     assert int(state.count) == 3
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("mode", [True, "tensor", "global"])
-def test_skipped_updates_are_zero(mode: Any) -> None:
-    tx: Any = ada.adafactor(0.1, skip_nan_updates=mode, **SMALL)
-    definition = Adafactor(0.1, skip_nan_updates=mode, **SMALL)
+def test_skipped_updates_are_zero() -> None:
+    tx: Any = ada.adafactor(0.1, skip_nan_updates=True, **SMALL)
+    definition = Adafactor(0.1, skip_nan_updates=True, **SMALL)
     optimizer, state = definition.create(FLAT), tx.init(FLAT)
     grads = {**grads_at(0, FLAT), "b": jnp.asarray([jnp.nan, 1.0, 1.0])}
     updates, state = tx.update(grads, state, FLAT)
@@ -83,7 +81,7 @@ def test_skipped_updates_are_zero(mode: Any) -> None:
     moved = jax.tree.map(lambda new, old: new - old, optimizer.target, FLAT)
     assert largest_difference(updates, moved) < 1e-6
     assert updates["b"].tolist() == [0.0, 0.0, 0.0]
-    assert bool((updates["w"] != 0).all()) == (mode != "global")
+    assert (updates["w"] != 0).all()
     chex.assert_trees_all_equal(state.v["b"], optimizer.state.param_states["b"].v)
 
 
@@ -186,8 +184,8 @@ def test_parameters_are_needed_and_gradients_must_look_like_them() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("skip", [False, "tensor", "global"])
-def test_tensors_that_are_alike_are_traced_once(skip: Any) -> None:
+@pytest.mark.parametrize("skip", [False, True])
+def test_tensors_that_are_alike_are_traced_once(skip: bool) -> None:
     tx = ada.adafactor(0.1, min_dim_size_to_factor=8, skip_nan_updates=skip)
     lines = []
     for leaves in 6, 60:
@@ -196,4 +194,4 @@ def test_tensors_that_are_alike_are_traced_once(skip: Any) -> None:
         text = lowered.as_text()
         assert text.count("stablehlo.rsqrt") == 2 * 3  # of rows and columns, for three shapes
         lines.append(len(text.splitlines()))
-    assert lines[1] - lines[0] < (60 - 6) * (30 if skip == "global" else 4)
+    assert lines[1] - lines[0] < (60 - 6) * 4

@@ -10,20 +10,15 @@ from importlib.metadata import version as _version
 from optax import EmaState, MultiStepsState, ShouldSkipUpdateFunction, TraceState, ema, trace
 
 from opt_accumulate import errors
-from opt_accumulate._average.average import with_average
-from opt_accumulate._average.evaluation import HoldsEvalParams, HoldsMasterParams, eval_params
-from opt_accumulate._average.state import AverageState
-from opt_accumulate._guard.guard import guard
-from opt_accumulate._guard.rollback import Rollback, rollback
-from opt_accumulate._guard.spike import Spike
-from opt_accumulate._guard.state import GuardReport, GuardState, Reason, report
+from opt_accumulate._average import AverageState, with_average
+from opt_accumulate._eval_params import HoldsEvalParams, HoldsMasterParams, eval_params
+from opt_accumulate._guard import guard
 from opt_accumulate._microbatches.accumulate import AccumulationMetrics, accumulate_gradients
-from opt_accumulate._multi_steps.multi_steps import MultiSteps
-from opt_accumulate._skip.combined import all_of, any_of
-from opt_accumulate._skip.functions import skip_large_updates, skip_not_finite
-from opt_accumulate._skip.outliers import skip_outliers
-from opt_accumulate._skip.state import StatefulSkipFunction
-from opt_accumulate._skip.stuck import check_skips
+from opt_accumulate._multi_steps import MultiSteps
+from opt_accumulate._report import GuardReport, GuardState, Reason, check_skips, report
+from opt_accumulate._rollback import Rollback, rollback
+from opt_accumulate._skip import skip_large_updates, skip_not_finite
+from opt_accumulate._spike import Spike
 from opt_accumulate._transformation import ParamsTransformation
 
 __version__ = _version("opt-accumulate")
@@ -43,11 +38,8 @@ __all__ = [
     "Rollback",
     "ShouldSkipUpdateFunction",
     "Spike",
-    "StatefulSkipFunction",
     "TraceState",
     "accumulate_gradients",
-    "all_of",
-    "any_of",
     "check_skips",
     "ema",
     "errors",
@@ -57,7 +49,6 @@ __all__ = [
     "rollback",
     "skip_large_updates",
     "skip_not_finite",
-    "skip_outliers",
     "trace",
     "with_average",
 ]

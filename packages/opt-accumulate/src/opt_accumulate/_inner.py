@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._dtypes import cast_like, widen
+from opt_accumulate._arrays import cast_like, widen
 from opt_accumulate._trees import differences
 
 
@@ -36,48 +35,25 @@ class InnerUpdate:
     def __call__(
         self, acc: Any, like: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Makes one step.
-
-        Args:
-          acc: the accumulated gradients; the optimizer gets them in no narrower dtypes than these
-            and those of `like`. One that is not written for other dtypes than its state's gets
-            them in those of `like`, as from Optax, with a warning.
-          like: arrays with the dtypes of the gradients.
-          state: of the optimizer.
-          params: the parameters.
-          extra_args: for the optimizer.
-
-        Returns:
-          The updates, and the new state in the dtypes of the old.
-        """
-        wide, narrow = widen(acc, like), cast_like(acc, like)
+        """Makes one step; `acc` goes in no narrower dtypes than its own and those of `like`."""
+        wide = widen(acc, like)
         try:
             updates, new_state = self.opt.update(wide, state, params, **extra_args)
         except TypeError as error:
-            if _dtypes(wide) == _dtypes(narrow):
-                raise
-            try:
-                updates, new_state = self.opt.update(narrow, state, params, **extra_args)
-            except TypeError:
-                raise error from None
-            warnings.warn(
-                "the inner optimizer `opt` cannot take gradients in the accumulator's "
-                f"{', '.join(_dtypes(wide))}: it gets them rounded to "
-                f"{', '.join(_dtypes(narrow))}. "
-                "Give it float32 parameters, or `accumulator_dtype=None` to accumulate in theirs.",
-                stacklevel=2,
-            )
+            if (dtypes := _dtypes(wide)) != _dtypes(like):
+                error.add_note(
+                    f"The inner optimizer got gradients of {', '.join(dtypes)}, the accumulator's, "
+                    f"not of {', '.join(_dtypes(like))}. If it needs one dtype for all, give it "
+                    "float32 parameters, or `accumulator_dtype=None` to accumulate in theirs."
+                )
+            raise
         _check_state(state, new_state)
         return updates, cast_like(new_state, state)
 
     def apply(
         self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Makes one step by the optimizer's own `apply`, if it has one.
-
-        Returns:
-          The new parameters and the new state, both in the dtypes of the old.
-        """
+        """Makes one step by the optimizer's own `apply`, if it has one; keeps all dtypes."""
         if self._apply is None:
             updates, new_state = self(grads, grads, state, params, extra_args)
             return cast_like(optax.apply_updates(params, updates), params), new_state
@@ -88,9 +64,7 @@ class InnerUpdate:
     def traced_once(self, extra_args: Mapping[str, Any]) -> InnerUpdate:
         """Returns the same, for one step, which is traced once though `updates_like` is asked.
 
-        Args:
-          extra_args: of the step; what is not an array has to stay as it is, and costs a second
-            trace.
+        What is not an array among `extra_args` has to stay as it is, and costs a second trace.
         """
         if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(extra_args)):
             return self
@@ -134,8 +108,7 @@ def _no_update(*_: Any, **__: Any) -> Any:
 
 
 def _check_state(old: Any, new: Any) -> None:
-    wrong = differences(old, new)
-    if wrong:
+    if wrong := differences(old, new):
         raise TypeError(
             "the inner optimizer `opt` returned another state than it was given:\n"
             + "\n".join(wrong)

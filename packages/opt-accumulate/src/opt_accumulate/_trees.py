@@ -1,4 +1,4 @@
-"""Paths of leaves, the nodes of a tree, and trees that stand for larger trees."""
+"""Paths of leaves, the nodes of a tree, and checks of trees that users pass."""
 
 from __future__ import annotations
 
@@ -13,22 +13,32 @@ from opt_accumulate.errors import OptionError
 
 _SHOWN = 20
 
+Path = tuple[Any, ...]
+
 
 def path_str(path: Sequence[Any]) -> str:
     """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
 
     Inside of a key `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
     a tree share a path.
-
-    Examples:
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
-      >>> path_str(path)
-      'mlp/a~1b/0'
     """
     if not path:
         return "."
     names = (keystr((key,), simple=True) for key in path)
     return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
+
+
+def children(node: Any) -> list[tuple[Path, Any]]:
+    """Returns what is right below a node of a tree, with its key; nothing of a leaf."""
+    keyed = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return [(path, child) for path, child in keyed if path]
+
+
+def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields all nodes of a tree with their paths, outer ones first; leaves too."""
+    yield path, node
+    for key, child in children(node):
+        yield from walk(child, path + key)
 
 
 def differences(expected: Any, found: Any) -> list[str]:
@@ -54,9 +64,7 @@ def differences(expected: Any, found: Any) -> list[str]:
 
 
 def not_numbers(tree: Any) -> list[str]:
-    """Returns one indented line for each leaf that JAX cannot compute with.
-
-    Random keys, abstract values and whatever else has a dtype of JAX's may pass.
+    """Returns one indented line for each leaf that JAX cannot compute with; random keys may pass.
 
     Examples:
       >>> not_numbers({'a': 1.0, 'b': 'text', 'c': np.array([None])})
@@ -71,26 +79,40 @@ def _what_is_wrong(leaf: Any) -> str:
         is_gone = not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
         return "a deleted array (was it donated?)" if is_gone else ""
     if isinstance(leaf, np.ndarray | np.generic):
-        is_known = leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
-        return "" if is_known else f"an array of dtype {leaf.dtype}"
+        is_number = leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
+        return "" if is_number else f"an array of dtype {leaf.dtype}"
     if isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype"):
         return ""
     return "" if hasattr(leaf, "__jax_array__") else f"a {type(leaf).__name__}"
+
+
+def check_numbers(tree: Any, argument: str) -> None:
+    """Raises a `TypeError` unless all leaves are arrays or numbers; lists every path."""
+    if wrong := not_numbers(tree):
+        raise TypeError(f"`{argument}` must be a tree of arrays; it has\n" + "\n".join(wrong))
+
+
+def check_like(tree: Any, accumulator: Any, argument: str = "updates") -> None:
+    """Raises unless gradients or parameters have the structure and shapes of the accumulator."""
+    check_numbers(tree, argument)
+    if wrong := differences(accumulator, tree):
+        raise ValueError(
+            f"`{argument}` do not look like the accumulator, which looks like the parameters that "
+            "`init` got:\n" + "\n".join(wrong) + "\nPass those parameters and gradients with "
+            "respect to them, or make a new state with `init`."
+        )
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Raises an `OptionError` unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"`{name}` must be an integer of at least {least}, found {value!r}.")
 
 
 def broadcast_prefix(
     prefix: Any, tree: Any, argument: str, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:
     """Returns, for every leaf of `tree`, the leaf of `prefix` at or above it.
-
-    Args:
-      prefix: a tree like `tree`, but whose leaves may stand where `tree` has subtrees.
-      tree: the larger tree.
-      argument: what the error calls `prefix`.
-      is_leaf: which nodes of `prefix` are leaves.
-
-    Raises:
-      OptionError: `prefix` is not a prefix of `tree`.
 
     Examples:
       >>> broadcast_prefix({'a': 'sum', 'b': 'mean'}, {'a': [1, 2], 'b': 3}, 'aux')
@@ -110,24 +132,3 @@ def _leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
     paths = [path_str(path) for path, _ in tree_flatten_with_path(tree, is_leaf)[0]]
     shown = ", ".join(paths[:_SHOWN]) or "no leaves"
     return shown if len(paths) <= _SHOWN else f"{shown} and {len(paths) - _SHOWN} more"
-
-
-Path = tuple[Any, ...]
-
-
-def children(node: Any) -> list[tuple[Path, Any]]:
-    """Returns what is right below a node of a tree, with its key; nothing of a leaf."""
-    found = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return [(path, child) for path, child in found if path]
-
-
-def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields all nodes of a tree with their paths, outer ones first; leaves too.
-
-    Examples:
-      >>> [len(path) for path, _ in walk({'a': (1, [2])})]
-      [0, 1, 2, 2, 3]
-    """
-    yield path, node
-    for key, child in children(node):
-        yield from walk(child, path + key)

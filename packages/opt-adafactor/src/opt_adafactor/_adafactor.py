@@ -16,9 +16,9 @@ from opt_core import (
     check_gradients,
     increment_step,
 )
-from opt_core.errors import HyperParamError
+from opt_core.errors import HyperParamError, TreeMismatchError
+from opt_core.extend import split_path
 
-from opt_adafactor import _tensor
 from opt_adafactor._axes import FactorMap, factor_rules_from_axes
 from opt_adafactor._derived_axes import derive_logical_axes
 from opt_adafactor._description import describe
@@ -31,17 +31,9 @@ from opt_adafactor._hyper_params import (
     check_overrides,
     check_static,
 )
-from opt_adafactor._inputs import at, check_slots, flatten_states, nest, put_slots
-from opt_adafactor._inputs import learning_rate as learning_rate_of
 from opt_adafactor._plan import Plan, Planner, missing_rule_hint
-from opt_adafactor._state import (
-    FLOAT32,
-    _AdafactorParamState,
-    init_slots,
-    used_slots,
-    with_placeholders,
-)
-from opt_adafactor._tree_update import clip_global_norm, make_scalars, update_tree, weight_decay
+from opt_adafactor._state import FLOAT32, _AdafactorParamState, init_states
+from opt_adafactor._update import decay_rate_pow, learning_rate_of, update_tree
 from opt_adafactor.errors import FactorRuleError
 
 
@@ -102,7 +94,7 @@ class Adafactor(OptimizerDef):
         weight_decay_rate_lr_exponent: Any = None,
         global_norm_clip_threshold: Any = None,
         max_parameter_scale: Any = None,
-        skip_nan_updates: bool | str = False,
+        skip_nan_updates: bool = False,
         respect_rank2_rules: bool = False,
     ) -> None:
         """Creates a definition; numeric hyper-parameters can be overridden in each step.
@@ -135,9 +127,8 @@ class Adafactor(OptimizerDef):
           global_norm_clip_threshold: maximum global norm of the gradients; `None` or 0 disables
             clipping by global norm.
           max_parameter_scale: maximum parameter scale; `None` for no limit.
-          skip_nan_updates: what to leave unchanged if a step produces inf or NaN: nothing (False),
-            the affected entries (True, as T5X does for NaN), the affected tensors (`'tensor'`), or
-            all tensors (`'global'`). The step counter is incremented in any case.
+          skip_nan_updates: whether entries of parameters and statistics that a step would make inf
+            or NaN stay as they are. The step counter is incremented in any case.
           respect_rank2_rules: whether to apply explicit rules to parameters of rank 2 and below
             that have no batch dimension. T5X ignores them to keep a single checkpoint layout, and
             so does the default.
@@ -258,12 +249,8 @@ class Adafactor(OptimizerDef):
           ParamAxesError: the axes passed to `with_param_axes` do not match the parameters.
         """
         plan = self._plan(params)
-        leaves = plan.treedef.flatten_up_to(params)
         dtype = None if self.hyper_params.beta1 is None else self.dtype_momentum
-        states = [
-            _AdafactorParamState(*with_placeholders(init_slots(leaf, factoring, dtype)))
-            for leaf, factoring in zip(leaves, plan.factorings, strict=True)
-        ]
+        states = init_states(plan, params, dtype)
         return OptimizerState(jnp.zeros([], jnp.int32), plan.treedef.unflatten(states))
 
     def update_hyper_params(self, **overrides: Any) -> Any:
@@ -304,32 +291,14 @@ class Adafactor(OptimizerDef):
         self._check_overrides(hyper_params)
         check_gradients(params, grads)
         plan = self._plan(params)
-        has_momentum = hyper_params.beta1 is not None
-        states = flatten_states(plan, state.param_states)
-        rate = learning_rate_of(hyper_params, state.step)
-        grads = clip_global_norm(
-            plan.treedef.flatten_up_to(grads),
-            hyper_params.global_norm_clip_threshold,
-            spoils=bool(hyper_params.skip_nan_updates),
-        )
-        leaves = [jnp.asarray(p) for p in plan.treedef.flatten_up_to(params)]
-        slots = [
-            used_slots(s, f, has_momentum=has_momentum)
-            for s, f in zip(states, plan.factorings, strict=True)
-        ]
-        check_slots(plan, leaves, slots, has_momentum=has_momentum)
-        new_params, new_slots = update_tree(
+        new_params, new_states = update_tree(
             plan,
-            make_scalars(hyper_params, state.step, rate),
-            leaves,
-            [jnp.asarray(g) for g in grads],
-            slots,
-            scale_by_param=hyper_params.multiply_by_parameter_scale,
-            decays=[weight_decay(hyper_params, rate)] * len(states),
-            skip=hyper_params.skip_nan_updates,
-            finish=_tensor.subtract,
+            hyper_params,
+            state.step,
+            plan.arrays(params),
+            plan.arrays(grads),
+            _flatten_states(plan, state.param_states),
         )
-        new_states = [put_slots(old, new) for old, new in zip(states, new_slots, strict=True)]
         unflatten = plan.treedef.unflatten
         return unflatten(new_params), OptimizerState(
             increment_step(state.step), unflatten(new_states)
@@ -378,7 +347,7 @@ class Adafactor(OptimizerDef):
 
     @staticmethod
     def _decay_rate_pow(i: Any, exponent: Any = 0.8) -> jax.Array:
-        return _tensor.decay_rate_pow(i, exponent)
+        return decay_rate_pow(i, exponent)
 
     def _parse_rule(
         self, rule: Any, shape: Any, path: str, fallback_to_heuristics: bool = True
@@ -400,8 +369,8 @@ class Adafactor(OptimizerDef):
           param: the parameter.
           path: its `/`-joined keys.
         """
-        state = self.init_state(nest(path, param)).param_states
-        return at(state, path)  # type: ignore[no-any-return]
+        state = self.init_state(_nest(path, param)).param_states
+        return _at(state, path)  # type: ignore[no-any-return]
 
     def apply_param_gradient(
         self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any, path: str
@@ -419,11 +388,11 @@ class Adafactor(OptimizerDef):
         Returns:
           The new parameter and its new state.
         """
-        params, grads, states = (nest(path, x) for x in (param, grad, state))
+        params, grads, states = (_nest(path, x) for x in (param, grad, state))
         new, new_state = self.apply_gradient(
             hyper_params, params, OptimizerState(step, states), grads
         )
-        return at(new, path), at(new_state.param_states, path)
+        return _at(new, path), _at(new_state.param_states, path)
 
     def _rules_of(self, param_axes: Any) -> FactorMap:
         return factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
@@ -432,18 +401,18 @@ class Adafactor(OptimizerDef):
         self._axis_rules = axis_rules
         factor_map = self._public_factor_map(axis_rules[-1])
         self.hyper_params = self.hyper_params.replace(factor_map=factor_map)
-        self._planner = self._new_planner(self._planner.warned)
+        self._planner = self._new_planner()
 
     def _public_factor_map(self, rules: FactorMap) -> Mapping[str, Any]:
         """Returns `hyper_params.factor_map` for rules derived from axes; overridden in `t5x`."""
         return rules
 
-    def _new_planner(self, warned: set[tuple[str, ...]] | None = None) -> Planner:
+    def _new_planner(self) -> Planner:
         hyper = self.hyper_params
         options = FactoringOptions(
             hyper.factored, hyper.min_dim_size_to_factor, hyper.respect_rank2_rules
         )
-        return Planner(options, hyper.factor_map, self._axis_rules, warned)
+        return Planner(options, hyper.factor_map, self._axis_rules)
 
     def _plan(self, params: Any) -> Plan:
         try:
@@ -466,3 +435,35 @@ class Adafactor(OptimizerDef):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._planner = self._new_planner()
+
+
+def _flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
+    """Returns the state of every parameter, in the order of the plan."""
+    try:
+        states = plan.treedef.flatten_up_to(param_states)
+    except ValueError as error:
+        raise TreeMismatchError(
+            f"`param_states` do not have the tree structure of the parameters: {error}. Create the "
+            "state for these parameters, and restore into it."
+        ) from None
+    for path, state in zip(plan.paths, states, strict=True):
+        if not isinstance(state, _AdafactorParamState):
+            raise TreeMismatchError(
+                f"`param_states` of `{path}`: expected an Adafactor parameter state, found a "
+                f"{type(state).__name__}"
+            )
+    return [jax.tree.map(jnp.asarray, state) for state in states]
+
+
+def _nest(path: str, leaf: Any) -> Any:
+    """Returns a nested dict with a single leaf at a `/`-joined path."""
+    for key in reversed(split_path(path)):
+        leaf = {key: leaf}
+    return leaf
+
+
+def _at(tree: Any, path: str) -> Any:
+    """Returns the subtree at a `/`-joined path."""
+    for key in split_path(path):
+        tree = tree[key]
+    return tree

@@ -43,14 +43,9 @@ class FactorMap(Mapping[str, FactorRule]):
 
 
 def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
-    """Returns the axes of every parameter by path.
+    """Returns the axes of every parameter by path, whatever the containers.
 
-    Args:
-      param_axes: a tree with the keys of the parameters, with any container types. A leaf is a
-        `PartitionSpec`, a tuple of names, `None` for no names, or a Flax box.
-
-    Raises:
-      ParamAxesError: a leaf is anything else, or two leaves have the same path.
+    A leaf is a `PartitionSpec`, a tuple of names, `None` for no names, or a Flax box.
 
     Examples:
       >>> axes = flatten_axes({'mlp': [PartitionSpec('embed', 'mlp')], 'scale': None})
@@ -62,11 +57,7 @@ def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
 
 
 def axes_by_path(entries: Iterable[tuple[str, Any]]) -> dict[str, PartitionSpec | None]:
-    """Returns the axes of every parameter by path, from pairs of path and axes.
-
-    Raises:
-      ParamAxesError: a value is not axes, or two have the same path.
-    """
+    """Returns the axes of every parameter by path, or raises a `ParamAxesError`."""
     axes: dict[str, PartitionSpec | None] = {}
     for path, leaf in entries:
         if path in axes:
@@ -81,15 +72,6 @@ def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, A
     A dimension without a name is `NONE`; several names on one dimension must agree. Parameters that
     do not have both `ROW` and `COLUMN` dimensions are not factored. Parameters without axes use the
     heuristic.
-
-    Args:
-      param_axes: see `flatten_axes`.
-      logical_factor_rules: the `FactorDim`, or its name, of each axis name.
-
-    Raises:
-      UnknownNameError: there is no rule for an axis name.
-      FactorRuleError: a parameter combines `ROW`, `COLUMN` and `NONE`, or names disagree.
-      ParamAxesError: a leaf is not axes.
     """
     dims = {name: factor_name_to_factordim(dim) for name, dim in logical_factor_rules.items()}
     return FactorMap(
@@ -98,15 +80,7 @@ def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, A
 
 
 def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) -> None:
-    """Checks that `axes` has exactly one entry of the right rank for every parameter.
-
-    Args:
-      paths: shapes of the parameters by path.
-      axes: specs or factor rules by path.
-
-    Raises:
-      ParamAxesError: an entry is missing, superfluous or of the wrong rank; lists all paths.
-    """
+    """Raises a `ParamAxesError` unless each parameter has exactly one entry, of its rank."""
     lines = [f"{path}: no axes given" for path in paths if path not in axes]
     lines += [f"{path}: not a parameter" for path in axes if path not in paths]
     for path, shape in paths.items():

@@ -49,7 +49,7 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
     require_optax()
     import optax
 
-    owner = _find(like, (AdafactorState, optax.FactoredState), "like")
+    owner = _find(like, "like")
     treedef: Any = jax.tree.structure(owner.v)
     states = _param_states(state.param_states, treedef)
     trees = {slot: treedef.unflatten([getattr(s, slot) for s in states]) for slot in _SLOTS}
@@ -63,7 +63,8 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
         )
 
     def fill(node: Any) -> Any:
-        new = node._replace(count=_count(state.step), **_poured(node, trees))
+        slots = {slot: _pour(getattr(node, slot), trees[slot], slot) for slot in _SLOTS}
+        new = node._replace(count=_count(state.step), **slots)
         return new._replace(m=_pour(node.m, m, "m")) if is_own and node.m is not None else new
 
     def fill_sibling(node: Any) -> Any:
@@ -82,7 +83,10 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
             children = [fill_sibling(child) for child in children]  # siblings in its own chain
         children = [rebuild(child) for child in children]
         node = jax.tree.unflatten(structure, children)
-        return _recount(node, state.step) if isinstance(node, _injected()) else node
+        is_injected = isinstance(
+            node, optax.InjectHyperparamsState | optax.InjectStatefulHyperparamsState
+        )
+        return _recount(node, state.step) if is_injected else node
 
     return rebuild(like)
 
@@ -111,9 +115,7 @@ def from_optax_state(state: Any) -> OptimizerState:
       ((128,), (1,))
     """
     require_optax()
-    import optax
-
-    owner = _find(state, (AdafactorState, optax.FactoredState), "state")
+    owner = _find(state, "state")
     if isinstance(owner, AdafactorState):
         m = owner.m
     else:
@@ -169,12 +171,6 @@ def _holds(node: Any, owner: Any) -> bool:
     )
 
 
-def _injected() -> tuple[type, ...]:
-    import optax
-
-    return optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
-
-
 def _recount(node: Any, step: Any) -> Any:
     """Sets the step in a state of `optax.inject_hyperparams` and in its schedules."""
     import optax
@@ -194,21 +190,19 @@ def _float32(slot: Any) -> jax.Array:
     return jnp.array(slot, jnp.float32)
 
 
-def _all(state: Any, kinds: tuple[type, ...]) -> list[Any]:
-    def is_kind(node: Any) -> bool:
-        return isinstance(node, kinds)
+def _find(state: Any, argument: str) -> Any:
+    import optax
 
-    return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
+    def is_state(node: Any) -> bool:
+        return isinstance(node, AdafactorState | optax.FactoredState)
 
-
-def _find(state: Any, kinds: tuple[type, ...], argument: str) -> Any:
-    found = _all(state, kinds)
-    if len(found) != 1:
+    states = [node for node in jax.tree.leaves(state, is_leaf=is_state) if is_state(node)]
+    if len(states) != 1:
         raise StateConversionError(
-            f"`{argument}` must contain exactly one Adafactor state, found {len(found)} in a "
+            f"`{argument}` must contain exactly one Adafactor state, found {len(states)} in a "
             f"{type(state).__name__}. Convert the states of several groups one by one."
         )
-    return found[0]
+    return states[0]
 
 
 def _param_states(param_states: Any, treedef: Any) -> list[_AdafactorParamState]:
@@ -222,10 +216,6 @@ def _param_states(param_states: Any, treedef: Any) -> list[_AdafactorParamState]
             f"`like`: {treedef}"
         )
     return states
-
-
-def _poured(node: Any, trees: dict[str, Any]) -> dict[str, Any]:
-    return {slot: _pour(getattr(node, slot), trees[slot], slot) for slot in _SLOTS}
 
 
 def _pour(reference: Any, tree: Any, slot: str) -> Any:

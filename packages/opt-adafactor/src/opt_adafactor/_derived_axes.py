@@ -11,7 +11,7 @@ from opt_core import Optimizer, OptimizerState
 from opt_adafactor._axes import axes_by_path, check_covers, flatten_axes
 from opt_adafactor._factoring import Factoring
 from opt_adafactor._plan import Plan
-from opt_adafactor._state import _AdafactorParamState
+from opt_adafactor._state import _AdafactorParamState, kept_dims
 
 
 def derive_logical_axes(
@@ -42,11 +42,9 @@ def _axes_by_path(plan: Plan, param_axes: Any) -> dict[str, PartitionSpec | None
 def _state_axes(
     spec: PartitionSpec | None, factoring: Factoring, *, has_momentum: bool
 ) -> _AdafactorParamState:
-    if spec is None:
-        return _AdafactorParamState(None, None, None, None)
-    m = spec if has_momentum else None
-    if not factoring.is_factored:
-        return _AdafactorParamState(None, None, spec, m)
-    v_row = PartitionSpec(*(spec[dim] for dim in factoring.row_dims))
-    v_col = PartitionSpec(*(spec[dim] for dim in factoring.col_dims))
-    return _AdafactorParamState(v_row, v_col, None, m)
+    kept = kept_dims(factoring, has_momentum=has_momentum)
+    axes = {
+        name: None if spec is None or dims is None else PartitionSpec(*(spec[d] for d in dims))
+        for name, dims in kept.items()
+    }
+    return _AdafactorParamState(**axes)

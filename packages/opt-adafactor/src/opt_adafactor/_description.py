@@ -16,22 +16,21 @@ from opt_adafactor._axes import FactorMap
 from opt_adafactor._factoring import Factoring
 from opt_adafactor._hparam_map import HParamMap
 from opt_adafactor._plan import Plan
+from opt_adafactor._state import kept_dims
 
 NAME: Final = "adafactor"
+_ROLES: Final[dict[str, Any]] = {
+    "v_row": "factored",
+    "v_col": "factored",
+    "v": "second_moment",
+    "m": "moment",
+}
 
 
 def describe(
     plan: Plan, hyper_params: Any, params: Any, param_states: Any, dtype_momentum: Any
 ) -> StateDescription:
-    """Returns a description of every leaf of a state; see `Adafactor.describe_state`.
-
-    Args:
-      plan: how each parameter is factored.
-      hyper_params: the hyper-parameters of the definition.
-      params: the parameters.
-      param_states: an entry per parameter with the slots of `_AdafactorParamState`.
-      dtype_momentum: the dtype of the momentum.
-    """
+    """Returns a description of every leaf of a state; see `Adafactor.describe_state`."""
     has_momentum = hyper_params.beta1 is not None
     keyed, _ = jax.tree_util.tree_flatten_with_path(params)
     entries = plan.treedef.flatten_up_to(param_states)
@@ -53,20 +52,11 @@ def describe(
 def _entry(
     param: tuple[str, ...], factoring: Factoring, entry: Any, *, has_momentum: bool
 ) -> Iterator[LeafDescription]:
-    everything = tuple(range(factoring.rank))
-    used: dict[str, tuple[Any, tuple[int | None, ...]]] = {"v": ("second_moment", everything)}
-    if factoring.is_factored:
-        used = {
-            "v_row": ("factored", factoring.row_dims),
-            "v_col": ("factored", factoring.col_dims),
-        }
-    if has_momentum:
-        used["m"] = ("moment", everything)
+    kept = kept_dims(factoring, has_momentum=has_momentum)
     for names, leaf in flatten_with_paths(entry):
         if leaf is None:
             continue
-        # An unused slot is a placeholder of one entry, unrelated to the parameter.
-        role, dims = used.get(names[-1], (None, (None,) * np.ndim(leaf)))
+        dims = kept.get(names[-1])
         yield LeafDescription(
             path=(*param, *names),
             group=(),
@@ -74,8 +64,9 @@ def _entry(
             number=1,
             field=names,
             parameter=param,
-            dimensions=dims,
-            role=role or "other",
+            # An unused slot is a placeholder of one entry, unrelated to the parameter.
+            dimensions=(None,) * np.ndim(leaf) if dims is None else dims,
+            role="other" if dims is None else _ROLES[names[-1]],
             source="stated",
         )
 

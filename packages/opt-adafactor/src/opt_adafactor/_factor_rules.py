@@ -90,16 +90,7 @@ def standard_logical_factor_rules() -> FrozenDict[str, FactorDim]:
 
 
 def convert_logical_rules(rules: Mapping[str, Any]) -> FrozenDict[str, FactorDim]:
-    """Returns the rules of logical axes, with names converted to `FactorDim`s.
-
-    Raises:
-      UnknownNameError: a name is not that of a `FactorDim`.
-      FactorRuleError: the rule of an axis is neither a `FactorDim` nor a name.
-
-    Examples:
-      >>> convert_logical_rules({'embed': 'row'})['embed']
-      <FactorDim.ROW: 2>
-    """
+    """Returns the rules of logical axes, with names converted to `FactorDim`s."""
     return FrozenDict({axis: _convert_logical_rule(axis, rule) for axis, rule in rules.items()})
 
 

@@ -60,14 +60,7 @@ class Factoring:
 
 
 class FactoringOptions(NamedTuple):
-    """The options of `Adafactor` that affect factoring; see there.
-
-    Attributes:
-      factored: whether to factor at all.
-      min_dim_size_to_factor: minimum size of both dimensions for the heuristic to factor.
-      respect_rank2_rules: whether to apply explicit rules of rank 2 and below without batch
-        dimensions.
-    """
+    """The options of `Adafactor` that affect factoring; see there."""
 
     factored: bool
     min_dim_size_to_factor: int
@@ -75,14 +68,7 @@ class FactoringOptions(NamedTuple):
 
 
 def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[int, int] | None:
-    """Returns the row and column dimension chosen by size.
-
-    Args:
-      shape: shape of the parameter.
-      options: see `FactoringOptions`.
-
-    Returns:
-      The second largest and the largest dimension, or `None` if the former is too small.
+    """Returns the second largest and the largest dimension, or `None` if the former is too small.
 
     Examples:
       >>> heuristic_dims((24, 16), FactoringOptions(True, 8, False))
@@ -98,17 +84,7 @@ def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[i
 def parse_rule(
     rule: Any, shape: tuple[int, ...], path: str, options: FactoringOptions
 ) -> Factoring:
-    """Returns the factoring of one parameter.
-
-    Args:
-      rule: `None`, `HEURISTIC_RULE`, or a `FactorDim` (or its name) per dimension.
-      shape: shape of the parameter.
-      path: path of the parameter, for error messages.
-      options: see `FactoringOptions`.
-
-    Raises:
-      FactorRuleError: the rule is invalid or has the wrong rank, or the heuristic is applied to a
-        rank above 2.
+    """Returns the factoring of one parameter, or raises a `FactorRuleError`.
 
     Examples:
       >>> scanned = (FactorDim.ROW, FactorDim.BATCH, FactorDim.COLUMN)
@@ -130,11 +106,7 @@ def parse_rule(
 
 
 def convert_rule(rule: Any, shape: tuple[int, ...], path: str) -> FactorRule:
-    """Returns a rule with names converted to `FactorDim`s.
-
-    Raises:
-      FactorRuleError: the rule is invalid, or has the wrong rank for the parameter.
-    """
+    """Returns a rule with names converted to `FactorDim`s, or raises a `FactorRuleError`."""
     return rule if rule is None or isinstance(rule, HeuristicRule) else _dims(rule, shape, path)
 
 

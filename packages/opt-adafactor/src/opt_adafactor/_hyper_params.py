@@ -26,7 +26,6 @@ _OPTIONAL = {
     *("learning_rate", "beta1", "clipping_threshold", "weight_decay_rate"),
     *("weight_decay_rate_lr_exponent", "global_norm_clip_threshold", "max_parameter_scale"),
 }
-SKIP_MODES = (False, True, "tensor", "global")
 
 
 class _AdafactorHyperParams(flax.struct.PyTreeNode):
@@ -58,12 +57,7 @@ def is_known(value: Any) -> bool:
 
 
 def check_hyper_params(hyper_params: Any) -> None:
-    """Checks the types and values of the hyper-parameters.
-
-    Raises:
-      TypeError: a hyper-parameter has the wrong type.
-      ValueError: a hyper-parameter is not a scalar, or is out of range.
-    """
+    """Raises a `TypeError` or `ValueError` unless all hyper-parameters are in their ranges."""
     for name in _NUMBERS:
         _check_number(name, getattr(hyper_params, name))
     scale = hyper_params.multiply_by_parameter_scale
@@ -72,11 +66,10 @@ def check_hyper_params(hyper_params: Any) -> None:
             "`multiply_by_parameter_scale` must be a bool or an `HParamMap`, found "
             f"{type(scale).__name__}"
         )
-    mode = hyper_params.skip_nan_updates
-    if not any(mode is known or mode == known for known in SKIP_MODES if type(mode) is type(known)):
+    if not isinstance(hyper_params.skip_nan_updates, bool):
         raise ValueError(
-            "`skip_nan_updates` must be False, True (entrywise, as in T5X), 'tensor' or 'global', "
-            f"found {_shown(mode)}"
+            "`skip_nan_updates` must be False, or True to skip entries as T5X does, found "
+            f"{_shown(hyper_params.skip_nan_updates)}. To skip steps, use `opt_accumulate.guard`."
         )
     threshold = hyper_params.clipping_threshold
     if is_known(threshold) and not threshold > 0:
@@ -95,11 +88,7 @@ def check_hyper_params(hyper_params: Any) -> None:
 def check_static(
     factored: Any, min_dim_size_to_factor: Any, dtype_momentum: Any, respect: Any
 ) -> None:
-    """Checks the types of the arguments that determine the structure of the state.
-
-    Raises:
-      TypeError: an argument has the wrong type.
-    """
+    """Raises a `TypeError` for an argument that determines the structure of the state."""
     for name, flag in (("factored", factored), ("respect_rank2_rules", respect)):
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"`{name}` must be a bool, found {type(flag).__name__}")
@@ -114,11 +103,7 @@ def check_static(
 
 
 def check_overrides(own: Any, given: Any) -> None:
-    """Checks that `given` does not override what a definition's `own` hyper-parameters fix.
-
-    Raises:
-      HyperParamError: a hyper-parameter cannot be overridden.
-    """
+    """Raises a `HyperParamError` where `given` overrides what `own` hyper-parameters fix."""
     if own is given:
         return
     for name in _FIXED:

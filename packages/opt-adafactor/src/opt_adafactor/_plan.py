@@ -43,50 +43,28 @@ class Plan(NamedTuple):
     paths: tuple[str, ...]
     factorings: tuple[Factoring, ...]
 
+    def arrays(self, tree: Any) -> list[jax.Array]:
+        """Returns the leaves of a tree like the parameters, in the order of the plan."""
+        return [jnp.asarray(leaf) for leaf in self.treedef.flatten_up_to(tree)]
+
 
 class Planner:
     """Creates and caches the plans of trees of parameters.
 
-    Rules are looked up and validated when a tree is first seen, not at every trace, and each
-    warning is logged once.
-
-    Attributes:
-      options: see `FactoringOptions`.
-      warned: the warnings logged so far.
+    Rules are looked up, validated and warned about when a tree is first seen, not at every trace.
+    Those derived from logical axes, one map per model, take precedence over `factor_map`.
     """
 
     def __init__(
-        self,
-        options: FactoringOptions,
-        factor_map: Any,
-        axis_rules: tuple[FactorMap, ...] = (),
-        warned: set[tuple[str, ...]] | None = None,
+        self, options: FactoringOptions, factor_map: Any, axis_rules: tuple[FactorMap, ...] = ()
     ) -> None:
-        """Creates a planner.
-
-        Args:
-          options: see `FactoringOptions`.
-          factor_map: an `HParamMap` of rules, or `None`.
-          axis_rules: rules derived from logical axes, one map per model; they take precedence over
-            `factor_map`.
-          warned: warnings logged by an earlier planner of the same definition.
-        """
         self.options = options
         self._factor_map = factor_map
         self._axis_rules = axis_rules
         self._plans: dict[Any, Plan] = {}
-        self.warned: set[tuple[str, ...]] = set() if warned is None else warned
 
     def plan(self, params: Any) -> Plan:
-        """Returns the plan of a tree.
-
-        Raises:
-          FactorRuleError: a rule is missing, or does not fit its parameter.
-          ParamAxesError: the given axes do not match the parameters.
-          UnknownNameError: no pattern of `factor_map` matches a path.
-          TreeMismatchError: two parameters have the same path.
-          TypeError: a parameter is not a real floating-point array.
-        """
+        """Returns the plan of a tree, or raises where a rule is missing or does not fit."""
         leaves, treedef = jax.tree.flatten(params)
         key = treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
         if (plan := self._plans.get(key)) is None:
@@ -142,8 +120,7 @@ class Planner:
                 continue
             if not parse_rule(rule, shapes[path], path, respecting).is_equivalent(found):
                 lines.append(f"`{path}` {shapes[path]}: {_show(rule)}")
-        if lines and tuple(lines) not in self.warned:
-            self.warned.add(tuple(lines))
+        if lines:
             more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
             logger.warning(
                 "explicit factor rules of rank 2 and below are ignored, as in T5X. The heuristic "

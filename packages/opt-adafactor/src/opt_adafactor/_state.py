@@ -1,18 +1,22 @@
-"""The state of one parameter, in T5X's layout and without its placeholders."""
+"""The state of one parameter, in T5X's layout."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from opt_core.errors import TreeMismatchError
 
 from opt_adafactor._factoring import Factoring
+from opt_adafactor._plan import Plan
 
 # Not `jnp.float32`, which is callable: `optax.inject_hyperparams` would take it for a schedule.
 FLOAT32 = np.dtype("float32")
+FIELDS = ("v_row", "v_col", "v", "m")
 
 
 class _AdafactorParamState(flax.struct.PyTreeNode):
@@ -22,56 +26,13 @@ class _AdafactorParamState(flax.struct.PyTreeNode):
       v_row: float32; the parameter's shape without the column dimensions.
       v_col: float32; the parameter's shape without the row dimensions.
       v: float32; the parameter's shape; used if it is not factored.
-      m: momentum; the parameter's shape.
+      m: momentum; the parameter's shape. `None` in states of Optax without momentum.
     """
 
     v_row: Any
     v_col: Any
     v: Any
     m: Any
-
-
-class Slots(NamedTuple):
-    """The state of one parameter with `None` for unused slots."""
-
-    v_row: Any
-    v_col: Any
-    v: Any
-    m: Any
-
-
-def init_slots(param: Any, factoring: Factoring, momentum_dtype: Any) -> Slots:
-    """Returns zero slots for one parameter, with its sharding in the dimensions that they keep.
-
-    Args:
-      param: array, tracer or `jax.ShapeDtypeStruct`.
-      factoring: the factoring of the parameter.
-      momentum_dtype: dtype of `m`; `None` for no momentum.
-    """
-    everything = tuple(range(factoring.rank))
-    m = None if momentum_dtype is None else _zeros(param, everything, momentum_dtype)
-    if not factoring.is_factored:
-        return Slots(None, None, _zeros(param, everything, jnp.float32), m)
-    v_row = _zeros(param, factoring.row_dims, jnp.float32)
-    v_col = _zeros(param, factoring.col_dims, jnp.float32)
-    return Slots(v_row, v_col, None, m)
-
-
-def used_slots(state: Any, factoring: Factoring, *, has_momentum: bool) -> Slots:
-    """Returns the slots of a T5X state, with `None` for placeholders."""
-    m = state.m if has_momentum else None
-    if factoring.is_factored:
-        return Slots(state.v_row, state.v_col, None, m)
-    return Slots(None, None, state.v, m)
-
-
-def slot_shapes(shape: tuple[int, ...], factoring: Factoring) -> Slots:
-    """Returns the shapes of the slots, including that of `m`."""
-    if not factoring.is_factored:
-        return Slots(None, None, shape, shape)
-    v_row = tuple(shape[dim] for dim in factoring.row_dims)
-    v_col = tuple(shape[dim] for dim in factoring.col_dims)
-    return Slots(v_row, v_col, None, shape)
 
 
 def placeholder() -> jax.Array:
@@ -79,9 +40,61 @@ def placeholder() -> jax.Array:
     return jnp.zeros((1,), jnp.float32)
 
 
-def with_placeholders(slots: Slots) -> Slots:
-    """Returns the slots with placeholders for unused ones."""
-    return Slots(*(placeholder() if slot is None else slot for slot in slots))
+def init_states(plan: Plan, params: Any, momentum_dtype: Any) -> list[_AdafactorParamState]:
+    """Returns zeros for every parameter, sharded like the dimensions that they keep.
+
+    `params` are arrays, tracers or `jax.ShapeDtypeStruct`s; a dtype of `None` is no momentum.
+    """
+
+    def init(param: Any, factoring: Factoring) -> _AdafactorParamState:
+        slots = {}
+        for name, dims in kept_dims(factoring, has_momentum=momentum_dtype is not None).items():
+            dtype = momentum_dtype if name == "m" else jnp.float32
+            slots[name] = placeholder() if dims is None else _zeros(param, dims, dtype)
+        return _AdafactorParamState(**slots)
+
+    leaves = plan.treedef.flatten_up_to(params)
+    return [init(*pair) for pair in zip(leaves, plan.factorings, strict=True)]
+
+
+def kept_dims(factoring: Factoring, *, has_momentum: bool) -> dict[str, tuple[int, ...] | None]:
+    """Returns which dimensions of a parameter each slot keeps; `None` for unused slots."""
+    everything = tuple(range(factoring.rank))
+    is_factored = factoring.is_factored
+    return {
+        "v_row": factoring.row_dims if is_factored else None,
+        "v_col": factoring.col_dims if is_factored else None,
+        "v": None if is_factored else everything,
+        "m": everything if has_momentum else None,
+    }
+
+
+def check_states(
+    plan: Plan,
+    params: Sequence[Any],
+    states: Sequence[_AdafactorParamState],
+    *,
+    has_momentum: bool,
+) -> None:
+    """Raises a `TreeMismatchError` unless the states have the shapes that the rules imply."""
+    lines = []
+    for path, param, factoring, state in zip(
+        plan.paths, params, plan.factorings, states, strict=True
+    ):
+        for name, dims in kept_dims(factoring, has_momentum=has_momentum).items():
+            slot = getattr(state, name)
+            shape = None if dims is None else tuple(np.shape(param)[dim] for dim in dims)
+            if shape is not None and (slot is None or np.shape(slot) != shape):
+                shown = "none" if slot is None else np.shape(slot)
+                lines.append(f"{path}: expected `{name}` of shape {shape}, found {shown}")
+    if lines:
+        raise TreeMismatchError(
+            "the state does not match the parameters:\n  "
+            + "\n  ".join(lines)
+            + "\nIt was created with different shapes, factor rules, "
+            "`min_dim_size_to_factor` or `beta1`: use the settings it was created with, or create "
+            "a new state."
+        )
 
 
 def _zeros(param: Any, dims: tuple[int, ...], dtype: Any) -> jax.Array:

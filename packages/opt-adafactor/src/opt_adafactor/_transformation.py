@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 from opt_core import check_gradients, increment_step
 
-from opt_adafactor import _tensor
 from opt_adafactor._adafactor import Adafactor
 from opt_adafactor._hparam_map import HParamMap
-from opt_adafactor._inputs import check_slots
 from opt_adafactor._plan import Plan
-from opt_adafactor._state import FLOAT32, Slots, init_slots, used_slots, with_placeholders
-from opt_adafactor._tree_update import clip_global_norm, make_scalars, update_tree, weight_decay
+from opt_adafactor._state import FIELDS, FLOAT32, _AdafactorParamState, init_states
+from opt_adafactor._update import update_tree
 
 if TYPE_CHECKING:
     import optax
@@ -43,11 +41,7 @@ class AdafactorState(NamedTuple):
 
 
 def require_optax() -> None:
-    """Checks that Optax can be imported.
-
-    Raises:
-      ImportError: Optax is not installed.
-    """
+    """Raises an `ImportError` that names the extra unless Optax can be imported."""
     try:
         import optax  # noqa: F401
     except ImportError as error:
@@ -74,7 +68,7 @@ def adafactor(
     weight_decay_rate_lr_exponent: Any = None,
     global_norm_clip_threshold: Any = None,
     max_parameter_scale: Any = None,
-    skip_nan_updates: bool | str = False,
+    skip_nan_updates: bool = False,
     respect_rank2_rules: bool = False,
     *,
     param_axes: Any = None,
@@ -154,7 +148,6 @@ def adafactor(
         respect_rank2_rules,
     )
     definition = _with_axes(definition, param_axes)
-    hyper_params = definition.hyper_params
 
     def init(params: Any) -> AdafactorState:
         return _init(definition, params)
@@ -163,31 +156,7 @@ def adafactor(
         updates: Any, state: AdafactorState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, AdafactorState]:
         del extra_args
-        _check_given(params)
-        check_gradients(params, updates)
-        plan = definition._plan(params)
-        rate = hyper_params.learning_rate
-        rate = rate(state.count) if callable(rate) else rate
-        decay = weight_decay(hyper_params, rate)
-        grads = clip_global_norm(
-            _arrays(plan, updates),
-            hyper_params.global_norm_clip_threshold,
-            spoils=bool(skip_nan_updates),
-        )
-        leaves = _arrays(plan, params)
-        slots = _slots(plan, leaves, state, has_momentum=hyper_params.beta1 is not None)
-        new, new_slots = update_tree(
-            plan,
-            make_scalars(hyper_params, state.count, rate),
-            leaves,
-            grads,
-            slots,
-            scale_by_param=hyper_params.multiply_by_parameter_scale,
-            decays=[decay if flag else None for flag in _mask(plan, params, weight_decay_mask)],
-            skip=skip_nan_updates,
-            finish=_tensor.negate,
-        )
-        return plan.treedef.unflatten(new), _to_state(plan, state, new_slots)
+        return _update(definition, updates, state, params, weight_decay_mask)
 
     function: Any = update  # Optax's type annotation lacks the extra arguments
     return optax.GradientTransformationExtraArgs(init, function)
@@ -266,31 +235,11 @@ def scale_by_generalized_factored_rms(
         return optax.FactoredState(*_init(definition, params)[:4])
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        _check_given(params)
-        check_gradients(params, updates)
-        plan = definition._plan(params)
         own = AdafactorState(state.count, state.v_row, state.v_col, state.v, None)
-        leaves = _arrays(plan, params)
-        new, slots = update_tree(
-            plan,
-            make_scalars(definition.hyper_params, state.count, 1.0),
-            leaves,
-            _arrays(plan, updates),
-            _slots(plan, leaves, own, has_momentum=False),
-            scale_by_param=False,
-            decays=[None] * len(plan.paths),
-            skip=False,
-            finish=_keep_sign,
-        )
-        own = _to_state(plan, own, slots)
-        return plan.treedef.unflatten(new), optax.FactoredState(*own[:4])
+        new, own = _update(definition, updates, own, params)
+        return jax.tree.map(jnp.negative, new), optax.FactoredState(*own[:4])
 
     return optax.GradientTransformation(init, update)
-
-
-def _keep_sign(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
-    del param, decay
-    return update
 
 
 def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
@@ -308,51 +257,46 @@ def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
 def _init(definition: Adafactor, params: Any) -> AdafactorState:
     plan = definition._plan(params)
     has_momentum = definition.hyper_params.beta1 is not None
-    dtype = definition.dtype_momentum if has_momentum else None
-    leaves = plan.treedef.flatten_up_to(params)
-    pairs = zip(leaves, plan.factorings, strict=True)
-    states = [with_placeholders(init_slots(leaf, factoring, dtype)) for leaf, factoring in pairs]
-    trees = _columns(plan, states, has_momentum=has_momentum)
-    return AdafactorState(jnp.zeros([], jnp.int32), *trees)
+    states = init_states(plan, params, definition.dtype_momentum if has_momentum else None)
+    return _to_optax(plan, jnp.zeros([], jnp.int32), states, has_momentum=has_momentum)
 
 
-def _columns(plan: Plan, slots: Sequence[Slots], *, has_momentum: bool) -> list[Any]:
-    """Transposes a list of slots per parameter to one tree per slot."""
-    unflatten = plan.treedef.unflatten
-    trees = [unflatten([s[field] for s in slots]) for field in range(3)]
-    return [*trees, unflatten([s.m for s in slots]) if has_momentum else None]
-
-
-def _rows(plan: Plan, state: AdafactorState) -> list[Slots]:
-    """Returns the slots of each parameter, including placeholders."""
-    trees = [_arrays(plan, tree) for tree in (state.v_row, state.v_col, state.v)]
-    m = [None] * len(plan.paths) if state.m is None else _arrays(plan, state.m)
-    return [Slots(*slots) for slots in zip(*trees, m, strict=True)]
-
-
-def _slots(
-    plan: Plan, params: Sequence[Any], state: AdafactorState, *, has_momentum: bool
-) -> list[Slots]:
-    used = [
-        used_slots(slots, factoring, has_momentum=has_momentum)
-        for slots, factoring in zip(_rows(plan, state), plan.factorings, strict=True)
+def _update(
+    definition: Adafactor, updates: Any, state: AdafactorState, params: Any, mask: Any = None
+) -> tuple[Any, AdafactorState]:
+    if params is None:
+        raise ValueError(
+            "`params` is None: Adafactor needs the parameters for their scale and their paths; "
+            "call `update(grads, state, params)`"
+        )
+    check_gradients(params, updates)
+    plan = definition._plan(params)
+    columns = [
+        [None] * len(plan.paths) if tree is None else plan.arrays(tree) for tree in state[1:]
     ]
-    check_slots(plan, params, used, has_momentum=has_momentum)
-    return used
+    new, states = update_tree(
+        plan,
+        definition.hyper_params,
+        state.count,
+        plan.arrays(params),
+        plan.arrays(updates),
+        [_AdafactorParamState(*slots) for slots in zip(*columns, strict=True)],
+        as_updates=True,
+        decays=_mask(plan, params, mask),
+    )
+    count = increment_step(state.count)
+    has_momentum = state.m is not None
+    return plan.treedef.unflatten(new), _to_optax(plan, count, states, has_momentum=has_momentum)
 
 
-def _to_state(plan: Plan, old: AdafactorState, new: Sequence[Slots]) -> AdafactorState:
-    """Returns the state after a step; placeholders are kept."""
-    rows = [
-        Slots(*(a if b is None else b for a, b in zip(before, after, strict=True)))
-        for before, after in zip(_rows(plan, old), new, strict=True)
-    ]
-    trees = _columns(plan, rows, has_momentum=old.m is not None)
-    return AdafactorState(increment_step(old.count), *trees)
-
-
-def _arrays(plan: Plan, tree: Any) -> list[Any]:
-    return [jnp.asarray(leaf) for leaf in plan.treedef.flatten_up_to(tree)]
+def _to_optax(
+    plan: Plan, count: Any, states: Sequence[_AdafactorParamState], *, has_momentum: bool
+) -> AdafactorState:
+    """Transposes a state per parameter to one tree per slot."""
+    v_row, v_col, v, m = (
+        plan.treedef.unflatten([getattr(state, name) for state in states]) for name in FIELDS
+    )
+    return AdafactorState(count, v_row, v_col, v, m if has_momentum else None)
 
 
 def _mask(plan: Plan, params: Any, mask: Any) -> list[bool]:
@@ -366,11 +310,3 @@ def _mask(plan: Plan, params: Any, mask: Any) -> list[bool]:
         lambda flag, below: flags.extend([bool(flag)] * len(jax.tree.leaves(below))), mask, params
     )
     return flags
-
-
-def _check_given(params: Any) -> None:
-    if params is None:
-        raise ValueError(
-            "`params` is None: Adafactor needs the parameters for their scale and their paths; "
-            "call `update(grads, state, params)`"
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_accumulate._dtypes import check_accumulator_dtype
-from opt_accumulate._microbatches.auxiliary import check_reductions, divide, finish_aux
+from opt_accumulate._arrays import check_accumulator_dtype
+from opt_accumulate._microbatches.auxiliary import check_reductions, divide, joined
 from opt_accumulate._microbatches.batch import Sizes, batch_rows, check_devices
-from opt_accumulate._microbatches.call import Further, check_keywords
 from opt_accumulate._microbatches.deferred import accumulate_deferred, check_axes, find_mesh
+from opt_accumulate._microbatches.loop import BatchShard, Further, Loop, Rng, accumulate
+from opt_accumulate._microbatches.losses import (
+    SkipFunction,
+    Weights,
+    check_skip_function,
+    check_weights,
+)
 from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place
-from opt_accumulate._microbatches.scan import BatchShard, Loop, Rng, accumulate
-from opt_accumulate._microbatches.skipping import SkipFunction, check_skip_function
 from opt_accumulate._microbatches.varying import sum_as_like
-from opt_accumulate._microbatches.weighted import Weights, check_weights
 from opt_accumulate._trees import not_numbers, path_str
 from opt_accumulate.errors import OptionError
 
@@ -65,7 +67,6 @@ def accumulate_gradients(
     *,
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
-    smaller_last: bool = False,
     weights: Weights = "returned",
     has_aux: bool = False,
     aux: Any = "stack",
@@ -73,12 +74,10 @@ def accumulate_gradients(
     skip_fn: SkipFunction | None = None,
     with_metrics: bool = False,
     accumulator_dtype: Any = jnp.float32,
-    grad_dtype: Literal["accumulator", "params"] = "accumulator",
     reduce: Literal["auto", "deferred"] = "auto",
     data_axes: str | Sequence[str] = "data",
     mesh: Mesh | AbstractMesh | None = None,
     out_shardings: Any = None,
-    unroll: int | bool = 1,
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a `jax.value_and_grad` of `loss_fn` that goes through the batch in small parts.
 
@@ -95,11 +94,11 @@ def accumulate_gradients(
       loss_fn: `loss_fn(params, microbatch, *args, **kwargs)`. Scalars of the batch (Python's
         numbers, arrays without axes) are in every microbatch as they are. `weights` and `has_aux`
         say what it returns.
-      num_microbatches: how many microbatches; the batch's rows must divide by it. Give this or
-        `microbatch_size`.
+      num_microbatches: how many microbatches; give this or `microbatch_size`. A batch that does not
+        divide is padded with rows of zeros, whose weight must be 0 as `weights` counts, thus by a
+        mask in the batch. Where it does not depend on the rows, it is an error; if rows of zeros
+        count for another reason, loss and gradients are NaN.
       microbatch_size: rows of a microbatch.
-      smaller_last: whether the last microbatch may have fewer than `microbatch_size` rows; then
-        `loss_fn` is compiled for both sizes.
       weights: what the loss is and how much it counts. `"returned"`: `loss_fn` returns
         `(sum of losses, weight)`, such as the sum over tokens that are not masked, and their
         number. `"examples"`: it returns a mean in which every row counts the same. A function: it
@@ -110,22 +109,21 @@ def accumulate_gradients(
       has_aux: whether `loss_fn` returns `(loss, aux)`, under `"returned"` thus
         `((sum, weight), aux)`.
       aux: what becomes of the auxiliary outputs: `"stack"` (a new first dimension),
-        `"sum"` (of all that `skip_fn` did not drop, those of weight 0 too; integers stay integers,
-        of 32 bits at least, so return as float32 what may add up to more), `"mean"` (by weight;
-        where that is 0 they may be anything), `"concat"` (outputs for each row, in the order of
-        the batch), or a tree of these that may end above the leaves.
-      rng: whether `loss_fn` takes a key: `True`, `jax.random.fold_in(key, i)` in microbatch `i`;
-        `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so that draws do
-        not depend on the number of microbatches. It is passed as `rng` where `loss_fn` has a
-        parameter of that name which no position fills, otherwise after `*args`.
+        `"sum"` (of all that `skip_fn` did not drop, those of weight 0 and rows of padding too;
+        integers stay integers, of 32 bits at least, so return as float32 what may add up to more),
+        `"mean"` (by weight; where that is 0 they may be anything), `"concat"` (outputs for each
+        row, in the order of the batch), or a tree of these that may end above the leaves.
+      rng: whether `loss_fn` takes a key, by the name `rng`: `True`, `jax.random.fold_in(key, i)` in
+        microbatch `i`; `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so
+        that draws do not depend on the number of microbatches.
       skip_fn: which microbatches to drop, with their weights, as if the batch did not have them:
         `"non_finite"` (loss, weight or any gradient), or a function of the loss as returned, its
         gradient and the weight, that returns one bool. Where a function `weights` says 0,
         there is nothing to drop.
       with_metrics: whether to return an `AccumulationMetrics` too.
-      accumulator_dtype: of the sum of gradients, real, of 16 bits or more. Complex and float64
-        gradients stay so; a dtype below 32 bits is taken at its word. `None`: the gradients' own.
-      grad_dtype: whether gradients are returned in the accumulator's or the parameters' dtypes.
+      accumulator_dtype: of the sum of gradients and of what is returned, real, of 16 bits or more.
+        Complex and float64 gradients stay so; a dtype below 32 bits is taken at its word. `None`:
+        the gradients' own.
       reduce: when gradients are added up over the devices of a sharded batch. `"auto"`: where
         the compiler sees fit, which is in every microbatch. `"deferred"`: once, at the end; each
         device goes through its own rows and keeps an accumulator of the parameters' size (as they
@@ -146,7 +144,6 @@ def accumulate_gradients(
         whole gradients: give `out_shardings` with parameters sharded over `data_axes` (FSDP).
         Sharded over `data_axes` (ZeRO-2), `"auto"` keeps a part of the accumulator on each
         device, and `"deferred"` ends in a reduce-scatter.
-      unroll: that of `jax.lax.scan`, a bool or an integer of 1 or more.
 
     Returns:
       `value_and_grad(params, batch, *args, **kwargs)`, with a keyword `rng` for the key. It
@@ -167,8 +164,11 @@ def accumulate_gradients(
       >>> print(f'{loss:.4f} {grad:.4f}')
       9.0000 10.6667
     """
-    _check_callable(loss_fn)
-    sizes = _check_sizes(num_microbatches, microbatch_size, smaller_last)
+    if not callable(loss_fn):
+        raise OptionError(
+            f"`loss_fn` must be a function of (params, microbatch); it is {loss_fn!r}."
+        )
+    sizes = _check_sizes(num_microbatches, microbatch_size)
     check_weights(weights)
     check_reductions(aux)
     check_skip_function(skip_fn)
@@ -182,26 +182,23 @@ def accumulate_gradients(
         raise OptionError("`data_axes` must name the mesh axes of the batch; it is empty.")
     if mesh is not None:
         check_axes(mesh, axes)
-    unroll = unroll if isinstance(unroll, bool) else _check_positive("unroll", unroll)
     _check_choice("rng", rng, (False, True, "rows"))
     _check_choice("reduce", reduce, ("auto", "deferred"))
-    _check_choice("grad_dtype", grad_dtype, ("accumulator", "params"))
-    loop = Loop(loss_fn, weights, has_aux, aux, rng, skip_fn, accumulator_dtype, unroll)
+    loop = Loop(loss_fn, sizes, weights, has_aux, aux, rng, skip_fn, accumulator_dtype)
 
     @jax.named_scope("accumulate_gradients")
     def value_and_grad(
         params: Any, batch: Any, /, *args: Any, rng: Any = None, **kwargs: Any
     ) -> tuple[Any, Any]:
         _check_key(loop.rng, rng)
-        further = Further(args, kwargs)
-        check_keywords(loss_fn, further, loop.rng is not False, _OPTIONS)
         _check_params(params)
+        further = Further(args, kwargs)
         shardings = leaf_shardings(out_shardings, params)
         if reduce == "deferred":
-            found = find_mesh(mesh, shardings, axes)
-            shardings = like_params(shardings, params, found)
-            sums, stacks, plan = accumulate_deferred(
-                loop, sizes, found, axes, shardings, rng, params, batch, further
+            over = find_mesh(mesh, shardings, axes)
+            shardings = like_params(shardings, params, over)
+            sums, stacks = accumulate_deferred(
+                loop, over, axes, shardings, rng, params, batch, further
             )
         else:
             shardings = like_params(shardings, params)
@@ -210,15 +207,15 @@ def accumulate_gradients(
                 check_devices(split, mesh, axes, "`data_axes`")
             keep_place = functools.partial(place, shardings=shardings)
             shard = BatchShard(0, rng)
-            sums, stacks, plan = accumulate(loop, split, shard, params, batch, further, keep_place)
-        grads = jax.tree.map(lambda g: divide(g, sums.weight), sums.grads)
-        grads = sum_as_like(grads, params)
-        if grad_dtype == "params":
-            grads = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), grads, params)
-        grads = place(grads, shardings)
-        value: tuple[Any, ...] = (divide(sums.loss, sums.weight),)
+            sums, stacks = accumulate(loop, split, shard, params, batch, further, keep_place)
+
+        def mean(total: Any) -> Any:
+            return jax.tree.map(lambda leaf: divide(leaf, sums.weight), total)
+
+        grads = place(sum_as_like(mean(sums.grads), params), shardings)
+        value: tuple[Any, ...] = (mean(sums.loss),)
         if has_aux:
-            value += (finish_aux(plan, sums.aux, stacks.aux, sums.weight),)
+            value += (joined(mean(sums.aux_means), sums.aux_sums, stacks.aux, stacks.aux_rows),)
         if with_metrics:
             value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
         return (value if len(value) > 1 else value[0]), grads
@@ -226,17 +223,7 @@ def accumulate_gradients(
     return value_and_grad
 
 
-_OPTIONS = frozenset(inspect.signature(accumulate_gradients).parameters)
-
-
-def _check_callable(loss_fn: Any) -> None:
-    if not callable(loss_fn):
-        raise OptionError(
-            f"`loss_fn` must be a function of (params, microbatch); it is {loss_fn!r}."
-        )
-
-
-def _check_sizes(num: Any, size: Any, smaller_last: bool) -> Sizes:
+def _check_sizes(num: Any, size: Any) -> Sizes:
     if (num is None) == (size is None):
         raise OptionError(
             "Give `num_microbatches` or `microbatch_size`, one of them: "
@@ -244,11 +231,7 @@ def _check_sizes(num: Any, size: Any, smaller_last: bool) -> Sizes:
         )
     num = None if num is None else _check_positive("num_microbatches", num)
     size = None if size is None else _check_positive("microbatch_size", size)
-    if smaller_last and size is None:
-        raise OptionError(
-            "`smaller_last=True` needs `microbatch_size`: `num_microbatches` makes equal parts."
-        )
-    return Sizes(num, size, bool(smaller_last))
+    return Sizes(num, size)
 
 
 def _check_positive(name: str, value: Any) -> int:
@@ -257,8 +240,7 @@ def _check_positive(name: str, value: Any) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        others = " (or a bool)" if name == "unroll" else ""
-        raise OptionError(f"`{name}` must be an integer of 1 or more{others}; it is {value!r}.")
+        raise OptionError(f"`{name}` must be an integer of 1 or more; it is {value!r}.")
     return number
 
 

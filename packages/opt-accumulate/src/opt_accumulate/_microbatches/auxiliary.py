@@ -1,18 +1,20 @@
-"""What becomes of a loss function's auxiliary outputs over the microbatches."""
+"""What becomes of a loss function's auxiliary outputs over the microbatches.
+
+A tree of outputs is parted by reduction: as many trees of the same structure, each with `None` in
+the place of the leaves of the others, so that sums and stacks need no description beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._dtypes import at_least_32_bits, inexact
-from opt_accumulate._microbatches.batch import Split, unfold
-from opt_accumulate._microbatches.varying import axes_of_type, vary
-from opt_accumulate._trees import broadcast_prefix, differences, not_numbers, path_str
+from opt_accumulate._arrays import inexact
+from opt_accumulate._microbatches.batch import Split
+from opt_accumulate._microbatches.varying import axes_of_types, vary
+from opt_accumulate._trees import broadcast_prefix, not_numbers, path_str
 from opt_accumulate.errors import LossOutputError, OptionError
 
 Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]
@@ -20,28 +22,8 @@ Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]
 _REDUCTIONS = get_args(Reduction)
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class AuxPlan:
-    """The auxiliary output of one microbatch, and what to do with each of its leaves.
-
-    Attributes:
-      treedef: of the output.
-      shapes: of its leaves.
-      rules: one for each leaf.
-    """
-
-    treedef: Any
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    rules: tuple[Reduction, ...]
-
-
 def check_reductions(aux: Any) -> None:
-    """Raises unless every leaf of `aux` is a reduction.
-
-    Raises:
-      OptionError: some are not; lists every path.
-    """
+    """Raises an `OptionError` unless every leaf of `aux` is a reduction; lists every path."""
     wrong = [
         f"  {path_str(path)}: {leaf!r}\n"
         for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
@@ -54,24 +36,28 @@ def check_reductions(aux: Any) -> None:
         )
 
 
-def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
-    """Decides what to do with an auxiliary output.
+def check_outputs(output: Any) -> None:
+    """Raises a `LossOutputError` unless every leaf is an array or a number; lists every path."""
+    if wrong := not_numbers(output):
+        raise LossOutputError(
+            "Auxiliary outputs must be arrays or numbers; `loss_fn` returned\n" + "\n".join(wrong)
+        )
 
-    Args:
-      output: the shapes of one microbatch's.
-      aux: reductions, a tree that may end above the leaves of `output`.
-      split: the sizes of the microbatches.
+
+def reductions_of(shapes: Any, aux: Any, split: Split) -> tuple[Reduction, ...]:
+    """Returns the reduction of each leaf of an auxiliary output.
 
     Raises:
       LossOutputError: a leaf to be concatenated has no dimension of rows, or keys are to be summed;
         lists every path.
       OptionError: `aux` does not fit `output`.
     """
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(output)
-    rules = broadcast_prefix(aux, output, "aux")
+    rules = broadcast_prefix(aux, shapes, "aux")
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    keyed = [(path, leaf, rule) for (path, leaf), rule in zip(leaves, rules, strict=True)]
     wrong = [
         f"  {path_str(path)}: shape {leaf.shape}\n"
-        for (path, leaf), rule in zip(keyed, rules, strict=True)
+        for path, leaf, rule in keyed
         if rule == "concat" and leaf.shape[:1] != (split.size,)
     ]
     if wrong:
@@ -81,7 +67,7 @@ def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
         )
     keys = [
         f"  {path_str(path)}: {leaf.dtype}\n"
-        for (path, leaf), rule in zip(keyed, rules, strict=True)
+        for path, leaf, rule in keyed
         if rule in ("sum", "mean") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     ]
     if keys:
@@ -90,129 +76,61 @@ def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
             + "".join(keys)
             + "Take 'stack'."
         )
-    return AuxPlan(treedef, tuple(leaf for _, leaf in keyed), tuple(rules))
+    return tuple(rules)
 
 
-def check_outputs(output: Any) -> None:
-    """Raises unless every leaf of an auxiliary output is an array or a number.
-
-    Raises:
-      LossOutputError: some are not; lists every path.
-    """
-    if wrong := not_numbers(output):
-        raise LossOutputError(
-            "Auxiliary outputs must be arrays or numbers; `loss_fn` returned\n" + "\n".join(wrong)
-        )
+def only(output: Any, rules: tuple[Reduction, ...], reduction: Reduction) -> Any:
+    """Returns the leaves of one reduction, with `None` in the place of the others."""
+    leaves, treedef = jax.tree.flatten(output)
+    pairs = zip(leaves, rules, strict=True)
+    return jax.tree.unflatten(
+        treedef, [leaf if rule == reduction else None for leaf, rule in pairs]
+    )
 
 
-def check_last(plan: AuxPlan, output: Any, split: Split) -> None:
-    """Raises unless the output of the smaller last microbatch fits those of the others.
+def joined(*parts: Any) -> Any:
+    """Returns the tree whose leaves `only` has parted."""
 
-    Raises:
-      LossOutputError: it is another tree, or has leaves of other shapes; lists every path.
-    """
+    def first(*leaves: Any) -> Any:
+        return next((leaf for leaf in leaves if leaf is not None), None)
 
-    def shape_of(leaf: jax.ShapeDtypeStruct, rule: Reduction) -> jax.ShapeDtypeStruct:
-        shape = (split.last, *leaf.shape[1:]) if rule == "concat" else leaf.shape
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-    shapes = [shape_of(*pair) for pair in zip(plan.shapes, plan.rules, strict=True)]
-    if wrong := differences(jax.tree.unflatten(plan.treedef, shapes), output):
-        raise LossOutputError(
-            "Auxiliary outputs of the smaller last microbatch do not fit those of the others, of "
-            f"{split.last} and {split.size} rows:\n" + "\n".join(wrong) + "\n"
-            "Take 'concat' for outputs with one entry for each row; for the other reductions "
-            "reduce over the rows in `loss_fn`, or give sizes that divide the batch."
-        )
+    return jax.tree.map(first, *parts, is_leaf=lambda leaf: leaf is None)
 
 
-def zero_sums(plan: AuxPlan) -> list[jax.Array]:
-    """Returns what the sums begin with: one for each leaf that is summed or averaged."""
-    return [
-        _zeros(shape, inexact(shape.dtype) if rule == "mean" else at_least_32_bits(shape.dtype))
-        for shape, rule in zip(plan.shapes, plan.rules, strict=True)
-        if rule in ("sum", "mean")
-    ]
-
-
-def _zeros(shape: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
+def zero_sums(shapes: Any, to_dtype: Any) -> Any:
     """Returns zeros that lie and vary as types say, on an Explicit mesh and in `shard_map`."""
-    spec = () if shape.sharding is None else tuple(shape.sharding.spec)
-    lies = shape.sharding if any(entry is not None for entry in spec) else None
-    zeros: jax.Array = vary(jnp.zeros(shape.shape, dtype, device=lies), axes_of_type(shape))
-    return zeros
+
+    def zeros(shape: jax.ShapeDtypeStruct) -> Any:
+        spec = () if shape.sharding is None else tuple(shape.sharding.spec)
+        lies = shape.sharding if any(entry is not None for entry in spec) else None
+        leaf = jnp.zeros(shape.shape, to_dtype(shape.dtype), device=lies)
+        return vary(leaf, axes_of_types(shape))
+
+    return jax.tree.map(zeros, shapes)
 
 
-def add_sums(
-    plan: AuxPlan, sums: Sequence[jax.Array], aux: Any, weight: jax.Array, keep: jax.Array | None
-) -> list[jax.Array]:
-    """Adds one microbatch's output to the sums.
+def add_sums(sums: Any, output: Any, keep: jax.Array | None) -> Any:
+    """Adds outputs of one microbatch to their sums, unless it is not kept."""
+    return jax.tree.map(
+        lambda total, leaf: total + select(keep, jnp.asarray(leaf)).astype(total.dtype),
+        sums,
+        output,
+    )
 
-    Args:
-      plan: what to do.
-      sums: as `zero_sums` began them.
-      aux: the output.
-      weight: of the microbatch, for the means; where it is 0, they may be anything.
-      keep: false: the microbatch is as if it never was; `None`: it is kept.
-    """
-    filled = weight != 0
-    added = []
-    for leaf, rule in zip(jax.tree.leaves(aux), plan.rules, strict=True):
-        if rule == "mean":
-            dtype = inexact(jnp.result_type(leaf))
-            product = jnp.asarray(leaf, dtype) * weight.astype(dtype)
-            added.append(select(filled if keep is None else keep & filled, product))
-        elif rule == "sum":
-            added.append(select(keep, jnp.asarray(leaf)))
-    return [total + leaf.astype(total.dtype) for total, leaf in zip(sums, added, strict=True)]
+
+def times_weight(output: Any, weight: jax.Array) -> Any:
+    """Returns outputs times a weight; where that is 0, they may be anything."""
+
+    def product(leaf: Any) -> jax.Array:
+        dtype = inexact(jnp.result_type(leaf))
+        return select(weight != 0, jnp.asarray(leaf, dtype) * weight.astype(dtype))
+
+    return jax.tree.map(product, output)
 
 
 def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
     """Returns `value`, or zeros where it is not kept: selected, since `0 * inf` is NaN."""
     return value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
-
-
-def stacked_leaves(plan: AuxPlan, aux: Any) -> list[jax.Array]:
-    """Returns the leaves that are stacked or concatenated."""
-    pairs = zip(jax.tree.leaves(aux), plan.rules, strict=True)
-    return [jnp.asarray(leaf) for leaf, rule in pairs if rule in ("stack", "concat")]
-
-
-def join_last(
-    plan: AuxPlan,
-    stacked: Sequence[jax.Array],
-    last: Sequence[jax.Array] | None,
-    split: Split,
-) -> list[jax.Array]:
-    """Puts the outputs of a smaller last microbatch behind the stacked ones."""
-    joined = []
-    rules = [rule for rule in plan.rules if rule in ("stack", "concat")]
-    for index, (rule, leaf) in enumerate(zip(rules, stacked, strict=True)):
-        whole = unfold(leaf, split) if rule == "concat" else leaf
-        if last is not None:
-            tail = last[index] if rule == "concat" else last[index][None]
-            whole = jnp.concatenate([whole, tail])
-        joined.append(whole)
-    return joined
-
-
-def finish_aux(
-    plan: AuxPlan, sums: Sequence[jax.Array], stacked: Sequence[jax.Array], weight: jax.Array
-) -> Any:
-    """Returns the auxiliary output of the whole batch.
-
-    Args:
-      plan: what was done.
-      sums: of the leaves that are summed or averaged.
-      stacked: the other leaves.
-      weight: of the whole batch.
-    """
-    remaining_sums, remaining_stacks = iter(sums), iter(stacked)
-    leaves = []
-    for rule in plan.rules:
-        leaf = next(remaining_sums if rule in ("sum", "mean") else remaining_stacks)
-        leaves.append(divide(leaf, weight) if rule == "mean" else leaf)
-    return jax.tree.unflatten(plan.treedef, leaves)
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:

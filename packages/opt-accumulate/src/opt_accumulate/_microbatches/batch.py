@@ -2,7 +2,8 @@
 
 Microbatch `i` of `n` takes the rows `i, i + n, i + 2n, ...`. A device that holds consecutive rows
 of a sharded batch then holds an equal part of every microbatch; consecutive microbatches would
-each lie on a few devices only, and had to be spread over all of them first.
+each lie on a few devices only, and had to be spread over all of them first. Where rows do not
+divide, rows of zeros are added at the end: some microbatches have more of them than others.
 """
 
 from __future__ import annotations
@@ -28,24 +29,21 @@ class Split(NamedTuple):
     """How many rows go where.
 
     Attributes:
-      num: how many microbatches of `size` rows.
+      num: how many microbatches.
       size: rows of each of them.
-      last: rows of one smaller microbatch at the end; 0: there is none.
+      rows: of the batch, or of one device's part of it; others are padding.
+      devices: on how many devices there are as many rows.
     """
 
     num: int
     size: int
-    last: int
+    rows: int
+    devices: int
 
     @property
-    def rows(self) -> int:
-        """Rows of the whole batch."""
-        return self.num * self.size + self.last
-
-    @property
-    def total(self) -> int:
-        """How many microbatches there are, with the smaller one."""
-        return self.num + (self.last > 0)
+    def padding(self) -> int:
+        """How many rows of zeros there are."""
+        return self.num * self.size - self.rows
 
 
 def has_rows(leaf: Any) -> bool:
@@ -59,10 +57,6 @@ def batch_rows(batch: Any) -> int:
     Raises:
       BatchError: no leaf with rows, no rows, leaves that differ, that cannot be computed with, or
         rows that are numbers in a list; lists every path.
-
-    Examples:
-      >>> batch_rows({'tokens': np.zeros((6, 3)), 'mask': np.ones(6), 'step': 7})
-      6
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = {path_str(path): np.shape(leaf) for path, leaf in leaves if has_rows(leaf)}
@@ -114,60 +108,51 @@ def _check_leaves(leaves: Sequence[tuple[Any, Any]], rows: int) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What was asked for.
-
-    Attributes:
-      num_microbatches: how many microbatches; this or `microbatch_size` is `None`.
-      microbatch_size: rows of each, over all devices.
-      smaller_last: whether the last microbatch may have fewer rows.
-    """
+    """What was asked for: a number of microbatches, or rows of each over all devices."""
 
     num_microbatches: int | None
     microbatch_size: int | None
-    smaller_last: bool = False
 
     def of(self, rows: int, devices: int = 1) -> Split:
-        """Returns the sizes for a batch, or for one device's part of it.
-
-        Args:
-          rows: of the batch, over all devices.
-          devices: on how many of them the rows lie, each with its own microbatches.
-
-        Raises:
-          BatchError: the rows do not divide.
+        """Returns the sizes for a batch, or for the part of it on each of some devices.
 
         Examples:
           >>> Sizes(4, None).of(12)
-          Split(num=4, size=3, last=0)
-          >>> Sizes(None, 4, smaller_last=True).of(28, devices=2)
-          Split(num=7, size=2, last=0)
+          Split(num=4, size=3, rows=12, devices=1)
+          >>> Sizes(None, 4).of(26, devices=2).padding
+          1
         """
-        asked = {name: value for name, value in vars(self).items() if value}
-        (name, value), *_ = asked.items()
-        each = "" if devices == 1 else f" on each of {devices} devices"
-        if rows % devices or (name == "microbatch_size" and value % devices):
+        if rows % devices or (self.microbatch_size or 0) % devices:
             raise BatchError(
-                f"`batch` has {rows} rows and `{name}` is {value}: the rows must divide evenly "
-                f"over the {devices} devices of `data_axes`. Pad the batch with rows of weight 0, "
-                "take other sizes, or `reduce='auto'`."
+                f"`batch` has {rows} rows and {self._asked}: the rows must divide evenly over the "
+                f"{devices} devices of `data_axes`. Pad the batch with rows of weight 0, take "
+                "other sizes, or `reduce='auto'`."
             )
         local = rows // devices
         if self.num_microbatches is not None:
-            size, last = divmod(local, self.num_microbatches)
-            split = Split(self.num_microbatches, size, 0)
+            num = self.num_microbatches
+            size = math.ceil(local / num)
         else:
-            size = min(value // devices, local)
-            last = local % size
-            split = Split(local // size, size, last)
-        if last and not self.smaller_last:
-            fewer = "" if value > rows else "; or give `microbatch_size` with `smaller_last=True`"
-            numbers = [devices * d if name == "microbatch_size" else d for d in _divisors(local)]
-            raise BatchError(
-                f"`batch` has {local} rows{each}, which do not divide into microbatches: `{name}` "
-                f"is {value}. Take one of {_listed(numbers)}; or pad the batch with rows of weight "
-                f"0{fewer}."
-            )
-        return split
+            size = min((self.microbatch_size or 0) // devices, local)
+            num = math.ceil(local / size)
+        return Split(num, size, local, devices)
+
+    def not_divided(self, split: Split) -> BatchError:
+        """Returns the error for a batch that would need padding, which would count."""
+        each = "" if split.devices == 1 else f" on each of {split.devices} devices"
+        step = 1 if self.microbatch_size is None else split.devices
+        numbers = [step * number for number in _divisors(split.rows)]
+        return BatchError(
+            f"`batch` has {split.rows} rows{each}, which do not divide into microbatches: "
+            f"{self._asked}. Rows of padding would count, as by `weights` each row does. Take one "
+            f"of {_listed(numbers)}; or let rows of zeros have weight 0: `loss_fn` returns (sum of "
+            "losses, weight) over a mask in the batch."
+        )
+
+    @property
+    def _asked(self) -> str:
+        (asked,) = (f"`{name}` is {value}" for name, value in vars(self).items() if value)
+        return asked
 
 
 def _divisors(number: int) -> list[int]:
@@ -181,13 +166,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def fold(batch: Any, split: Split) -> Any:
-    """Returns the batch as (size, num, ...), from which `take` cuts; no row changes its device.
-
-    Scalars stay as they are, here and in `take` and `take_last`.
-
-    Raises:
-      BatchError: on an Explicit mesh, a microbatch does not divide over the devices of the rows.
-    """
+    """Returns the batch as (size, num, ...), from which `take` cuts; scalars stay as they are."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _fold(path, leaf, split), batch)
 
 
@@ -200,7 +179,8 @@ def _fold(path: Any, leaf: Any, split: Split) -> Any:
     if rest:
         mesh = jax.typeof(leaf).sharding.mesh
         check_devices(split, mesh, axes_of(rest[0]), path_str(path))
-    leaf = jax.lax.slice_in_dim(leaf, 0, split.num * split.size) if split.last else leaf
+    if split.padding:
+        leaf = _pad(leaf, split.padding)
     shape = (split.size, split.num, *leaf.shape[1:])
     if not rest:
         return jax.lax.reshape(leaf, shape)
@@ -210,25 +190,26 @@ def _fold(path: Any, leaf: Any, split: Split) -> Any:
     return folded
 
 
+def _pad(leaf: jax.Array, rows: int) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _pad(jax.random.key_data(leaf), rows)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jnp.pad(leaf, [(0, rows)] + [(0, 0)] * (leaf.ndim - 1))
+
+
+def zero_rows(leaf: jax.Array) -> jax.Array:
+    """Returns as many rows of padding."""
+    return _pad(leaf[:0], leaf.shape[0])
+
+
 def check_devices(split: Split, mesh: Any, axes: Sequence[str], where: str) -> None:
-    """Raises unless each microbatch has the same number of rows on every device.
-
-    Args:
-      split: of the rows over all devices.
-      mesh: of the devices.
-      axes: the mesh axes that the rows lie over.
-      where: what says so.
-
-    Raises:
-      BatchError: some devices would have more rows than others.
-    """
+    """Raises unless each microbatch has the same number of rows on every device along `axes`."""
     devices = math.prod(mesh.shape[axis] for axis in axes)
-    if split.size % devices or split.last % devices:
-        sizes = f"{split.size}" + (f" and {split.last}" if split.last else "")
+    if split.size % devices:
         raise BatchError(
-            f"Microbatches have {sizes} rows, which do not divide over the {devices} devices that "
-            f"the rows of `batch` lie over ({where}: {', '.join(map(repr, axes))}). Take fewer "
-            f"microbatches, of a multiple of {devices} rows."
+            f"Microbatches have {split.size} rows, which do not divide over the {devices} devices "
+            f"that the rows of `batch` lie over ({where}: {', '.join(map(repr, axes))}). Take "
+            f"fewer microbatches, of a multiple of {devices} rows."
         )
 
 
@@ -236,32 +217,21 @@ def take(folded: Any, index: Any) -> Any:
     """Returns one microbatch of what `fold` returned.
 
     Examples:
-      >>> folded = fold(jnp.arange(6), Split(num=3, size=2, last=0))
+      >>> folded = fold(jnp.arange(1, 6), Split(num=3, size=2, rows=5, devices=1))
       >>> [take(folded, i).tolist() for i in range(3)]
-      [[0, 3], [1, 4], [2, 5]]
+      [[1, 4], [2, 5], [3, 0]]
     """
 
-    def one(leaf: Any) -> Any:
+    def cut(leaf: Any) -> Any:
         if not has_rows(leaf):
             return leaf
         return jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)
 
-    return jax.tree.map(one, folded)
-
-
-def take_last(batch: Any, split: Split) -> Any:
-    """Returns the smaller microbatch: the last rows of the batch."""
-    start = split.num * split.size
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf[start:]) if has_rows(leaf) else leaf, batch)
+    return jax.tree.map(cut, folded)
 
 
 def row_numbers(split: Split, index: Any) -> jax.Array:
-    """Returns which rows of the batch microbatch `index` has.
-
-    Examples:
-      >>> row_numbers(Split(num=3, size=2, last=1), 1).tolist()
-      [1, 4]
-    """
+    """Returns which rows of the batch microbatch `index` has."""
     rows: jax.Array = jnp.arange(split.size, dtype=jnp.int32) * split.num + index
     return rows
 
@@ -270,14 +240,16 @@ def unfold(stacked: Any, split: Split) -> jax.Array:
     """Puts per-row outputs, stacked over the microbatches, in the order of the batch's rows.
 
     Examples:
-      >>> unfold(jnp.array([[0, 3], [1, 4], [2, 5]]), Split(num=3, size=2, last=0)).tolist()
-      [0, 1, 2, 3, 4, 5]
+      >>> stacked = jnp.array([[1, 4], [2, 5], [3, 0]])
+      >>> unfold(stacked, Split(num=3, size=2, rows=5, devices=1)).tolist()
+      [1, 2, 3, 4, 5]
     """
     rows = jnp.swapaxes(stacked, 0, 1)
     shape = (split.num * split.size, *rows.shape[2:])
     spec = explicit_spec(rows)
     if spec is None:
-        return jax.lax.reshape(rows, shape)
-    target = jax.sharding.PartitionSpec(spec[0], *tuple(spec)[2:])
-    in_order: jax.Array = jnp.reshape(rows, shape, out_sharding=target)
-    return in_order
+        in_order: jax.Array = jax.lax.reshape(rows, shape)
+    else:
+        target = jax.sharding.PartitionSpec(spec[0], *tuple(spec)[2:])
+        in_order = jnp.reshape(rows, shape, out_sharding=target)
+    return jax.lax.slice_in_dim(in_order, 0, split.rows) if split.padding else in_order

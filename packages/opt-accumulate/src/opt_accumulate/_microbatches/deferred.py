@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from opt_accumulate._microbatches.auxiliary import AuxPlan
-from opt_accumulate._microbatches.batch import Sizes, batch_rows, has_rows
-from opt_accumulate._microbatches.call import Further
+from opt_accumulate._microbatches.batch import batch_rows, has_rows
+from opt_accumulate._microbatches.loop import BatchShard, Further, Loop, Stacks, Sums, accumulate
 from opt_accumulate._microbatches.placement import (
     Shardings,
     axes_of,
@@ -33,18 +32,12 @@ from opt_accumulate._microbatches.placement import (
     reshard,
     without,
 )
-from opt_accumulate._microbatches.scan import BatchShard, Loop, Stacks, Sums, accumulate
 from opt_accumulate._trees import path_str
 from opt_accumulate.errors import OptionError
 
 
 def find_mesh(mesh: Any, shardings: Shardings, data_axes: Sequence[str]) -> Any:
-    """Returns the mesh to reduce over: that given, that of the shardings, or the current one.
-
-    Raises:
-      OptionError: there is none, there are two, it has not all of `data_axes`, or these are
-        manual already.
-    """
+    """Returns the mesh to reduce over: that given, that of the shardings, or the current one."""
     meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     current = jax.sharding.get_abstract_mesh()
     types = dict(zip(current.axis_names, current.axis_types, strict=True))
@@ -70,11 +63,7 @@ def find_mesh(mesh: Any, shardings: Shardings, data_axes: Sequence[str]) -> Any:
 
 
 def check_axes(mesh: Any, data_axes: Sequence[str]) -> None:
-    """Raises unless a mesh has the axes.
-
-    Raises:
-      OptionError: it has not.
-    """
+    """Raises an `OptionError` unless a mesh has the axes."""
     missing = [axis for axis in data_axes if axis not in mesh.axis_names]
     if missing:
         raise OptionError(
@@ -85,7 +74,6 @@ def check_axes(mesh: Any, data_axes: Sequence[str]) -> None:
 
 def accumulate_deferred(
     loop: Loop,
-    sizes: Sizes,
     mesh: Any,
     data_axes: tuple[str, ...],
     shardings: Shardings,
@@ -93,79 +81,59 @@ def accumulate_deferred(
     params: Any,
     batch: Any,
     further: Further,
-) -> tuple[Sums, Stacks, AuxPlan]:
-    """Does what `accumulate` does, over all devices, and adds up over them once.
-
-    Args:
-      loop: what happens to each microbatch.
-      sizes: of the microbatches.
-      mesh: of the devices.
-      data_axes: the mesh axes that the batch is sharded over.
-      shardings: of the accumulator, one for each leaf of `params`.
-      rng: the key of the batch; `None` without.
-      params: to differentiate by.
-      batch: of all devices.
-      further: arguments of the loss function.
-    """
+) -> tuple[Sums, Stacks]:
+    """Does what `accumulate` does, over all devices, and adds up over them once."""
     _check_rows(batch, data_axes)
     devices = math.prod(mesh.shape[axis] for axis in data_axes)
-    split = sizes.of(batch_rows(batch), devices)
+    split = loop.sizes.of(batch_rows(batch), devices)
     over_devices = PartitionSpec(data_axes)
 
-    # Functions, strings and Python's numbers and bools stay what they are.
     leaves, treedef = jax.tree.flatten((batch, further))
-    rows = [leaf if has_rows(leaf) else None for leaf in jax.tree.leaves(batch)]
-    rows += [None] * (len(leaves) - len(rows))
-    shared = [
-        leaf if row is None and _is_array(leaf) else None
-        for leaf, row in zip(leaves, rows, strict=True)
-    ]
+    of_batch = len(jax.tree.leaves(batch))
+    arrays, specs = (
+        {},
+        {},
+    )  # by position; functions, strings and Python's numbers stay what they are
+    for i, leaf in enumerate(leaves):
+        if i < of_batch and has_rows(leaf):
+            arrays[i], specs[i] = _spread(leaf, mesh, data_axes), over_devices
+        elif isinstance(leaf, jax.Array | np.ndarray):
+            arrays[i], specs[i] = _gathered(leaf, data_axes), PartitionSpec()
 
     def on_device(
-        index: jax.Array, params: Any, rows: list[Any], shared: list[Any], rng: Any
-    ) -> tuple[Sums, Stacks, AuxPlan]:
-        batch, further = jax.tree.unflatten(
-            treedef, [_given(*three) for three in zip(rows, shared, leaves, strict=True)]
-        )
+        index: jax.Array, params: Any, arrays: dict[int, Any], rng: Any
+    ) -> tuple[Sums, Stacks]:
+        on_shard = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        batch, further = jax.tree.unflatten(treedef, on_shard)
 
         def keep_place(tree: Any) -> Any:
             return place(tree, shardings, data_axes)
 
         shard = BatchShard(index[0], rng)
-        sums, stacks, plan = accumulate(loop, split, shard, params, batch, further, keep_place)
-        return jax.tree.map(lambda leaf: leaf[None], sums), stacks, plan
+        sums, stacks = accumulate(loop, split, shard, params, batch, further, keep_place)
+        return jax.tree.map(lambda leaf: leaf[None], sums), stacks
 
     run = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(over_devices, PartitionSpec(), over_devices, PartitionSpec(), PartitionSpec()),
-        out_specs=(over_devices, over_devices, PartitionSpec()),
+        in_specs=(over_devices, PartitionSpec(), specs, PartitionSpec()),
+        out_specs=(over_devices, over_devices),
         axis_names=set(data_axes),
         # Loss functions have loops that begin with constants; as types these would have to be
         # marked as varying over the devices, in each of them.
         check_vma=False,
     )
-    index = jnp.arange(devices, dtype=jnp.int32)
-    whole = [jax.tree.map(lambda leaf: _gathered(leaf, data_axes), t) for t in (params, shared)]
-    spread = [jax.tree.map(lambda leaf: _spread(leaf, mesh, data_axes), t) for t in (index, rows)]
+    index = _spread(jnp.arange(devices, dtype=jnp.int32), mesh, data_axes)
+    params = jax.tree.map(lambda leaf: _gathered(leaf, data_axes), params)
     # Outside of `jit`, `shard_map` over some axes of a mesh only is not to be had.
-    sums, stacks, plan = jax.jit(run)(spread[0], whole[0], spread[1], whole[1], rng)
+    sums, stacks = jax.jit(run)(index, params, arrays, rng)
     grads, grads_def = jax.tree.flatten(sums.grads)
     reduced = [
         _reduce(leaf, sharding, mesh, data_axes)
         for leaf, sharding in zip(grads, shardings, strict=True)
     ]
     rest = jax.tree.map(_sum_devices, sums._replace(grads=None))
-    return rest._replace(grads=jax.tree.unflatten(grads_def, reduced)), stacks, plan
-
-
-def _given(row: Any, shared: Any, static: Any) -> Any:
-    first = shared if row is None else row
-    return static if first is None else first
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
+    return rest._replace(grads=jax.tree.unflatten(grads_def, reduced)), stacks
 
 
 def _check_rows(batch: Any, data_axes: tuple[str, ...]) -> None:

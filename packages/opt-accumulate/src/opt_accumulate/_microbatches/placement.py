@@ -17,13 +17,7 @@ _LIKE_PARAMS = object()
 
 
 def leaf_shardings(out_shardings: Any, params: Any) -> Shardings:
-    """Returns one sharding, or `None`, for every leaf of `params`.
-
-    Where `params` has `None`, there is no leaf, as everywhere in JAX.
-
-    Raises:
-      OptionError: `out_shardings` has something else, or does not fit; lists every path.
-    """
+    """Returns one sharding, or `None`, for every leaf of `params`, or raises an `OptionError`."""
     keyed = jax.tree_util.tree_leaves_with_path(out_shardings, is_leaf=_is_sharding)
     wrong = [f"  {path_str(path)}: {leaf!r}\n" for path, leaf in keyed if not _is_sharding(leaf)]
     if wrong:
@@ -51,13 +45,9 @@ def leaf_shardings(out_shardings: Any, params: Any) -> Shardings:
 def like_params(shardings: Shardings, params: Any, mesh: Any = None) -> Shardings:
     """Returns the shardings with those of the parameters, where known, in the place of `None`.
 
-    An array that is being traced has a sharding in its type on Explicit meshes only.
-
-    Args:
-      shardings: one for each leaf of `params`.
-      params: arrays.
-      mesh: the only mesh of interest; `None`: any, and types are left to JAX, which gives
-        gradients those of the parameters.
+    An array that is being traced has a sharding in its type on Explicit meshes only. `mesh` is the
+    only one of interest; without, types are left to JAX, which gives gradients those of the
+    parameters.
     """
     pairs = zip(shardings, jax.tree.leaves(params), strict=True)
     return [given or _sharding_of(leaf, mesh) for given, leaf in pairs]
@@ -82,13 +72,7 @@ def _is_sharding(value: Any) -> bool:
 
 
 def place(tree: Any, shardings: Shardings, manual: Collection[str] = ()) -> Any:
-    """Puts the leaves of a tree where they belong.
-
-    Args:
-      tree: of arrays.
-      shardings: one for each leaf; `None` leaves it where it is.
-      manual: mesh axes that are manual here; they are left out of the specs.
-    """
+    """Puts the leaves of a tree where they belong, but for mesh axes that are manual here."""
     leaves, treedef = jax.tree.flatten(tree)
     placed = [_place(*pair, manual) for pair in zip(leaves, shardings, strict=True)]
     return jax.tree.unflatten(treedef, placed)

@@ -15,16 +15,12 @@ from typing import Any
 import jax
 
 
-def axes_of_type(value: Any) -> frozenset[str]:
-    """Returns the manual mesh axes that an array varies over.
+def axes_of_types(tree: Any) -> frozenset[str]:
+    """Returns the manual mesh axes that any leaf of a tree, abstract or not, varies over."""
+    return frozenset().union(*map(_axes_of_type, jax.tree.leaves(tree)))
 
-    Args:
-      value: an array, or what `jax.eval_shape` returns.
 
-    Examples:
-      >>> axes_of_type(jax.numpy.ones(2))
-      frozenset()
-    """
+def _axes_of_type(value: Any) -> frozenset[str]:
     described: Any = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
     try:
         manual = described.manual_axis_type
@@ -33,18 +29,13 @@ def axes_of_type(value: Any) -> frozenset[str]:
     return frozenset(manual.varying) if manual is not None else frozenset()
 
 
-def axes_of_types(tree: Any) -> frozenset[str]:
-    """Returns the manual mesh axes that any leaf of a tree varies over."""
-    return frozenset().union(*map(axes_of_type, jax.tree.leaves(tree)))
-
-
 def vary(tree: Any, axes: Collection[str]) -> Any:
     """Returns the same values, of types that vary over `axes` too."""
     return jax.tree.map(lambda leaf: _vary(leaf, axes), tree) if axes else tree
 
 
 def _vary(leaf: Any, axes: Collection[str]) -> Any:
-    missing = tuple(sorted(frozenset(axes) - axes_of_type(leaf)))
+    missing = tuple(sorted(frozenset(axes) - _axes_of_type(leaf)))
     if not missing:
         return leaf
     lax: Any = jax.lax
@@ -59,7 +50,7 @@ def sum_as_like(tree: Any, like: Any) -> Any:
     """Sums each leaf over the axes that it varies over and the same leaf of `like` does not."""
 
     def sum_leaf(leaf: Any, like: Any) -> Any:
-        extra = tuple(sorted(axes_of_type(leaf) - axes_of_type(like)))
+        extra = tuple(sorted(_axes_of_type(leaf) - _axes_of_type(like)))
         return jax.lax.psum(leaf, extra) if extra else leaf
 
     return jax.tree.map(sum_leaf, tree, like)
@@ -67,5 +58,5 @@ def sum_as_like(tree: Any, like: Any) -> Any:
 
 def any_over(value: jax.Array, kept: Collection[str]) -> jax.Array:
     """Returns whether a bool is true anywhere on the axes that it varies over but for `kept`."""
-    extra = tuple(sorted(axes_of_type(value) - frozenset(kept)))
+    extra = tuple(sorted(_axes_of_type(value) - frozenset(kept)))
     return jax.lax.psum(value.astype("int32"), extra) > 0 if extra else value

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._buffers import own_buffers, zeros_of
-from opt_accumulate._checks import check_like, check_numbers
-from opt_accumulate._dtypes import cast_like, check_accumulator_dtype
-from opt_accumulate._emission import Form, check_form, emit_if, zeros_if
-from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._multi_steps import accumulator
-from opt_accumulate._multi_steps import window_means as window_means_
-from opt_accumulate._multi_steps.every_k import parse_every_k
-from opt_accumulate._skip.state import (
-    NEW_SKIP_STATE,
-    SKIP,
-    ask,
-    check_skip_function,
-    init_skip_state,
-    last_decision,
+from opt_accumulate._arrays import (
+    accumulator_dtype_of,
+    cast_like,
+    check_accumulator_dtype,
+    own_buffers,
+    traced_once,
 )
-
-ShouldSkip = Callable[..., tuple[Any, Any]]
+from opt_accumulate._every_k import parse_every_k
+from opt_accumulate._inner import InnerUpdate
+from opt_accumulate._loop import emit_if, zeros_if
+from opt_accumulate._skip import ask, last_decision
+from opt_accumulate._trees import check_like, check_numbers
 
 
 class _MiniStep(NamedTuple):
@@ -34,7 +28,6 @@ class _MiniStep(NamedTuple):
 
     emit: jax.Array
     state: optax.MultiStepsState
-    extra_args: dict[str, Any]
 
 
 class MultiSteps:
@@ -73,11 +66,8 @@ class MultiSteps:
         opt: Any,
         every_k_schedule: Any,
         use_grad_mean: bool = True,
-        should_skip_update_fn: ShouldSkip | None = None,
+        should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
         accumulator_dtype: Any = jnp.float32,
-        *,
-        window_means: Sequence[str] = (),
-        form: Form = "loop",
     ) -> None:
         """Configures the accumulation; allocates nothing.
 
@@ -87,40 +77,34 @@ class MultiSteps:
             the number of steps made to one.
           use_grad_mean: whether the inner optimizer gets the mean of the gradients, or their sum.
           should_skip_update_fn: `f(updates, gradient_step, params)` returns whether to skip the
-            mini-step, and the new `skip_state`; or a `StatefulSkipFunction`.
+            mini-step, a boolean scalar, and the new `skip_state`.
           accumulator_dtype: of the accumulator. float32 does not truncate float64; complex
             gradients get the complex dtype of that precision. `None`: each parameter's own dtype.
-          window_means: names of scalar extra arguments of which the inner optimizer gets the mean
-            over the mini-steps of the window, not the value on the last one.
-          form: how a mini-step branches: `"loop"`, the fastest; `"cond"`, which has a reverse-mode
-            derivative; or `"select"`, without control flow.
 
         Raises:
           TypeError: `every_k_schedule` is neither an integer nor a function;
-            `should_skip_update_fn` is not a function; `window_means` are not names.
+            `should_skip_update_fn` is not a function.
           ValueError: `every_k_schedule` is not positive, or not a scalar; `accumulator_dtype`
-            cannot hold gradients; `form` is unknown.
+            cannot hold gradients.
         """
-        check_form(form)
         check_accumulator_dtype(accumulator_dtype)
-        check_skip_function(should_skip_update_fn)
+        if should_skip_update_fn is not None and not callable(should_skip_update_fn):
+            raise TypeError(
+                "`should_skip_update_fn` must be a function of (updates, gradient_step, params) "
+                f"that returns (skip, state), found {should_skip_update_fn!r}. Give e.g. "
+                "`skip_not_finite`."
+            )
         self._inner = InnerUpdate(opt)
         self._every_k_schedule = every_k_schedule
         self._every_k = parse_every_k(every_k_schedule)
         self._mean = use_grad_mean
         self._should_skip = should_skip_update_fn
         self._dtype = accumulator_dtype
-        self._window_means = window_means_.parse_names(window_means)
-        self._form = form
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer; it takes extra arguments, whether it uses them or not."""
         return self._inner.opt
-
-    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that `window_means` has; the inner optimizer may take more."""
-        return frozenset(names).intersection(self._window_means)
 
     def init(self, params: Any) -> optax.MultiStepsState:
         """Returns the state before the first mini-step; it shares no buffer with `params`.
@@ -129,13 +113,21 @@ class MultiSteps:
           TypeError: a leaf of `params` is not an array or a number.
         """
         check_numbers(params, "params")
-        skip_state = () if self._should_skip is None else init_skip_state(self._should_skip, params)
+
+        def empty(param: Any) -> jax.Array:
+            dtype = accumulator_dtype_of(jnp.result_type(param), self._dtype)
+            return jnp.zeros_like(param, dtype=dtype)
+
+        skip_state: Any = ()
+        if self._should_skip is not None:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            _, skip_state = ask(self._should_skip, zeros, jnp.zeros([], jnp.int32), params)
         state = optax.MultiStepsState(
             mini_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             inner_opt_state=self._inner.init(params),
-            acc_grads=accumulator.zeros_for(params, self._dtype),
-            skip_state=window_means_.attach(skip_state, self._window_means),
+            acc_grads=jax.tree.map(empty, params),
+            skip_state=skip_state,
         )
         owned: optax.MultiStepsState = own_buffers(state, apart_from=params)
         return owned
@@ -154,19 +146,8 @@ class MultiSteps:
         Returns:
           What to add to the parameters, zeros unless a window is full; and the new state.
         """
-        step = self._begin(updates, state, params, extra_args)
-        make = self._inner.traced_once(step.extra_args)
-
-        def body(carry: Any, operands: Any) -> Any:
-            acc, params, extra_args = operands
-            new, inner = make(acc, updates, carry[1], params, extra_args)
-            return cast_like(new, carry[0]), inner
-
-        like = make.updates_like(updates, step.state.inner_opt_state, params, step.extra_args)
-        carry = zeros_of(like), step.state.inner_opt_state
-        operands = step.state.acc_grads, params, step.extra_args
-        done, (new, inner) = emit_if(step.emit, body, carry, operands, self._form)
-        return new, self._end(step.state, done, inner)
+        step = self._begin(updates, state, params)
+        return self._emit(step, updates, params, extra_args)
 
     def apply(
         self, params: Any, state: optax.MultiStepsState, grads: Any, **extra_args: Any
@@ -185,7 +166,7 @@ class MultiSteps:
         Returns:
           The parameters and the state.
         """
-        step = self._begin(grads, state, params, extra_args)
+        emit, state = self._begin(grads, state, params)
         check_like(params, state.acc_grads, "params")
 
         def body(carry: Any, operands: Any) -> Any:
@@ -193,10 +174,9 @@ class MultiSteps:
             new, inner = self._inner(acc, grads, carry[1], carry[0], extra_args)
             return cast_like(optax.apply_updates(carry[0], new), carry[0]), inner
 
-        carry = cast_like(params, params), step.state.inner_opt_state
-        operands = step.state.acc_grads, step.extra_args
-        done, (params, inner) = emit_if(step.emit, body, carry, operands, self._form)
-        return params, self._end(step.state, done, inner)
+        carry = cast_like(params, params), state.inner_opt_state
+        done, (params, inner) = emit_if(emit, body, carry, (state.acc_grads, extra_args))
+        return params, _ended(state, done, inner)
 
     def flush(
         self, state: optax.MultiStepsState, params: Any = None, **extra_args: Any
@@ -209,40 +189,30 @@ class MultiSteps:
         Args:
           state: the state.
           params: the parameters, if the inner optimizer wants them.
-          **extra_args: for the inner optimizer; means of the window need not be given.
+          **extra_args: for the inner optimizer.
 
         Returns:
           What to add to the parameters, and the new state.
         """
         self._check(state)
-        skip_state, means = window_means_.detach(state.skip_state, self._window_means)
-        emit = jnp.asarray(state.mini_step) > 0
-        inner = cast_like(state.inner_opt_state, state.inner_opt_state)
-        extra_args = {**extra_args, **means}
-
-        def body(carry: Any, operands: Any) -> Any:
-            acc, params, extra_args = operands
-            new, inner = self._inner(acc, grads_like, carry[1], params, extra_args)
-            return cast_like(new, carry[0]), inner
-
-        acc = state.acc_grads
+        mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
+        emit = mini_step > 0
+        skip_state: Any = state.skip_state
+        skipped = last_decision(skip_state)
+        if skipped is not None:
+            skip_state = {**skip_state, "should_skip": jnp.where(emit, False, skipped)}
+        grads_like = state.acc_grads
         if params is not None:
-            check_like(params, acc, "params")
-        grads_like = acc if params is None else cast_like(acc, params)
-        like = self._inner.updates_like(grads_like, inner, params, extra_args)
-        operands = acc, params, extra_args
-        done, (new, inner) = emit_if(emit, body, (zeros_of(like), inner), operands, self._form)
-        if last_decision(skip_state) is not None:
-            skip = jnp.where(emit, False, last_decision(skip_state))
-            skip_state = {**skip_state, SKIP: skip}
-        means = {name: jnp.where(emit, 0, mean) for name, mean in means.items()}
-        gradient_step = jnp.asarray(state.gradient_step)
-        state = state._replace(
-            mini_step=jnp.zeros_like(jnp.asarray(state.mini_step)),
-            gradient_step=jnp.where(emit, optax.safe_increment(gradient_step), gradient_step),
-            skip_state=window_means_.join(skip_state, means),
+            check_like(params, grads_like, "params")
+            grads_like = cast_like(grads_like, params)
+        inner = state.inner_opt_state
+        emptied = state._replace(
+            mini_step=jnp.zeros_like(mini_step),
+            gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
+            inner_opt_state=cast_like(inner, inner),
+            skip_state=skip_state,
         )
-        return new, self._end(state, done, inner)
+        return self._emit(_MiniStep(emit, emptied), grads_like, params, extra_args)
 
     def has_updated(self, state: optax.MultiStepsState) -> jax.Array:
         """Returns whether the mini-step that returned `state` emitted: a boolean scalar.
@@ -285,52 +255,86 @@ class MultiSteps:
         }
 
     def _check(self, state: Any) -> None:
-        """Raises unless `state` is one that these arguments understand."""
         _check_kind(state)
-        unread = self._should_skip is None and not self._window_means
-        if unread and jax.tree.leaves(state.skip_state):
+        if self._should_skip is None and jax.tree.leaves(state.skip_state):
             raise ValueError(
-                "`skip_state` was made with a `should_skip_update_fn` or `window_means`, and there "
-                f"are none. {NEW_SKIP_STATE}"
+                "`skip_state` was made with a `should_skip_update_fn`, and there is none. To "
+                "change it, take a new state of it between two windows: "
+                "`state._replace(skip_state=steps.init(params).skip_state)`."
             )
 
-    def _begin(
-        self, grads: Any, state: optax.MultiStepsState, params: Any, extra_args: dict[str, Any]
-    ) -> _MiniStep:
+    def _begin(self, grads: Any, state: optax.MultiStepsState, params: Any) -> _MiniStep:
         """Accumulates, and decides whether to emit; in the state, all else is as after that."""
         self._check(state)
         check_like(grads, state.acc_grads)
         mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
-        skip_state, means = window_means_.detach(state.skip_state, self._window_means)
         k = self._every_k if isinstance(self._every_k, int) else self._every_k(gradient_step)
         emit = mini_step >= k - 1
-        skip = None
+        skip, skip_state = None, state.skip_state
         if self._should_skip is not None:
-            skip, skip_state = ask(self._should_skip, grads, gradient_step, params, skip_state)
+            skip, skip_state = ask(self._should_skip, grads, gradient_step, params)
             emit = jnp.logical_and(emit, ~skip)
-        new_means = window_means_.take_in(extra_args, means, mini_step)
-        kept = {
-            name: _select(emit, jnp.zeros_like(new), _select(skip, means[name], new))
-            for name, new in new_means.items()
-        }
         held = _select(skip, mini_step, optax.safe_increment(mini_step))
         inner = state.inner_opt_state
         new_state = optax.MultiStepsState(
             mini_step=_select(emit, jnp.zeros_like(mini_step), held),
             gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
             inner_opt_state=cast_like(inner, inner),
-            acc_grads=accumulator.accumulate(
-                grads, state.acc_grads, mini_step, skip, mean=self._mean
-            ),
-            skip_state=window_means_.join(skip_state, kept),
+            acc_grads=self._accumulated(grads, state.acc_grads, mini_step, skip),
+            skip_state=skip_state,
         )
-        return _MiniStep(emit, new_state, {**extra_args, **new_means})
+        return _MiniStep(emit, new_state)
 
-    def _end(
-        self, state: optax.MultiStepsState, done: jax.Array, inner: Any
-    ) -> optax.MultiStepsState:
-        acc = zeros_if(done, state.acc_grads, self._form)
-        return state._replace(inner_opt_state=inner, acc_grads=acc)
+    def _accumulated(
+        self, grads: Any, accumulator: Any, count: jax.Array, skip: jax.Array | None
+    ) -> Any:
+        """Returns the accumulator with one more gradient in it, unless that is skipped."""
+
+        def leaf(grad: Any, old: Any, count: jax.Array, skip: jax.Array | None) -> Any:
+            old = _keep_imaginary(old, grad)
+            kept = jnp.promote_types(jnp.result_type(grad), jnp.result_type(old))
+            wide = jnp.promote_types(kept, jnp.float32)
+            grad, total = jnp.asarray(grad, wide), jnp.asarray(old, wide)
+            # Optax's order of operations (Welford's mean), and its roundings.
+            new = total + (grad - total) / (count + 1) if self._mean else grad + total
+            new = jax.lax.convert_element_type(new, kept)
+            return _select(skip, old, jax.lax.convert_element_type(new, jnp.result_type(old)))
+
+        add = traced_once(leaf, grads, accumulator, count)
+        return jax.tree.map(lambda grad, old: add(grad, old, count, skip), grads, accumulator)
+
+    def _emit(
+        self, step: _MiniStep, grads_like: Any, params: Any, extra_args: dict[str, Any]
+    ) -> tuple[Any, optax.MultiStepsState]:
+        """Returns the updates, zeros unless the mini-step emits, and the state after it."""
+        emit, state = step
+        make = self._inner.traced_once(extra_args)
+
+        def body(carry: Any, operands: Any) -> Any:
+            acc, params, extra_args = operands
+            new, inner = make(acc, grads_like, carry[1], params, extra_args)
+            return cast_like(new, carry[0]), inner
+
+        like = make.updates_like(grads_like, state.inner_opt_state, params, extra_args)
+        carry = jax.tree.map(jnp.zeros_like, like), state.inner_opt_state
+        operands = state.acc_grads, params, extra_args
+        done, (updates, inner) = emit_if(emit, body, carry, operands)
+        return updates, _ended(state, done, inner)
+
+
+def _ended(state: optax.MultiStepsState, done: jax.Array, inner: Any) -> optax.MultiStepsState:
+    return state._replace(inner_opt_state=inner, acc_grads=zeros_if(done, state.acc_grads))
+
+
+def _keep_imaginary(total: Any, grad: Any) -> Any:
+    """Makes a real leaf complex that is to hold complex gradients; others stay as they are.
+
+    A state that Optax made accumulates complex gradients in float32, without imaginary parts.
+    """
+    dtype = jnp.result_type(total)
+    if not jnp.iscomplexobj(grad) or jnp.issubdtype(dtype, jnp.complexfloating):
+        return total
+    return jnp.asarray(total, jnp.promote_types(dtype, jnp.complex64))
 
 
 def _check_kind(state: Any) -> None:

@@ -1,4 +1,4 @@
-"""The state and the report of a guard."""
+"""The state of a guard, and what is read of it: the report, and whether a run is stuck."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from opt_accumulate._trees import path_str, walk
-from opt_accumulate.errors import OptionError
+from opt_accumulate.errors import OptionError, StuckError
 
 
 class Reason(enum.IntFlag):
@@ -132,3 +132,55 @@ def report(state: Any) -> GuardReport:
     ((_, found),) = states
     names = (field.name for field in dataclasses.fields(GuardReport))
     return GuardReport(**{name: jnp.asarray(getattr(found, name)) for name in names})
+
+
+def check_skips(state: Any, max_consecutive: int | None = None) -> None:
+    """Raises if too many steps in a row have been skipped.
+
+    Waits for the state: call it where metrics are read anyway, outside of compiled functions.
+
+    Args:
+      state: the state of a `guard`, or of an optimizer around it.
+      max_consecutive: how many to tolerate; `None` for fewer than the guard's own limit.
+
+    Raises:
+      StuckError: there have been more.
+      OptionError: `max_consecutive` is negative; `state` has no guard, or is traced.
+
+    Examples:
+      >>> import optax
+      >>> from opt_accumulate import guard
+      >>> tx = guard(optax.sgd(0.1), loss=None)
+      >>> params, state = jnp.ones(1), tx.init(jnp.ones(1))
+      >>> for _ in range(3):
+      ...     params, state = tx.apply(params, state, jnp.array([jnp.nan]))
+      >>> check_skips(state, 3)
+      >>> check_skips(state, 2)
+      Traceback (most recent call last):
+      ...
+      opt_accumulate.errors.StuckError: 3 steps in a row were skipped, ...
+    """
+    if max_consecutive is not None and max_consecutive < 0:
+        raise OptionError(f"`max_consecutive` must not be negative, found {max_consecutive}.")
+    guards = [guard for _, guard in guard_states(state)]
+    if not guards:
+        raise OptionError(
+            "nothing in `state` counts the steps that were skipped in a row. Wrap the optimizer, "
+            "or its `MultiSteps`, in `guard`."
+        )
+    scalars = [(guard.consecutive, guard.stuck) for guard in guards]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(scalars)):
+        raise OptionError(
+            "`state` is being traced: `check_skips` reads numbers. Call it outside of `jax.jit`, "
+            "on the state that the step returned."
+        )
+    scalars = jax.device_get(scalars)
+    number = max(int(consecutive) for consecutive, _ in scalars)
+    is_stuck = any(bool(stuck) for _, stuck in scalars)
+    if is_stuck if max_consecutive is None else number > max_consecutive:
+        most = "that of the guard" if max_consecutive is None else max_consecutive
+        raise StuckError(
+            f"{number} steps in a row were skipped, and `max_consecutive` is {most}. Parameters "
+            "and optimizer are as before them: go back to a checkpoint, to other data or to a "
+            "smaller learning rate."
+        )

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._checks import check_integer
-from opt_accumulate._guard.state import guard_states
+from opt_accumulate._report import guard_states
+from opt_accumulate._trees import check_integer
 from opt_accumulate.errors import RollbackError
 
 

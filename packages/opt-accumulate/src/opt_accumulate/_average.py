@@ -10,20 +10,50 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._alike import traced_once
-from opt_accumulate._average.evaluation import master_params
-from opt_accumulate._average.state import AverageState, has_updated
-from opt_accumulate._buffers import on_device, own_buffers, put_beside
-from opt_accumulate._checks import check_integer, check_numbers
-from opt_accumulate._dtypes import accumulator_dtype_of
-from opt_accumulate._emission import emit_if
+from opt_accumulate._arrays import (
+    accumulator_dtype_of,
+    on_device,
+    own_buffers,
+    put_beside,
+    traced_once,
+)
+from opt_accumulate._eval_params import master_params
 from opt_accumulate._inner import InnerUpdate
+from opt_accumulate._loop import emit_if
+from opt_accumulate._report import GuardState
 from opt_accumulate._transformation import ParamsTransformation
-from opt_accumulate._trees import broadcast_prefix
+from opt_accumulate._trees import broadcast_prefix, check_integer, check_numbers, children
 from opt_accumulate.errors import OptionError
 
 Form = Literal["ema", "polyak"]
 Decay = float | jax.Array | Callable[[Any], Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AverageState:
+    """The state of `with_average`.
+
+    Attributes:
+      count: int32 scalar; updates of the parameters so far; saturates at 2**31 - 1.
+      average: like the parameters, in the dtype of the average; `optax.MaskedNode()` in place of
+        those that are not averaged.
+      inner: the state of the optimizer.
+    """
+
+    count: Any
+    average: Any
+    inner: Any
+
+    def eval_params(self, params: Any) -> Any:
+        """Returns the average; see `HoldsEvalParams`."""
+        del params
+        return jax.tree.map(on_device, self.average)
+
+    @staticmethod
+    def describe_fields() -> dict[str, Any]:
+        """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
+        return {"roles": {"count": "count", "average": "params_copy"}, "passes_on": True}
 
 
 def with_average(
@@ -114,7 +144,7 @@ def with_average(
         state: AverageState, new: Any, params_of: Callable[[Any], Any], moved: Any
     ) -> AverageState:
         count = jnp.asarray(state.count)
-        updated = has_updated(new, state.inner)
+        updated = _has_updated(new, state.inner)
         conditions = [one for one in (updated, schedule.counts(count)) if one is not None]
         is_due = jnp.stack(conditions).all() if conditions else None
 
@@ -126,12 +156,32 @@ def with_average(
         if is_due is None:
             average = body(state.average, (moved, new))
         else:
-            _, average = emit_if(is_due, body, state.average, (moved, new), "loop")
+            _, average = emit_if(is_due, body, state.average, (moved, new))
         following = optax.safe_increment(count)
         counted = following if updated is None else jnp.where(updated, following, count)
         return AverageState(counted, average, new)
 
     return ParamsTransformation(init, update, apply)
+
+
+def _has_updated(new: Any, old: Any) -> jax.Array | None:
+    """Returns whether the step from one state to the next updated parameters; `None` for always.
+
+    A `MultiSteps`, Optax's included, shows it in its count of steps, a guard in its last decision.
+    Of several side by side, as in `optax.partition`, one that updated is enough.
+    """
+    if isinstance(new, optax.MultiStepsState):
+        stepped: jax.Array = jnp.asarray(new.gradient_step) != jnp.asarray(old.gradient_step)
+        inside = _has_updated(new.inner_opt_state, old.inner_opt_state)
+        return stepped if inside is None else stepped & inside
+    if isinstance(new, GuardState):
+        inside = _has_updated(new.inner, old.inner)
+        made = ~jnp.asarray(new.was_skipped)
+        return made if inside is None else made & inside
+    pairs = zip(children(new), children(old), strict=True)
+    answers = [_has_updated(child, before) for (_, child), (_, before) in pairs]
+    updated = [answer for answer in answers if answer is not None]
+    return jnp.stack(updated).any() if updated else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,22 +12,9 @@ import numpy as np
 
 _MAX = int(np.iinfo(np.int32).max)
 
-EveryK = Callable[[jax.Array], "int | jax.Array"]
 
-
-def parse_every_k(every_k_schedule: Any) -> int | EveryK:
-    """Checks what a user gave as `every_k_schedule`.
-
-    Args:
-      every_k_schedule: a positive integer of Python, NumPy or JAX, or a function from the gradient
-        step to one. An integer that is being traced counts as a constant function.
-
-    Returns:
-      A Python integer, or a function whose values are int32 and at least 1.
-
-    Raises:
-      TypeError: neither an integer nor a function.
-      ValueError: not positive, no int32, or not a scalar.
+def parse_every_k(every_k_schedule: Any) -> int | Callable[[jax.Array], jax.Array]:
+    """Returns a positive Python integer, or a function whose values are int32 and at least 1.
 
     Examples:
       >>> parse_every_k(np.int64(4))
@@ -42,15 +29,10 @@ def parse_every_k(every_k_schedule: Any) -> int | EveryK:
         return lambda step: _clamp(every_k_schedule(step))
     _check_integer(every_k_schedule)
     number = operator.index(every_k_schedule)
-    if number < 1:
+    if not 1 <= number <= _MAX:
         raise ValueError(
-            f"`every_k_schedule` must be at least 1, found {number}: there would never be an "
-            "update. Give the number of mini-steps that make one step; 1 for no accumulation."
-        )
-    if number > _MAX:
-        raise ValueError(
-            f"`every_k_schedule` must be an int32, at most {_MAX}, found {number}: mini-steps are "
-            "counted in that."
+            f"`every_k_schedule` must be at least 1, found {number}; and at most {_MAX}, an int32. "
+            "Give the number of mini-steps that make one step; 1 for no accumulation."
         )
     return number
 

@@ -1,4 +1,4 @@
-"""What a loss function returns, and how much it counts.
+"""What a loss function returns, how much it counts, and when a microbatch is dropped.
 
 Every rule comes down to a loss and a weight for each microbatch, so that the whole batch has
 `sum(loss sums) / sum(weights)`.
@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._dtypes import at_least_32_bits
+from opt_accumulate._arrays import at_least_32_bits
 from opt_accumulate._microbatches.batch import has_rows
+from opt_accumulate._microbatches.varying import any_over, axes_of_types
 from opt_accumulate.errors import LossOutputError, OptionError
 
 NamedWeights: TypeAlias = Literal["returned", "examples", "mean_of_means"]
 Weights: TypeAlias = NamedWeights | Callable[[Any], Any]
+SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]
 
 _NAMED = get_args(NamedWeights)
 
@@ -45,14 +47,20 @@ class Weighted(NamedTuple):
 
 
 def check_weights(weights: Any) -> None:
-    """Raises unless `weights` is one of the rules.
-
-    Raises:
-      OptionError: it is not.
-    """
+    """Raises an `OptionError` unless `weights` is one of the rules."""
     named = isinstance(weights, str) and weights in _NAMED
     if not named and not callable(weights):
         raise OptionError(f"`weights` has no rule {weights!r}. If the loss function{_CHOICES}")
+
+
+def check_skip_function(skip_fn: Any) -> None:
+    """Raises an `OptionError` unless `skip_fn` can say what to drop."""
+    named = isinstance(skip_fn, str) and skip_fn == "non_finite"
+    if skip_fn is not None and not named and not callable(skip_fn):
+        raise OptionError(
+            "`skip_fn` must be None, 'non_finite', or a function of (loss, grads, weight) that "
+            f"returns whether to drop the microbatch; it is {skip_fn!r}."
+        )
 
 
 def is_sum(weights: Weights) -> bool:
@@ -72,17 +80,7 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> Weighted:
-    """Takes apart what a loss function returned.
-
-    Args:
-      output: `loss`, or `(loss, aux)` where `has_aux`; under `weights="returned"` the loss is
-        itself a pair `(sum, weight)`.
-      microbatch: what the loss function was given.
-      weights: the rule.
-      has_aux: whether there is an auxiliary output.
-
-    Raises:
-      LossOutputError: `output` is something else.
+    """Takes apart what a loss function returned, or raises a `LossOutputError`.
 
     Examples:
       >>> out = read_loss(((jnp.float32(6), jnp.int32(3)), 'aux'), None, 'returned', True)
@@ -115,6 +113,37 @@ def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> 
     else:
         loss, weight = output, _weight_of(microbatch, weights)
     return Weighted(_scalar_loss(loss), _scalar_weight(weight, weights), aux)
+
+
+def should_skip(
+    skip_fn: SkipFunction | None, loss: jax.Array, grads: Any, weight: jax.Array
+) -> jax.Array | None:
+    """Returns whether to drop a microbatch; `None` where none ever is.
+
+    Examples:
+      >>> bool(should_skip('non_finite', jnp.float32(1), [jnp.array([jnp.inf])], jnp.int32(1)))
+      True
+    """
+    if skip_fn is None:
+        return None
+    # Parts of one loss are dropped together, though gradients of parts of parameters differ.
+    kept = axes_of_types((loss, weight))
+    if skip_fn == "non_finite":
+        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((loss, grads, weight))]
+        return any_over(~jnp.stack(finite).all(), kept)
+    skip = skip_fn(loss, grads, weight)
+    dtype = getattr(skip, "dtype", type(skip))
+    if isinstance(skip, tuple):
+        raise LossOutputError(
+            "`skip_fn` must return one truth value, not a tuple. Is it a `should_skip_update_fn` "
+            "of `MultiSteps`? Here it is a function of (loss, grads, weight), or 'non_finite'."
+        )
+    if jnp.shape(skip) != () or dtype not in (bool, jnp.bool_):
+        raise LossOutputError(
+            f"`skip_fn` must return one truth value (shape (), bool), not {dtype} of shape "
+            f"{jnp.shape(skip)}. Join several by `jnp.any`."
+        )
+    return any_over(jnp.asarray(skip), kept)
 
 
 def _weight_of(microbatch: Any, weights: Weights) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._checks import check_integer
+from opt_accumulate._trees import check_integer
 from opt_accumulate.errors import OptionError
 
 

@@ -12,16 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._buffers import on_device, own_buffers, put_beside, zeros_of
-from opt_accumulate._checks import check_integer, check_numbers
-from opt_accumulate._dtypes import cast_like
-from opt_accumulate._emission import emit_if
-from opt_accumulate._guard.spike import Spike, Window
-from opt_accumulate._guard.state import GuardState, Reason
+from opt_accumulate._arrays import cast_like, on_device, own_buffers, put_beside
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._skip.functions import all_finite, global_norm
-from opt_accumulate._skip.state import count_if
+from opt_accumulate._loop import emit_if
+from opt_accumulate._norms import all_finite, global_norm
+from opt_accumulate._report import GuardState, Reason
+from opt_accumulate._spike import Spike, Window
 from opt_accumulate._transformation import ParamsTransformation
+from opt_accumulate._trees import check_integer, check_numbers
 from opt_accumulate.errors import OptionError
 
 NonFinite = Literal["skip", "apply"]
@@ -107,7 +105,7 @@ def guard(
             return (cast_like(updates, carry[0]), new), lambda: updates
 
         like = inner.updates_like(grads, state.inner, params, extra_args)
-        carry = zeros_of(like), state.inner
+        carry = jax.tree.map(jnp.zeros_like, like), state.inner
         operands = params, grads, extra_args
         (updates, new), state = judge.make(step, carry, operands, state, grads, extra_args)
         return updates, dataclasses.replace(state, inner=new)
@@ -165,19 +163,10 @@ class _Judge:
         grads: Any,
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, GuardState]:
-        """Makes a step, or does not.
+        """Returns what a step carries, made or not, and the state but for the optimizer's.
 
-        Args:
-          step: from what a step replaces and what it only reads to the first and, by a function,
-            the updates.
-          carry: what a step replaces.
-          operands: what a step only reads.
-          state: before the step.
-          grads: the gradients.
-          extra_args: among them the loss.
-
-        Returns:
-          What is carried; and the state, but for that of the optimizer.
+        `step` goes from what a step replaces (`carry`) and what it only reads (`operands`) to the
+        first and, by a function, the updates.
         """
         inner = cast_like(state.inner, state.inner)
         state = dataclasses.replace(state, inner=inner)
@@ -203,7 +192,7 @@ class _Judge:
 
         # Where no update is computed there is nothing to judge: 0 is below any threshold.
         carried = (carry, jnp.zeros([], jnp.float32), reason) if judges_update else (carry,)
-        _, carried = emit_if(reason == 0, body, carried, operands, "loop")
+        _, carried = emit_if(reason == 0, body, carried, operands)
         if judges_update:
             judged = reason == 0
             _, norm, reason = carried
@@ -236,12 +225,12 @@ class _Judge:
         """Returns the state with one more step counted."""
         skip = reason != 0
         count = jnp.asarray(state.count)
-        consecutive = jnp.where(skip, count_if(skip, state.consecutive), 0)
+        consecutive = jnp.where(skip, optax.safe_increment(state.consecutive), 0)
         most = self.max_consecutive
         return dataclasses.replace(
             state,
             count=optax.safe_increment(count),
-            skipped=count_if(skip, state.skipped),
+            skipped=jnp.where(skip, optax.safe_increment(state.skipped), state.skipped),
             consecutive=consecutive,
             was_skipped=skip,
             stuck=jnp.zeros_like(skip) if most is None else consecutive >= most,

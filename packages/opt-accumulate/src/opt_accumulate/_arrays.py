@@ -1,0 +1,167 @@
+"""Dtypes of sums and states, buffers that may be donated, and arrays in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+from opt_accumulate.errors import OptionError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def at_least_32_bits(dtype: Any) -> Any:
+    """Returns a dtype that sums of `dtype` do not quickly overflow or lose digits in.
+
+    Examples:
+      >>> [str(at_least_32_bits(jnp.dtype(d))) for d in ('bfloat16', 'float64', 'bool', 'uint8')]
+      ['float32', 'float64', 'int32', 'uint32']
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return jnp.dtype(jnp.int32)
+    for kind, wide in (
+        (jnp.floating, jnp.float32),
+        (jnp.unsignedinteger, jnp.uint32),
+        (jnp.integer, jnp.int32),
+    ):
+        if jnp.issubdtype(dtype, kind):
+            return dtype if dtype.itemsize >= 4 else jnp.dtype(wide)
+    return dtype
+
+
+def inexact(dtype: Any) -> Any:
+    """Returns the dtype of a mean of values of `dtype`."""
+    wide = at_least_32_bits(dtype)
+    return wide if jnp.issubdtype(wide, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
+def check_accumulator_dtype(wanted: Any) -> None:
+    """Raises an `OptionError` unless gradients can be summed in a dtype, or it is `None`."""
+    if wanted is None:
+        return
+    try:
+        dtype = jnp.dtype(wanted)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise OptionError(
+            "`accumulator_dtype` must be None, or a dtype that sums of gradients fit in: real "
+            "floating-point numbers of 16 bits or more, such as 'float32'; it is "
+            f"{wanted if dtype is None else dtype.name!r}."
+        )
+
+
+def accumulator_dtype_of(dtype: Any, wanted: Any) -> Any:
+    """Returns the dtype that gradients of `dtype` are summed in.
+
+    `None` is `dtype` itself; a dtype of 32 bits or more widens only (float64 stays float64), a
+    smaller one is taken at its word. Complex gradients stay complex.
+
+    Examples:
+      >>> [str(accumulator_dtype_of(jnp.dtype(d), jnp.float32)) for d in ('bfloat16', 'complex64')]
+      ['float32', 'complex64']
+      >>> str(accumulator_dtype_of(jnp.dtype('float32'), jnp.bfloat16))
+      'bfloat16'
+    """
+    dtype = jnp.dtype(dtype)
+    if wanted is None:
+        return dtype
+    wanted = jnp.dtype(jax.dtypes.canonicalize_dtype(wanted))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.dtype(jnp.complex128) if wanted == jnp.float64 else dtype
+    truncates = jnp.issubdtype(dtype, jnp.floating) and 4 <= wanted.itemsize < dtype.itemsize
+    return dtype if truncates else wanted
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Returns `tree` in the dtypes of `like`, without weak types; random keys as they are."""
+
+    def leaf(new: Any, old: Any) -> Any:
+        dtype = jnp.result_type(old)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+        return new if is_key or _has(new, dtype) else jax.lax.convert_element_type(new, dtype)
+
+    return jax.tree.map(leaf, tree, like)
+
+
+def widen(accumulator: Any, grads: Any) -> Any:
+    """Returns the accumulator in no narrower dtypes than those of `grads`.
+
+    Optimizers compute in the dtype of what they get: bfloat16, chosen to save memory, is to be that
+    of the accumulator alone.
+    """
+
+    def leaf(total: Any, grad: Any) -> Any:
+        dtype = jnp.promote_types(jnp.result_type(total), jnp.result_type(grad))
+        return total if _has(total, dtype) else jnp.asarray(total, dtype)
+
+    return jax.tree.map(leaf, accumulator, grads)
+
+
+def _has(value: Any, dtype: Any) -> bool:
+    """Whether a value is an array of that very dtype: JAX takes longer to find no cast to make."""
+    return isinstance(value, jax.Array) and value.dtype == dtype and not value.weak_type
+
+
+def traced_once(function: _F, *operands: Any) -> _F:
+    """Returns a function of leaves that a compiled caller traces once for leaves that are alike.
+
+    Each leaf is then a call of one function, which XLA inlines: the compiled program is the same.
+    Elsewhere the function runs as it is, since nothing is to be compiled that nobody asked for.
+
+    Args:
+      function: of arrays; what else is traced it must take as an argument.
+      *operands: trees that hold its arguments.
+    """
+    is_traced = any(isinstance(leaf, DynamicJaxprTracer) for leaf in jax.tree.leaves(operands))
+    return cast(_F, jax.jit(function)) if is_traced else function
+
+
+def own_buffers(state: Any, *, apart_from: Any) -> Any:
+    """Copies the arrays of `state` whose memory occurs before in it, or in `apart_from`.
+
+    Some optimizers keep the initial parameters in their state: donating both would donate one
+    buffer twice, which XLA refuses. Two arrays may share memory without being the same object:
+    `jax.device_put` to where an array lies, or to more devices, makes such.
+    """
+    seen: set[int] = set().union(*map(_buffers, jax.tree.leaves(apart_from)))
+
+    def own(leaf: Any) -> Any:
+        buffers = _buffers(leaf)
+        if not buffers.isdisjoint(seen):
+            return jnp.copy(leaf)
+        seen.update(buffers)
+        return leaf
+
+    return jax.tree.map(own, state)
+
+
+def _buffers(leaf: Any) -> Set[int]:
+    """Returns where the memory of an array is: one address for each shard of this process."""
+    if not isinstance(leaf, jax.Array):
+        return frozenset()
+    if isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
+        return {id(leaf)}
+    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+
+
+def on_device(leaf: Any) -> Any:
+    """Returns an array in the memory of its devices; one that is there already as it is."""
+    return jax.device_put(leaf, jax.memory.Space.Device) if _is_on_host(leaf) else leaf
+
+
+def put_beside(leaf: Any, other: Any) -> Any:
+    """Returns an array of device memory where `other` lies: on the host, if that does."""
+    return jax.device_put(leaf, jax.memory.Space.Host) if _is_on_host(other) else leaf
+
+
+def _is_on_host(leaf: Any) -> bool:
+    # Explicit in types: operations on arrays of two memories are errors.
+    if not isinstance(leaf, jax.Array):
+        return False
+    return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)

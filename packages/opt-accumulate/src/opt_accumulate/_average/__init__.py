@@ -1,1 +1,0 @@
-"""Averages of parameters over the steps, and the parameters to evaluate."""

@@ -1,1 +1,0 @@
-"""Steps that are not made: spikes, values that are not finite, and the way back."""

@@ -1,0 +1,244 @@
+"""The loop over the microbatches of the rows that are at hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+
+from opt_accumulate._arrays import accumulator_dtype_of, at_least_32_bits, inexact
+from opt_accumulate._microbatches import auxiliary
+from opt_accumulate._microbatches.auxiliary import Reduction, joined, only, select
+from opt_accumulate._microbatches.batch import (
+    Sizes,
+    Split,
+    fold,
+    has_rows,
+    row_numbers,
+    take,
+    unfold,
+    zero_rows,
+)
+from opt_accumulate._microbatches.losses import (
+    SkipFunction,
+    Weighted,
+    Weights,
+    is_sum,
+    read_loss,
+    should_skip,
+    sum_dtype,
+)
+from opt_accumulate._microbatches.varying import axes_of_types, vary
+
+Rng: TypeAlias = bool | Literal["rows"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What happens to each microbatch: the arguments of `accumulate_gradients`."""
+
+    loss_fn: Callable[..., Any]
+    sizes: Sizes
+    weights: Weights
+    has_aux: bool
+    aux: Any
+    rng: Rng
+    skip_fn: SkipFunction | None
+    accumulator_dtype: Any
+
+
+class Further(NamedTuple):
+    """What every call of the loss function gets after parameters and microbatch."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class BatchShard(NamedTuple):
+    """The part of a batch that one call of `accumulate` sums.
+
+    Attributes:
+      index: of this shard.
+      rng: the key of the whole batch; `None` without.
+    """
+
+    index: Any
+    rng: Any
+
+
+class Sums(NamedTuple):
+    """What is added up.
+
+    Attributes:
+      grads: like the parameters, in the accumulator's dtype.
+      loss: scalar.
+      weight: scalar, of `sum_dtype`.
+      aux_sums: the auxiliary output, with `None` for all but `"sum"`.
+      aux_means: the same times the weights, for `"mean"`.
+    """
+
+    grads: Any
+    loss: jax.Array
+    weight: jax.Array
+    aux_sums: Any
+    aux_means: Any
+
+
+class Stacks(NamedTuple):
+    """What is kept for each microbatch; all leaves begin with that dimension.
+
+    Attributes:
+      weights: those that counted.
+      skipped: whether it was dropped.
+      aux: the auxiliary output, with `None` for all but `"stack"`.
+      aux_rows: the same for `"concat"`; in the end in the order of the rows.
+    """
+
+    weights: jax.Array
+    skipped: jax.Array
+    aux: Any
+    aux_rows: Any
+
+
+def accumulate(
+    loop: Loop,
+    split: Split,
+    shard: BatchShard,
+    params: Any,
+    batch: Any,
+    further: Further,
+    place: Callable[[Any], Any],
+) -> tuple[Sums, Stacks]:
+    """Sums losses and gradients over microbatches.
+
+    Args:
+      loop: what happens to each.
+      split: of the rows of `batch`.
+      shard: which part of the whole batch this is.
+      params: to differentiate by.
+      batch: leaves of `split.rows` rows, and scalars.
+      further: arguments of the loss function.
+      place: puts a tree like the gradients where the accumulator lies.
+    """
+    folded = fold(batch, split)
+
+    def call(params: Any, microbatch: Any, index: Any) -> Weighted:
+        kwargs = dict(further.kwargs)
+        if loop.rng == "rows":
+            rows = row_numbers(split, index) + shard.index * split.rows
+            kwargs["rng"] = jax.vmap(jax.random.fold_in, (None, 0))(shard.rng, rows)
+        elif loop.rng:
+            kwargs["rng"] = jax.random.fold_in(shard.rng, index + shard.index * split.num)
+        output = loop.loss_fn(params, microbatch, *further.args, **kwargs)
+        weighted = read_loss(output, microbatch, loop.weights, loop.has_aux)
+        auxiliary.check_outputs(weighted.aux)
+        return weighted
+
+    # Not as an argument: a Python scalar of the batch would come out of `eval_shape` as a tracer.
+    first = take(folded, 0)
+    shapes = jax.eval_shape(lambda params: call(params, first, 0), params)
+    if (axes := axes_of_types(shapes.loss)) and any(
+        axes - axes_of_types(leaf) for leaf in jax.tree.leaves(params)
+    ):
+        params = vary(params, axes)
+        shapes = jax.eval_shape(lambda params: call(params, first, 0), params)
+    of_padding = None
+    if split.padding:
+        of_padding = _weight_of_padding(loop, split, functools.partial(call, params), first)
+    rules = auxiliary.reductions_of(shapes.aux, loop.aux, split)
+    # What total loss / total weight varies over; so does all that is divided by that weight.
+    axes |= axes_of_types(shapes.weight)
+
+    def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
+        microbatch = take(folded, index)
+
+        def loss_and_rest(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            loss, weight, aux = call(params, microbatch, index)
+            return loss, (weight, aux)
+
+        (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
+        sums, stacks = _add(loop, rules, sums, Weighted(loss, *rest), place(grads))
+        return vary(sums, axes), stacks
+
+    def zeros(param: Any) -> jax.Array:
+        dtype = accumulator_dtype_of(jnp.result_type(param), loop.accumulator_dtype)
+        return jnp.zeros_like(param, dtype=dtype)
+
+    sums = Sums(
+        place(jax.tree.map(zeros, params)),
+        jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
+        jnp.zeros((), sum_dtype(shapes.weight.dtype)),
+        auxiliary.zero_sums(only(shapes.aux, rules, "sum"), at_least_32_bits),
+        auxiliary.zero_sums(only(shapes.aux, rules, "mean"), inexact),
+    )
+    indices = jnp.arange(split.num, dtype=jnp.int32)
+    sums, stacks = jax.lax.scan(body, vary(sums, axes), indices)
+    if of_padding is not None:
+        sums = sums._replace(weight=jnp.where(of_padding == 0, sums.weight, jnp.nan))
+    in_order = jax.tree.map(lambda leaf: unfold(leaf, split), stacks.aux_rows)
+    return sums, stacks._replace(aux_rows=in_order)
+
+
+def _add(
+    loop: Loop, rules: tuple[Reduction, ...], sums: Sums, microbatch: Weighted, grads: Any
+) -> tuple[Sums, Stacks]:
+    """Adds one microbatch to the sums, if it counts."""
+    loss, weight, aux = microbatch
+    filled = weight != 0
+    skip = should_skip(loop.skip_fn, loss, grads, weight)
+    counts = None
+    if callable(loop.weights):
+        # The mean over nothing is often 0/0: it is not judged.
+        skip = None if skip is None else skip & filled
+        counts = filled
+    keep = None if skip is None else ~skip
+    if keep is not None:
+        counts = keep if counts is None else counts & keep
+
+    def contribution(value: jax.Array, dtype: Any) -> jax.Array:
+        # Multiplied here and not before differentiating: cotangents of a bfloat16 or float16 loss
+        # would be rounded, or overflow, on their way through it. Counts do not fit float16 either.
+        if not is_sum(loop.weights):
+            wide = inexact(value.dtype)
+            value = value.astype(wide) * weight.astype(wide)
+        return select(counts, value.astype(dtype))
+
+    counted = select(counts, weight)
+    weighted_aux = auxiliary.times_weight(only(aux, rules, "mean"), weight)
+    sums = Sums(
+        jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
+        sums.loss + contribution(loss, sums.loss.dtype),
+        sums.weight + counted.astype(sums.weight.dtype),
+        auxiliary.add_sums(sums.aux_sums, only(aux, rules, "sum"), keep),
+        auxiliary.add_sums(sums.aux_means, weighted_aux, keep),
+    )
+    skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
+    arrays = jax.tree.map(jnp.asarray, aux)
+    return sums, Stacks(
+        counted, skipped, only(arrays, rules, "stack"), only(arrays, rules, "concat")
+    )
+
+
+def _weight_of_padding(
+    loop: Loop, split: Split, call: Callable[[Any, int], Weighted], microbatch: Any
+) -> jax.Array:
+    """Returns the weight of a microbatch of padding alone, which must be 0.
+
+    It is in the program, not an error, since a mask may be made of anything. Where the weight does
+    not depend on the rows, it cannot be 0 for some of them: that is seen in the jaxpr.
+    """
+    rows = jax.tree.map(lambda leaf: leaf if has_rows(leaf) else None, microbatch)
+
+    def weight(rows: Any) -> jax.Array:
+        return call(joined(rows, microbatch), 0).weight
+
+    jaxpr = jax.make_jaxpr(weight)(rows).jaxpr
+    _, depends = partial_eval.dce_jaxpr(jaxpr, [True])
+    if not any(depends):
+        raise loop.sizes.not_divided(split)
+    return weight(jax.tree.map(zero_rows, rows))

@@ -1,1 +1,0 @@
-"""Accumulation of gradients over mini-steps."""

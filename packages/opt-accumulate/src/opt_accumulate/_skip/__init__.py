@@ -1,1 +1,0 @@
-"""Functions that decide which mini-steps are skipped."""
