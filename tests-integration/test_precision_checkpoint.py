@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
-from opt_checkpoint.errors import PlanError
+from opt_checkpoint.errors import LeafError, PlanError
 from opt_core import Optimizer
 
 P = PartitionSpec
@@ -130,6 +131,14 @@ def test_digits_are_lost_only_where_that_is_admitted() -> None:
     saved = named_state(trained("float32"))
     with pytest.raises(PlanError, match="float32 -> dynamic8"):
         plan_restore(saved, trained("8 bits", 0), allow=ALL - {"cast"}).check()
+
+
+def test_codes_without_the_package_that_stored_them_are_an_error() -> None:
+    saved = named_state(trained("8 bits", 0))
+    storage = {how: {**data, "package": "not_here"} for how, data in saved.schema.storage.items()}
+    schema = dataclasses.replace(saved.schema, storage=storage)
+    with pytest.raises(LeafError, match=r"mu/codes/kernel` is stored as .*: install `not-here`"):
+        plan_restore(dataclasses.replace(saved, schema=schema), trained("float32", 0))
 
 
 def test_parameters_without_their_remainder_reset_it() -> None:

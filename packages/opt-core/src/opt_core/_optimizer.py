@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._aliasing import unalias
-from opt_core._dtypes import strip_weak_type
+from opt_core._arrays import strip_weak_type, unalias
 from opt_core._evaluation import evaluation_params
 from opt_core._fingerprint import fingerprint
 from opt_core._hyper_params import check_missing, hyper_param_names, replace_hyper_params

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._dtypes import convert_held, held_dtype, strip_weak_type
+from opt_core._arrays import committed_sharding, convert_held, held_dtype, strip_weak_type
 from opt_core._paths import children, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core.errors import StateDictError
@@ -275,7 +275,7 @@ def _is_in_range(value: Any, dtype: Any) -> bool:
 
 def _place(reference: Any, value: Any) -> Any:
     """The value as a separate array, placed like the reference."""
-    sharding = _sharding(reference)
+    sharding = committed_sharding(reference)
     if isinstance(value, jax.Array):
         if sharding is not None and not _is_abstract(value):
             is_there = value.sharding.is_equivalent_to(sharding, value.ndim)
@@ -287,14 +287,6 @@ def _place(reference: Any, value: Any) -> Any:
     if isinstance(reference, np.ndarray | np.generic):
         return copy
     return jnp.array(copy) if sharding is None else jax.device_put(copy, sharding)
-
-
-def _sharding(reference: Any) -> Any:
-    """The sharding to which the reference is committed, if any."""
-    if isinstance(reference, jax.ShapeDtypeStruct):
-        return reference.sharding
-    is_concrete = isinstance(reference, jax.Array) and not isinstance(reference, jax.core.Tracer)
-    return reference.sharding if is_concrete and reference.committed else None
 
 
 def _is_array(value: Any) -> bool:
@@ -326,7 +318,7 @@ def _wrap_key(reference: Any, data: Any) -> Any:
     if isinstance(data, jax.ShapeDtypeStruct):
         return reference
     key = jax.random.wrap_key_data(jnp.array(data), impl=_key_impl(reference))
-    sharding = _sharding(reference)
+    sharding = committed_sharding(reference)
     return key if sharding is None else jax.device_put(key, sharding)
 
 

@@ -1,6 +1,13 @@
 """What packages that build on opt-core use of it; may change with any release, as `jax.extend`."""
 
-from opt_core._aliasing import unalias
+from opt_core._arrays import (
+    all_survive,
+    committed_sharding,
+    convert_held,
+    placed,
+    strip_weak_type,
+    unalias,
+)
 from opt_core._closures import (
     closure_vars,
     code_of,
@@ -24,7 +31,6 @@ from opt_core._description.follow import (
     placeholders,
     places,
 )
-from opt_core._dtypes import all_survive, convert_held, strip_weak_type
 from opt_core._fingerprint import fingerprint
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._hyper_params import replace_hyper_params
@@ -66,7 +72,6 @@ from opt_core._plan.rules import (
     check_allowances,
     key_kind,
 )
-from opt_core._shardings import committed_sharding, placed
 
 __all__ = [
     "KINDS",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = [
     "DescribesFields",
     "HoldsEvalParams",
+    "Storage",
     "StoresLeaf",
     "StoresParams",
     "Transformation",
@@ -59,31 +63,61 @@ class HoldsEvalParams(Protocol):
         ...
 
 
-@runtime_checkable
-class StoresLeaf(Protocol):
-    """A node of a state in the place of one leaf, of which it stores codes.
+class Storage(Protocol):
+    """How arrays stand for one leaf: codes of a moment, a parameter with what it cannot hold.
 
-    Its fields are `codes`, of the leaf's shape, and `scale`: an array with an element per block
-    along one axis, or `None`. `opt_precision.Encoded` is one.
+    A value, equal to others where arrays mean the same. Its `str` says all that distinguishes it.
     """
 
-    codes: Any
-    scale: Any
+    @property
+    def name(self) -> str:
+        """What plans call it, e.g. `'dynamic8'`."""
+        ...
 
-    def leaf_storage(self) -> Mapping[str, Any]:
-        """Returns what the codes mean, as JSON has data, so that anybody can decode them.
+    @property
+    def dtype(self) -> str:
+        """The dtype of the leaf."""
+        ...
 
-        * `'codec'`: its name, and `'version'`: 1.
-        * `'table'`: for each code its value, relative to the scale, and for negative ones from the
-          end; empty where the codes are floats, and stand for themselves.
-        * `'squared'`: whether the leaf is the square of that.
-        * `'axis'` and `'block'`: which axis has a scale per block, and the elements of one.
-        * `'dtype'`: of the leaf.
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the arrays in their node, the first of which has the shape of the leaf.
+
+        None for what is kept besides a parameter.
         """
         ...
 
-    def with_values(self, values: Any) -> Any:
-        """Returns such a node for other values, each rounded to the nearest code."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether it loses nothing of a float32."""
+        ...
+
+    def to_data(self) -> Mapping[str, Any]:
+        """Returns it as JSON data: `'package'` is the module whose `read_storage` reads that."""
+        ...
+
+    def decode(self, *arrays: jax.Array) -> jax.Array:
+        """Returns the leaf, on the device.
+
+        Args:
+          *arrays: as in `fields`; or the parameter, and what is kept besides it.
+        """
+        ...
+
+    def encode(self, values: jax.Array) -> Sequence[jax.Array]:
+        """Returns the arrays of other values, each rounded to nearest."""
+        ...
+
+
+@runtime_checkable
+class StoresLeaf(Protocol):
+    """A node of a state in the place of one leaf, which it stores in other arrays.
+
+    `opt_precision.Encoded` is one.
+    """
+
+    def leaf_storage(self) -> Storage:
+        """Returns what its arrays mean."""
         ...
 
 
@@ -94,13 +128,10 @@ class StoresParams(Protocol):
     `opt_precision.master_weights` keeps such states.
     """
 
-    def params_storage(self) -> tuple[str, str]:
-        """Returns the field, and what it has for each parameter that is stored in bfloat16.
+    def params_storage(self) -> tuple[str, Storage]:
+        """Returns the field that has something for each such parameter, and what that means.
 
-        A tree like the parameters, with nodes without leaves for other parameters. `'f32'`: the
-        parameter in float32. `'remainder'`: the lower half of the bits of that, int16, where the
-        parameter is the upper half, rounded half away from zero. `'kahan'`: what is to be added to
-        the parameter, bfloat16.
+        The field is a tree like the parameters, with nodes without leaves for other parameters.
         """
         ...
 

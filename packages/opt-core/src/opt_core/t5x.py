@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from opt_core._dtypes import held_dtype
+from opt_core._arrays import held_dtype
 from opt_core._optimizer import OptimizerState
 from opt_core._paths import children
 

@@ -21,6 +21,7 @@ from opt_precision._states import (
     RemainderState,
     StochasticState,
 )
+from opt_precision._storage import read_storage as read_storage  # for checkpoints
 from opt_precision._views import apply, apply_updates, decode, master_of, set_params
 from opt_precision._wrappers import (
     master_weights,

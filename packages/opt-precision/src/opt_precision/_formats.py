@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ import numpy as np
 from jax import lax
 
 from opt_precision import _bits, _blocks, _maps
+
+if TYPE_CHECKING:
+    from opt_precision._storage import LeafStorage
 
 Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
 VERSION: Final = 1
@@ -95,26 +98,11 @@ class Encoded:
         """The dtype of the leaf when decoded."""
         return np.dtype(self.format.dtype)
 
-    def leaf_storage(self) -> dict[str, Any]:
+    def leaf_storage(self) -> LeafStorage:
         """Returns what the codes mean, as `opt_core.protocols.StoresLeaf` asks."""
-        form = self.format
-        return {
-            "codec": form.kind,
-            "version": form.version,
-            "table": tuple(map(float, _by_code(form))) if form.block else (),
-            "squared": form.squared and form.block > 0,
-            "axis": form.axis,
-            "block": form.block,
-            "dtype": form.dtype,
-        }
+        from opt_precision._storage import LeafStorage  # which decodes by this module
 
-    def with_values(self, values: jax.Array) -> Encoded:
-        """Returns other values in the same format, each rounded to the nearest code.
-
-        Args:
-          values: of the leaf's shape.
-        """
-        return Encoded(*encode(self.format, values, None), self.format)
+        return LeafStorage.of(self.format)
 
 
 def is_encoded(node: Any) -> bool:

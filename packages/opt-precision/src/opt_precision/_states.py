@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision import _bits
+from opt_precision._storage import ParamsStorage
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +62,9 @@ class MasterState:
     master: Any
     inner: Any
 
-    def params_storage(self) -> tuple[str, str]:
+    def params_storage(self) -> tuple[str, ParamsStorage]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "master", "f32"
+        return "master", ParamsStorage("f32")
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known.
@@ -92,9 +93,9 @@ class RemainderState:
     low: Any
     inner: Any
 
-    def params_storage(self) -> tuple[str, str]:
+    def params_storage(self) -> tuple[str, ParamsStorage]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "low", "remainder"
+        return "low", ParamsStorage("remainder")
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known.
@@ -124,9 +125,9 @@ class KahanState:
     compensation: Any
     inner: Any
 
-    def params_storage(self) -> tuple[str, str]:
+    def params_storage(self) -> tuple[str, ParamsStorage]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "compensation", "kahan"
+        return "compensation", ParamsStorage("kahan")
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known.

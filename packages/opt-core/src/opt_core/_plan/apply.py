@@ -12,40 +12,61 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from opt_core._aliasing import unalias
-from opt_core._dtypes import all_survive, convert_held, strip_weak_type
+from opt_core._arrays import (
+    all_survive,
+    convert_held,
+    is_abstract,
+    placed,
+    strip_weak_type,
+    unalias,
+)
+from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer, OptimizerState
 from opt_core._paths import Names
+from opt_core._plan.conversions import Conversion, Mapped, Padded
+from opt_core._plan.dimensions import copies_parameter
 from opt_core._plan.leaves import HeldState, Schema, View, is_wide, named_leaves, shown
-from opt_core._plan.placement import init_leaves, leaves_of
 from opt_core._plan.placement import places as decide_places
 from opt_core._plan.plan import Plan, Row
-from opt_core._plan.rules import Map, abstract, copies_parameter, function_name
+from opt_core._plan.rules import abstract, function_name
 from opt_core._plan.stored import stored_again
-from opt_core._shardings import committed_sharding, placed
+from opt_core._storage import PlainOptimizer
 from opt_core.errors import LeafError
 
 
 def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     """Returns the restored optimizer and other leaves; the plan has been checked."""
-    target, others = plan.view.optimizer, plan.view.others
-    own, params = jax.tree.flatten(target.target)
-    states = jax.tree.structure(target.state)
-    values, places = leaves_of(plan.view), decide_places(plan)
-    rows = list(zip(plan.target_rows, values, strict=True))
-    if isinstance(plan.source, HeldState) and plan.source.is_abstract:
-        shapes = [placed(_shape(x), places[row.leaf.name]) for row, x in rows]
-        whole = jax.tree.unflatten(params, shapes[: len(own)])
-        return Optimizer(
-            target.optimizer_def, jax.tree.unflatten(states, shapes[len(own) :]), whole
-        ), {}
+    view = plan.view
+    values, places = view.leaves(), decide_places(plan)
+    held = plan.source if isinstance(plan.source, HeldState) else None
+    if held is not None and held.is_abstract:
+        shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values)
+        return view.rebuilt([placed(*pair) for pair in zip(shapes, places, strict=True)])
+    leaves, growing = _from_source(plan, values, places)
+    _initialise(plan, leaves, growing, places)
+    optimizer, others = view.rebuilt(leaves)
+    if view.stored is not None:
+        optimizer = stored_again(plan, optimizer)
+    # Surgery hands leaves over; a restore shares nothing with its target.
+    shared = [x for x in values if isinstance(x, jax.Array)] if held is None else []
+    result: tuple[Optimizer, dict[Names, Any]] = unalias((optimizer, others), apart_from=shared)
+    return result
+
+
+def _from_source(
+    plan: Plan[Any], values: Sequence[Any], places: Sequence[Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    """Leaves from the source or the target itself, and saved ones that `init` makes longer.
+
+    The leaves that `init` makes, or makes longer, are `None`.
+    """
     arrays = plan.source.read(_wanted(plan, places))
-    found: list[Any] = []
-    checks: dict[str, Any] = {}
-    growing: dict[int, Any] = {}
     uses = Counter(name for row in plan.target_rows for name in row.sources)
-    for i, (row, value) in enumerate(rows):
-        found.append(_leaf(row, value, arrays, places[row.leaf.name], checks, plan.allow))
+    leaves: list[Any] = []
+    growing: dict[int, Any] = {}
+    checks: dict[str, Any] = {}
+    for i, (row, value) in enumerate(zip(plan.target_rows, values, strict=True)):
+        leaves.append(_leaf(row, value, arrays, places[i], checks, plan.allow))
         if _grows(row):
             growing[i] = arrays[row.sources[0]]
         for name in row.sources:
@@ -53,46 +74,38 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
             if not uses[name]:
                 del arrays[name]
     _raise_misfits(checks)
-    checks.clear()
-    n = len(own) + len(others)
-    restored = jax.tree.unflatten(params, found[: len(own)])
-    kept, shardings = found[n:], [*places.values()][n:]
-    if wanted := [i for i, leaf in enumerate(kept) if leaf is None]:
-        whole = target.replace(target=restored)
-        params_by_path = dict(named_leaves(restored))
-        for i, leaf in initial_leaves(whole, wanted, shardings, plan.view.stored).items():
-            if n + i in growing:
-                row = plan.target_rows[n + i]
-                new = (
-                    params_by_path[row.leaf.parameter or ()] if copies_parameter(row.leaf) else leaf
-                )
-                leaf = _grown(row, growing.pop(n + i), new, shardings[i], checks)
-            kept[i] = placed(leaf, shardings[i])
-        _raise_misfits(checks)
-    state: OptimizerState = jax.tree.unflatten(states, kept)
-    made = stored_again(plan, target.replace(target=restored, state=state))
-    rest = dict(zip(others, found[len(own) : n], strict=True))
-    # Surgery hands leaves over; a restore shares nothing with its target.
-    is_held = isinstance(plan.source, HeldState)
-    others_of_target = [] if is_held else [x for x in values if isinstance(x, jax.Array)]
-    result: tuple[Optimizer, dict[Names, Any]] = unalias((made, rest), apart_from=others_of_target)
-    return result
+    return leaves, growing
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = committed_sharding(leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _initialise(
+    plan: Plan[Any], leaves: list[Any], growing: dict[int, Any], places: Sequence[Any]
+) -> None:
+    """Puts what `init` makes of the restored parameters in the place of leaves that are `None`."""
+    wanted = [i for i, leaf in enumerate(leaves) if leaf is None]
+    if not wanted:
+        return
+    restored, _ = plan.view.rebuilt(leaves)
+    optimizer = plan.view.optimizer.replace(target=restored.target)
+    params = dict(named_leaves(optimizer.target))
+    checks: dict[str, Any] = {}
+    for i, leaf in _initial_leaves(optimizer, wanted, places, plan.view.stored).items():
+        if i in growing:
+            row = plan.target_rows[i]
+            new = params[row.leaf.parameter or ()] if copies_parameter(row.leaf) else leaf
+            leaf = _grown(row, growing.pop(i), new, places[i], checks)
+        leaves[i] = placed(leaf, places[i])
+    _raise_misfits(checks)
 
 
-def _wanted(plan: Plan[Any], places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def _wanted(plan: Plan[Any], places: Sequence[Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read, each into the sharding of the first leaf that it is for, where that fits."""
     saved = plan.source.schema.by_name
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
-    for row in plan.target_rows:
+    for row, place in zip(plan.target_rows, places, strict=True):
         for name in row.sources:
             if name not in wanted:
-                place = _source_sharding(row, saved[name].shape, places[row.leaf.name])
-                wanted[name] = abstract(saved[name], place)
+                like = _source_sharding(row, saved[name].shape, place)
+                wanted[name] = abstract(saved[name], like)
     return wanted
 
 
@@ -100,21 +113,15 @@ def _source_sharding(row: Row, shape: tuple[int, ...], sharding: Any) -> Any:
     """Where to read a leaf of the checkpoint for the leaf of the target that it becomes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    if row.how in ("maxima", "first") or (row.leaf.shape and "reshape" in row.kinds):
+    if row.leaf.shape and "reshape" in row.kinds:
         return sharding.update(spec=PartitionSpec())
-    spec = [*sharding.spec, *[None] * (len(row.leaf.shape) - len(sharding.spec))]
-    if row.how == "stack":
-        del spec[row.axis]
-    elif row.how == "slice":
-        spec.insert(row.axis, None)
-    elif row.how == "pad":
-        spec[row.axis] = None
-    elif row.how == "map":  # as its result lies, if an argument of it can
-        try:
-            sharding.shard_shape(shape)
-        except ValueError:
-            spec = []
-    return sharding.update(spec=PartitionSpec(*spec))
+    spec = [*sharding.spec] if row.how is None else row.how.source_spec([*sharding.spec])
+    place = sharding.update(spec=PartitionSpec(*spec))
+    try:
+        place.shard_shape(shape)
+    except ValueError:  # as the result of a function lies, its argument cannot
+        place = sharding.update(spec=PartitionSpec())
+    return place
 
 
 def _leaf(
@@ -140,31 +147,34 @@ def _leaf(
         )
     if _grows(row):
         return None
-    if not row.how and not set(row.kinds) & {"cast", "reshape"}:
+    if row.how is None and not set(row.kinds) & {"cast", "reshape"}:
         return placed(given[0], sharding)
-    if isinstance(row.by, Map) and row.is_opaque:
-        made, fits = _called(row, row.by, given, allow)
+    if isinstance(row.how, Mapped) and row.how.is_opaque:
+        made, fits = _called(row, row.how, given, allow)
     else:
         if has_64_bits:  # JAX cannot hold them here, so the source gives NumPy's
             given = [_cast_on_host(row, x) for x in given]
-        made, fits = _paced(_converter(row, sharding)(given))
+        out = sharding if isinstance(sharding, NamedSharding) else None
+        convert = _compiled_converter(row.how, row.leaf.shape, row.leaf.dtype, out)
+        made, fits = _paced(convert(given))
     checks[row.leaf.name] = (fits, row)
     return placed(made, sharding)
 
 
 def _grows(row: Row) -> bool:
-    """Whether a leaf of the state gets new entries, which are those of an initial state."""
-    return row.how == "pad" and row.leaf.kind == "state"
+    """Whether a leaf of the state gets the further entries of an initial state."""
+    return isinstance(row.how, Padded) and row.leaf.kind == "state"
 
 
 def _grown(row: Row, saved: Any, initial: Any, sharding: Any, checks: dict[str, Any]) -> Any:
     """Returns a saved leaf with the further entries of an initial one, or of its parameter."""
+    axis = row.how.axis if isinstance(row.how, Padded) else 0
     if isinstance(saved, np.ndarray) and is_wide(saved.dtype):
         saved = _cast_on_host(row, saved)
     out = sharding if isinstance(sharding, NamedSharding) else None
     if out is not None:  # on explicit meshes, what is joined has one sharding
         initial = placed(initial, _source_sharding(row, saved.shape, sharding))
-    made, fits = _paced(_compiled_growth(row.axis, row.leaf.dtype, out)(saved, initial))
+    made, fits = _paced(_compiled_growth(axis, row.leaf.dtype, out)(saved, initial))
     checks[row.leaf.name] = (fits, row)
     return made
 
@@ -179,7 +189,7 @@ def _compiled_growth(axis: int, dtype: str, sharding: Any) -> Any:
     return jax.jit(grow, out_shardings=None if sharding is None else (sharding, None))
 
 
-def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
+def _called(row: Row, by: Mapped, given: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
     """What a function makes that needs values: nothing of it was known before."""
     leaf, name = row.leaf, function_name(by.fn)
     try:
@@ -202,44 +212,17 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
         return jnp.asarray(made), all_survive(found, made)
 
 
-def _converter(row: Row, sharding: Any) -> Any:
-    out = sharding if isinstance(sharding, NamedSharding) else None
-    by: Any = row.by
-    detail = {"map": "fn", "pad": "value"}.get(row.how, "")
-    given = getattr(by, detail) if detail else row.index
-    return _compiled_converter(row.how, row.axis, given, row.leaf.shape, row.leaf.dtype, out)
-
-
 @functools.lru_cache(maxsize=1024)
 def _compiled_converter(
-    how: str, axis: int, detail: Any, shape: tuple[int, ...], dtype: str, sharding: Any
+    how: Conversion | None, shape: tuple[int, ...], dtype: str, sharding: Any
 ) -> Any:
     def convert(given: list[Any]) -> tuple[Any, Any]:
-        made = jnp.reshape(_made(how, given, axis, detail, shape), shape)
-        cast = made if dtype.startswith("key<") else made.astype(dtype)
-        return cast, all_survive(made, cast)
+        values = given[0] if how is None else how.values(given, shape)
+        values = jnp.reshape(values, shape)
+        cast = values if dtype.startswith("key<") else values.astype(dtype)
+        return cast, all_survive(values, cast)
 
     return jax.jit(convert, out_shardings=None if sharding is None else (sharding, None))
-
-
-def _made(how: str, given: list[Any], axis: int, detail: Any, shape: tuple[int, ...]) -> Any:
-    first = given[0]
-    match how:
-        case "stack":
-            return jnp.stack(given, axis)
-        case "slice":
-            return jax.lax.index_in_dim(first, detail, axis, keepdims=False)
-        case "pad":
-            size = shape[axis] - first.shape[axis]
-            new = [*first.shape[:axis], size, *first.shape[axis + 1 :]]
-            return jnp.concatenate([first, jnp.full(new, detail, first.dtype)], axis)
-        case "map":
-            return detail(*given)
-        case "maximum":
-            return functools.reduce(jnp.maximum, given)
-        case "maxima":
-            return jnp.stack([jnp.max(each) for each in given])
-    return first
 
 
 def _cast_on_host(row: Row, array: Any) -> np.ndarray[Any, Any]:
@@ -279,52 +262,66 @@ def _paced(arrays: Any) -> Any:
 
 
 def unlike_initial(view: View, schema: Schema) -> Mapping[str, str]:
-    """Returns, by name, why `init` does not make leaves of a target's state as they are there.
-
-    Args:
-      view: the target.
-      schema: of the target.
-    """
-    state, stored = view.optimizer.state, view.stored
-    count = len(jax.tree.leaves(state))
+    """Returns, by name, why `init` does not make leaves of a target's state as they are there."""
     infos = [leaf for leaf in schema.leaves if leaf.kind == "state"]
 
-    def make(params: Any) -> Any:
-        made = view.optimizer.optimizer_def.create(params).state
-        if stored is None:
-            return made
-        return made.replace(param_states=stored.plain_state(made.param_states))
+    def make(params: Any) -> list[Any]:
+        state = view.optimizer.optimizer_def.create(params).state
+        return [*jax.tree.leaves(state.step), *_plain_leaves(state.param_states, view.stored)]
 
     try:
-        made = jax.tree.leaves(jax.eval_shape(make, view.optimizer.target))
+        initial = jax.eval_shape(make, view.optimizer.target)
     except Exception as error:  # whatever a user's `init` raises
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return dict.fromkeys((leaf.name for leaf in infos), f"`init` raises {text}")
-    if len(made) != count:
-        why = f"`init` makes {len(made)} leaves, the target's state has {count}"
+    if len(initial) != len(infos):
+        why = f"`init` makes {len(initial)} leaves, the target's state has {len(infos)}"
         return dict.fromkeys((leaf.name for leaf in infos), why)
     return {
-        leaf.name: f"`init` makes {own} here, expected {leaf}"
-        for leaf, own in zip(infos, made, strict=True)
-        if (tuple(own.shape), str(own.dtype)) != (leaf.shape, leaf.dtype)
+        leaf.name: f"`init` makes {shape} here, expected {leaf}"
+        for leaf, shape in zip(infos, initial, strict=True)
+        if (tuple(shape.shape), str(shape.dtype)) != (leaf.shape, leaf.dtype)
     }
 
 
-def initial_leaves(
+def _plain_leaves(states: Any, stored: PlainOptimizer | None) -> list[Any]:
+    """The leaves of initial `param_states`, as they are in a plan."""
+    return jax.tree.leaves(states if stored is None else stored.plain_state(states))
+
+
+def _initial_leaves(
     optimizer: Optimizer, wanted: Sequence[int], places: Sequence[Any], stored: Any
 ) -> dict[int, Any]:
-    """Returns some leaves of a state as `init` makes them from the optimizer's parameters.
+    """Some leaves of a state as `init` makes them from the optimizer's parameters.
 
-    Args:
-      optimizer: with the restored parameters.
-      wanted: positions among the leaves of the state, the step included.
-      places: the shardings of all of them.
-      stored: see `View`.
+    They are created group by group in a compiled function that creates nothing else, so that no
+    device ever holds more than its share of them. Positions are those of the leaves of a view.
     """
-    first = len(jax.tree.leaves(optimizer.state.step))
-    found: dict[int, Any] = {i: jnp.zeros((), jnp.int32) for i in wanted if i < first}
-    of_params = [i - first for i in wanted if i >= first]
-    meshed = {i: x for i in of_params if isinstance(x := places[first + i], NamedSharding)}
-    as_kept = {} if stored is None else {"as_kept": stored.plain_state}
-    made = init_leaves(optimizer, of_params, meshed, **as_kept)
-    return found | {first + i: leaf for i, leaf in made.items()}
+    structure: Any = jax.tree.structure(optimizer.state.param_states)
+    left = frozenset(wanted)
+    first = len(places) - structure.num_leaves
+    initial: dict[int, Any] = {i: jnp.zeros((), jnp.int32) for i in wanted if i < first}
+    positions = structure.unflatten(range(first, len(places)))
+    numbered = optimizer.replace(state=OptimizerState(optimizer.state.step, positions))
+    for _, part in leaf_groups(numbered):
+        of_part = jax.tree.leaves(part.state.param_states)
+        chosen = [k for k, i in enumerate(of_part) if i in left]
+        if chosen:
+            meshed = [
+                x if isinstance(x := places[of_part[k]], NamedSharding) else None for k in chosen
+            ]
+            made = _made(part, chosen, meshed, stored)
+            initial |= {of_part[k]: leaf for k, leaf in zip(chosen, made, strict=True)}
+    return initial
+
+
+def _made(part: Optimizer, chosen: Sequence[int], places: Sequence[Any], stored: Any) -> list[Any]:
+    def make(params: Any) -> list[Any]:
+        leaves = _plain_leaves(part.optimizer_def.create(params).state.param_states, stored)
+        return [leaves[k] for k in chosen]
+
+    if any(map(is_abstract, jax.tree.leaves(part.target))):
+        shapes = jax.eval_shape(make, part.target)
+        return [placed(leaf, place) for leaf, place in zip(shapes, places, strict=True)]
+    leaves: list[Any] = jax.jit(make, out_shardings=list(places))(part.target)
+    return leaves

@@ -13,14 +13,15 @@ import numpy as np
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding, Sharding
 
+from opt_core._arrays import committed_sharding
 from opt_core._description.describe import describe_state
-from opt_core._description.values import LeafDescription, TransformationDescription
+from opt_core._description.values import TransformationDescription, TransformationKey
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer
 from opt_core._paths import Names, flatten_with_paths
-from opt_core._shardings import committed_sharding
-from opt_core._storage import PlainOptimizer, storages, stored_as
+from opt_core._storage import PlainOptimizer, storages
 from opt_core.errors import LeafError
+from opt_core.protocols import Storage
 
 Kind: TypeAlias = Literal["params", "state", "extra"]
 
@@ -68,7 +69,7 @@ class LeafInfo:
       axes: logical axes, if known.
       value: of a single integer: counts are needed before arrays are read.
       stored: of an array that stands for another leaf, or for more digits of a parameter, how: a
-        key of `Schema.storage`, or a word of `opt_core.protocols.StoresParams`.
+        key of `Schema.storage`.
     """
 
     path: Names
@@ -94,33 +95,17 @@ class LeafInfo:
         """Whether it is a typed PRNG key."""
         return self.dtype.startswith("key<")
 
-    @property
-    def base(self) -> str:
-        """What keeps it, without the number."""
-        return self.transformation.partition("#")[0]
-
-    @property
+    @functools.cached_property
     def field(self) -> Names:
         """The part of its name between transformation and parameter."""
         first = 2 * len(self.group) + 2  # state, groups and names, transformation
         return self.path[first : len(self.path) - len(self.parameter or ())]
 
-    @property
-    def description(self) -> LeafDescription:
-        """Its `opt_core.LeafDescription`, with the name as its path."""
-        number = self.transformation.partition("#")[2]
-        role: Any = self.role or "other"
-        return LeafDescription(
-            path=self.path,
-            group=self.group,
-            transformation=self.base,
-            number=int(number or 1),
-            field=self.field,
-            parameter=self.parameter,
-            dimensions=self.dimensions,
-            role=role,
-            source="stated",
-        )
+    @functools.cached_property
+    def kept_by(self) -> TransformationKey:
+        """The transformation that keeps it."""
+        name, _, number = self.transformation.partition("#")
+        return TransformationKey(self.group, name, int(number or 1))
 
 
 def shown(leaf: Any) -> str:
@@ -128,14 +113,10 @@ def shown(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def numbered(name: str, number: int) -> str:
-    """Returns what names of leaves have for a transformation: `'adam#2'` for the second `adam`."""
-    return name if number == 1 else f"{name}#{number}"
-
-
-def state_path(group: Names, transformation: str) -> Names:
-    """Returns the beginning of the paths of what a transformation in a group keeps."""
-    return ("state", *(part for label in group for part in ("groups", label)), transformation)
+def state_path(key: TransformationKey) -> Names:
+    """Returns the beginning of the paths of what a transformation keeps."""
+    groups = (part for label in key.group for part in ("groups", label))
+    return ("state", *groups, str(key._replace(group=())))  # `'adam#2'` for the second `adam`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +129,7 @@ class Schema:
         `None` if it is not known.
       groups: the path of every parameter of each group, by the group's name; frozen ones too.
       versions: of the libraries that wrote it.
-      storage: what codes mean: see `opt_core.protocols.StoresLeaf`.
+      storage: how leaves are stored in other arrays: the data of `opt_core.protocols.Storage`.
     """
 
     leaves: tuple[LeafInfo, ...]
@@ -230,6 +211,23 @@ class View:
     unsaved: tuple[str, ...] = ()
     stored: PlainOptimizer | None = None
     placement: Any = None
+
+    def leaves(self) -> list[Any]:
+        """Returns the leaves in the order of rows: parameters, others, step and state."""
+        optimizer = self.optimizer
+        params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
+        return [*params, *self.others.values(), *state]
+
+    def rebuilt(self, leaves: Sequence[Any]) -> tuple[Optimizer, dict[Names, Any]]:
+        """Returns the optimizer and the others with other leaves, in that order."""
+        params: Any = jax.tree.structure(self.optimizer.target)
+        state = jax.tree.structure(self.optimizer.state)
+        first, rest = params.num_leaves, params.num_leaves + len(self.others)
+        optimizer: Optimizer = self.optimizer.replace(
+            target=jax.tree.unflatten(params, leaves[:first]),
+            state=jax.tree.unflatten(state, leaves[rest:]),
+        )
+        return optimizer, dict(zip(self.others, leaves[first:rest], strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +325,8 @@ def named_state(
       LeafError: two leaves would have the same name.
     """
     params = named_leaves(optimizer.target)
-    infos = [*_model_infos(params), *_state_infos(optimizer)]
+    stored = storages(optimizer.state.param_states)
+    infos = [*_model_infos(params), *_state_infos(optimizer, stored)]
     if param_axes is not None:
         infos = _with_axes(infos, optimizer, param_axes)
     infos[len(params) : len(params)] = _model_infos(others.items())
@@ -341,7 +340,7 @@ def named_state(
         leaves=tuple(infos),
         optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
-        storage=storages(optimizer.state.param_states),
+        storage={str(how): how.to_data() for how in stored if how is not None},
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 
@@ -355,29 +354,23 @@ def _model_infos(leaves: Iterable[tuple[Names, Any]]) -> list[LeafInfo]:
     return [leaf_info(x, ("params", *at), "params", parameter=at) for at, x in leaves]
 
 
-def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
+def _state_infos(optimizer: Optimizer, storages: Sequence[Storage | None]) -> Iterator[LeafInfo]:
     for step in jax.tree.leaves(optimizer.state.step):
         yield leaf_info(step, ("state", "step"), "state")
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    rows = zip(
-        leaves,
-        describe_state(optimizer).leaves,
-        stored_as(optimizer.state.param_states),
-        strict=True,
-    )
-    for leaf, known, stored in rows:
-        name = numbered(known.transformation, known.number)
+    known_leaves = describe_state(optimizer).leaves
+    for leaf, known, stored in zip(leaves, known_leaves, storages, strict=True):
         yield LeafInfo(
-            path=(*state_path(known.group, name), *known.field, *(known.parameter or ())),
+            path=(*state_path(known.kept_by), *known.field, *(known.parameter or ())),
             shape=tuple(np.shape(leaf)),
             dtype=_dtype(leaf),
             kind="state",
             parameter=known.parameter,
             group=known.group,
-            transformation=name,
+            transformation=str(known.kept_by._replace(group=())),
             role=known.role,
             dimensions=known.dimensions,
-            stored=stored,
+            stored=str(stored or ""),
         )
 
 

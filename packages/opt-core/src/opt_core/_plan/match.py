@@ -12,22 +12,23 @@ import jax
 import numpy as np
 
 from opt_core._description.describe import describe_state
-from opt_core._description.values import TransformationDescription
+from opt_core._description.values import TransformationDescription, TransformationKey
 from opt_core._paths import Names
 from opt_core._plan.apply import unlike_initial
+from opt_core._plan.conversions import Sliced
 from opt_core._plan.leaves import (
     LeafInfo,
+    NamedState,
     Source,
     View,
     leaf_name,
     leaf_path,
     named_view,
-    numbered,
     state_path,
 )
 from opt_core._plan.pairing import STEP, Pair, pair_leaves
 from opt_core._plan.placement import with_placement
-from opt_core._plan.plan import Plan, Problem, Row
+from opt_core._plan.plan import Plan, Problem, Row, fitted
 from opt_core._plan.policy import (
     Move,
     begins_untrained,
@@ -38,16 +39,15 @@ from opt_core._plan.policy import (
 )
 from opt_core._plan.rules import (
     Action,
-    KeptDimensions,
     Pad,
     Permissions,
     Rename,
     Taking,
     sources_of,
 )
-from opt_core._plan.sides import Side, frozen, holds_parameters, side_of, state_leaves
+from opt_core._plan.sides import Side, frozen, is_concatenated, source_side
 from opt_core._plan.stored import plain_sides, with_ways
-from opt_core._plan.values import RuledRows, fitted
+from opt_core._plan.values import RuledRows
 from opt_core.errors import SurgeryError
 
 Schedules = Literal["continue", "restart"]
@@ -76,10 +76,14 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     """Returns what becomes of every leaf of a source in a target; see `plan_restore`."""
     permissions = request.permissions
     view = with_placement(view, placement)
-    source, view = plain_sides(source, view, permissions)
-    matcher = _Matcher(source, view, request)
+    named = named_view(view)
+    if any(leaf.stored for leaf in (*source.schema.leaves, *named.schema.leaves)):
+        source, view = plain_sides(source, view, named, permissions)
+        named = named_view(view)
+    matcher = _Matcher(source, view, named, request)
     rows, move = matcher.rows()
-    rows = with_ways(rows, source, view, permissions)
+    if view.stored is not None:
+        rows = with_ways(rows, source, view.stored, permissions)
     _check_rules(permissions, rows, source)
     found = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
     if source.schema.optimizer is None:  # transformations cannot be compared, only leaves
@@ -93,7 +97,8 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     refused = [p for p in changes if p.needs is None or p.needs not in permissions.allow]
     admitted = [p.text for p in changes if p not in refused]
     structural = [] if source.schema.optimizer is None else [*structural_notes(move)]
-    settings = [text for text in setting_notes(move) if not _is_said(text, changes)]
+    said = {problem.setting for problem in changes}
+    settings = [text for setting, text in setting_notes(move) if setting not in said]
     return Plan(
         rows=tuple(rows),
         refused_changes=tuple(refused),
@@ -106,12 +111,6 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     )
 
 
-def _is_said(note: str, changes: Sequence[Problem]) -> bool:
-    """Whether a problem is about the setting of a note."""
-    setting, _, _ = note.partition(" was ")
-    return any(problem.text.startswith(setting) for problem in changes)
-
-
 def _with_problem(row: Row, texts: Mapping[str, str], advice: str) -> Row:
     if row.problem or row.leaf.name not in texts:
         return row
@@ -121,35 +120,39 @@ def _with_problem(row: Row, texts: Mapping[str, str], advice: str) -> Row:
 class _Matcher:
     """One walk over the leaves of a target."""
 
-    def __init__(self, source: Source, view: View, request: Request) -> None:
+    def __init__(self, source: Source, view: View, named: NamedState, request: Request) -> None:
         permissions = request.permissions
         self.source, self.request = source, request
-        self.named, self.permissions = named_view(view), permissions
+        self.named, self.permissions = named, permissions
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
-        self._had, self._kept = KeptDimensions(source.schema), KeptDimensions(schema)
-        unlike_init = functools.cache(lambda: unlike_initial(view, schema))
-        self.ruled = RuledRows(
-            self.saved, schema.leaves, self._had, self._kept, permissions, unlike_init
-        )
+        self._view = view
         self.origins = dict(self._origins())
-        self._old = state_leaves(source.schema, schema.by_name)
         leaves = [leaf for leaf in schema.leaves if leaf.transformation]
-        self.old = side_of(source, self._old)
-        self.new = side_of(self.named, leaves, describe_state(view.optimizer))
+        self.old = source_side(source, schema)
+        described = describe_state(view.optimizer)
+        paths = [leaf.path for leaf in described.leaves]
+        self.new = Side(self.named, leaves, described.transformations, paths)
         self._by_rule = {
             leaf.name: row for leaf in schema.leaves if (row := self._row_by_rule(leaf)) is not None
         }
-        self._places = {leaf.name: i for i, leaf in enumerate(self._old)}
+        self._places = {leaf.name: i for i, leaf in enumerate(self.old.leaves)}
         given = {
             j: [self._places[name] for name in row.sources if name in self._places]
             for j, leaf in enumerate(leaves)
             if (row := self._by_rule.get(leaf.name)) is not None
         }
-        self.pairing = pair_leaves(self.old, self.new, given=given, origins=self.origins)
+        self.pairing = pair_leaves(self.old, self.new, given, self.origins)
         self.pairs = list(self.pairing.pairs)
         if request.schedules == "restart":
             self.pairs = _restarted(self.old, self.new, self.pairs)
+
+    @functools.cached_property
+    def ruled(self) -> RuledRows:
+        """The rows of leaves that a rule makes."""
+        schema = self.named.schema
+        unlike_init = functools.partial(unlike_initial, self._view, schema)
+        return RuledRows(self.source.schema, schema, self.permissions, unlike_init)
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
         """The parameters of the checkpoint that each of the target's comes from."""
@@ -190,8 +193,8 @@ class _Matcher:
     def _move(self, rows: Sequence[Row]) -> Move:
         """Which leaf comes from which, as the policy sees it."""
         of_state = [row for row in rows if row.leaf.transformation]
-        pairs = [
-            Pair(tuple(self._places[name] for name in row.sources if name in self._places))
+        sources = [
+            tuple(self._places[name] for name in row.sources if name in self._places)
             for row in of_state
         ]
         ruled = {
@@ -202,15 +205,15 @@ class _Matcher:
         }
         let_go = {
             i
-            for i, leaf in enumerate(self._old)
+            for i, leaf in enumerate(self.old.leaves)
             if self.permissions.rule(leaf.name, drop=True) is not None
             or (leaf.parameter is not None and self._begins_anew(leaf.name))
         }
         idle = frozen(self.named.schema)
         trained = {o for param, found in self.origins.items() if param not in idle for o in found}
-        gone = {leaf.parameter for leaf in self._old if leaf.parameter is not None} - trained
+        gone = {leaf.parameter for leaf in self.old.leaves if leaf.parameter is not None} - trained
         discards_state = self.request.discards_state
-        return Move(self.old, self.new, pairs, ruled, let_go, gone, self.origins, discards_state)
+        return Move(self.old, self.new, sources, ruled, let_go, gone, self.origins, discards_state)
 
     def _action(self, name: str) -> Action | None:
         """The action of the rule for a leaf of the target, if any."""
@@ -227,13 +230,13 @@ class _Matcher:
 
     def _refuse_fresh_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses to reinitialise a count whose moments are kept by rules."""
-        ruled: dict[tuple[Names, str], str] = {}
-        fresh = {(made[0], numbered(*made[1:])) for made in self.pairing.reinitialised}
+        ruled: dict[TransformationKey, str] = {}
+        fresh = self.pairing.reinitialised
         for row in rows:
             if row.leaf.parameter is not None and row.by is not None:
-                ruled.setdefault((row.leaf.group, row.leaf.transformation), row.leaf.name)
+                ruled.setdefault(row.leaf.kept_by, row.leaf.name)
         for row in rows:
-            where = row.leaf.group, row.leaf.transformation
+            where = row.leaf.kept_by
             is_count = row.action == "initialised" and row.leaf.parameter is None
             is_free = row.problem or self._is_fresh(row.leaf.name)
             if is_count and not is_free and where in fresh and where in ruled:
@@ -264,7 +267,7 @@ class _Matcher:
         return self._fitted(leaf, [self.saved[leaf.name]], (), "")
 
     def _paired(self, leaf: LeafInfo, pair: Pair) -> Row:
-        sources = [self._old[i] for i in pair.sources]
+        sources = [self.old.leaves[i] for i in pair.sources]
         if pair.counts is not None:
             name = "state/step" if pair.counts == STEP else self.old.names[pair.counts]
             if name in self.saved and self.saved[name].shape == leaf.shape:
@@ -272,8 +275,9 @@ class _Matcher:
                 note = f"a new count, which continues from `{name}`{why}"
                 return fitted(leaf, self.saved[name], (), note, self.permissions.allow)
         if not sources and pair.lookalike is not None:
-            like = self._old[pair.lookalike]
-            is_same = self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter)
+            like = self.old.leaves[pair.lookalike]
+            had, kept = self.ruled.had.shapes, self.ruled.kept.shapes
+            is_same = had.get(like.parameter) == kept.get(leaf.parameter)
             if not is_same or isinstance(self._action(leaf.name), Pad):
                 return self._fitted(leaf, [like], (), "")
             return self._initialised(leaf, self._why_not_carried(leaf, like) or pair.note)
@@ -318,7 +322,7 @@ class _Matcher:
 
         A moment may still fit the shape of its parameter, but not its values.
         """
-        if leaf.transformation and holds_parameters(leaf.description):
+        if leaf.transformation and is_concatenated(leaf):
             for param in self.named.schema.leaves:
                 action = self._action(param.name) if param.kind == "params" else None
                 if action is not None and not isinstance(action, str | Rename):
@@ -344,7 +348,7 @@ class _Matcher:
     def dropped(self, rows: Sequence[Row], move: Move) -> list[Row]:
         """The leaves of the source, and slices of leaves, that are not used."""
         used = {name for row in rows for name in row.sources}
-        places = {leaf.name: i for i, leaf in enumerate(self._old)}
+        places = {leaf.name: i for i, leaf in enumerate(self.old.leaves)}
         found = []
         for leaf in self.saved.values():
             if leaf.name in used:
@@ -352,7 +356,7 @@ class _Matcher:
             i = places.get(leaf.name)
             is_free = i is not None and not is_trained(move.old, i)
             is_let_go = leaf.name in self.request.anew or self._begins_anew(leaf.name)
-            note = _EVALUATED.get(leaf.base, "") if leaf.role == "params_copy" else ""
+            note = _EVALUATED.get(leaf.kept_by.name, "") if leaf.role == "params_copy" else ""
             found.append(self._dropped_row(leaf, leaf.name, note, is_free=is_free or is_let_go))
         return [*found, *self._unused_slices(rows)]
 
@@ -365,17 +369,16 @@ class _Matcher:
         return Row(leaf, "dropped", kinds=kinds, note=note, is_admitted=admitted)
 
     def _unused_slices(self, rows: Sequence[Row]) -> Iterator[Row]:
-        taken: dict[tuple[str, int], set[int | None]] = {}
-        whole = {name for row in rows if row.how != "slice" for name in row.sources}
+        taken: dict[tuple[str, int], set[int]] = {}
+        whole = {name for row in rows if not isinstance(row.how, Sliced) for name in row.sources}
         for row in rows:
-            if row.how == "slice" and row.sources[0] not in whole:
-                taken.setdefault((row.sources[0], row.axis), set()).add(row.index)
+            if isinstance(row.how, Sliced) and row.sources[0] not in whole:
+                taken.setdefault((row.sources[0], row.how.axis), set()).add(row.how.index)
         for (name, axis), indices in taken.items():
             leaf = self.saved[name]
             shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
             for index in sorted(set(range(leaf.shape[axis])) - indices):
-                where = ", ".join([*[":"] * axis, str(index)])
-                path = (*leaf.path[:-1], f"{leaf.path[-1]}[{where}]")
+                path = (*leaf.path[:-1], f"{leaf.path[-1]}{Sliced('stack', axis, index)}")
                 yield self._dropped_row(dataclasses.replace(leaf, path=path, shape=shape), name)
 
 
@@ -395,13 +398,13 @@ def _restarted(old: Side, new: Side, pairs: Sequence[Pair]) -> list[Pair]:
 
     def of(side: Side, group: Names) -> Any:
         params = {param for param, owner in side.owners.items() if owner[: len(group)] == group}
-        return params, [made for made in side.description.transformations if made.group == group]
+        return params, [made for made in side.transformations if made.group == group]
 
-    groups = {leaf.group for leaf in new.descriptions if leaf.role == "schedule_count"}
+    groups = {leaf.group for leaf in new.leaves if leaf.role == "schedule_count"}
     same = {group for group in groups if of(old, group) == of(new, group)}
     return [
         Pair(note="restarts") if leaf.role == "schedule_count" and leaf.group not in same else pair
-        for pair, leaf in zip(pairs, new.descriptions, strict=True)
+        for pair, leaf in zip(pairs, new.leaves, strict=True)
     ]
 
 
@@ -422,14 +425,13 @@ def _check_rules(permissions: Permissions, rows: Sequence[Row], source: Source) 
 def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
     """Notes on leaves that are initialised although their count continues."""
     rows = list(rows)
-    counts: dict[tuple[Names, str], str] = {}
+    counts: dict[TransformationKey, str] = {}
     for row in rows:
         leaf = row.leaf
         if row.sources and leaf.transformation and leaf.parameter is None and row.value:
-            where = leaf.group, leaf.transformation
-            counts.setdefault(where, f"`{leaf.path[-1]}` continues from {row.value}")
+            counts.setdefault(leaf.kept_by, f"`{leaf.path[-1]}` continues from {row.value}")
     for row in rows:
-        count = counts.get((row.leaf.group, row.leaf.transformation))
+        count = counts.get(row.leaf.kept_by)
         is_new = row.action == "initialised" and row.leaf.parameter is not None and not row.note
         if is_new and count is not None:
             row = dataclasses.replace(row, note=f"as `init` makes it, while {count}")
@@ -442,7 +444,7 @@ def suggested_renames(move: Move) -> Iterator[str]:
     Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
     Two known transformations are not the same: Adam's moments are not Adamax's.
     """
-    initial = {j for j, pair in enumerate(move.pairs) if not pair.sources and j not in move.ruled}
+    initial = {j for j, found in enumerate(move.sources) if not found and j not in move.ruled}
     gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, initial)
     for after, look in new.items():
         like = [old for old, other in gone.items() if other == look and old.group == after.group]
@@ -455,22 +457,21 @@ def suggested_renames(move: Move) -> Iterator[str]:
 def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
     """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
     found = {}
-    for made in side.description.transformations:
+    for made in side.transformations:
         own = side.leaves_of(made.key)
         if own and all(i in chosen for i in own):
             looks = (
-                (side.descriptions[i].field, side.descriptions[i].parameter, side.leaves[i].shape)
-                for i in own
+                (side.leaves[i].field, side.leaves[i].parameter, side.leaves[i].shape) for i in own
             )
             found[made] = frozenset(looks)
     return found
 
 
 def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:
-    was, now = numbered(old.name, old.number), numbered(new.name, new.number)
-    pattern = re.escape(leaf_name(state_path(new.group, now))).replace("\\#", "#") + "/(.*)"
-    source = leaf_name(state_path(old.group, was)).replace("\\", "\\\\") + "/\\1"
+    was, now = state_path(old.key), state_path(new.key)
+    pattern = re.escape(leaf_name(now)).replace("\\#", "#") + "/(.*)"
+    source = leaf_name(was).replace("\\", "\\\\") + "/\\1"
     return (
-        f"`{now}` may be the former `{was}`: their states look the same. If so, say: "
+        f"`{now[-1]}` may be the former `{was[-1]}`: their states look the same. If so, say: "
         f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
     )

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from opt_core._groups.leaf_groups import members
-from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.patterns import Except, Rest, pattern_str, positions_of
+from opt_core._groups.edit import group_of, with_group
 from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import Optimizer, OptimizerDef
-from opt_core._paths import Names, path_str
 from opt_core._plan.leaves import HeldState, View, named_state
 from opt_core._plan.match import Request, Schedules, make_plan
 from opt_core._plan.plan import Plan
 from opt_core._plan.rules import Permissions, Rule, check_allowances
-from opt_core._plan.sides import Side, counts_updates, is_recorded, side_of, state_leaves
+from opt_core._plan.sides import Side, counts_updates, is_recorded, source_side
 from opt_core.errors import GroupError, LeafError
 
 
@@ -110,12 +106,7 @@ def freeze(
       SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored; or
         numbers computed from all parameters would continue.
     """
-    definition = as_groups(optimizer.optimizer_def)
-    chosen = matching_leaves(definition, optimizer.target, pattern)
-    groups = carved(definition, optimizer.target, pattern, chosen)
-    frozen = Group(unused(name, groups), pattern, FROZEN)
-    changed = definition.with_groups([frozen, *groups])
-    target = created_without(optimizer, changed)
+    target = _created_with(optimizer, Group(name, pattern, FROZEN))
     permissions = Permissions.make(check_allowances(allow) | {"drop"}, ())
     return _carried_out(_held(optimizer), target, Request(permissions, discards_state=True))
 
@@ -147,24 +138,7 @@ def unfreeze(
     Raises:
       GroupError: the pattern matches nothing, or leaves that are not frozen; lists these.
     """
-    whole = as_groups(optimizer.optimizer_def)
-    chosen = matching_leaves(whole, optimizer.target, pattern)
-    paths = whole.select(optimizer.target).paths
-    owners = {names: group for group, names in members(optimizer)}
-    if busy := [
-        f"  `{path_str(paths[i])}` belongs to {shown(whole, owners[paths[i]])}"
-        for i in sorted(chosen)
-        if paths[i] in owners
-    ]:
-        raise GroupError(
-            "`pattern` matches leaves that are not frozen:\n"
-            + "\n".join(busy)
-            + "\nMake it narrower, or take `regroup` to move them."
-        )
-    groups = carved(whole, optimizer.target, pattern, chosen)
-    new = Group(unused(name, groups), pattern, definition)
-    changed = whole.with_groups([new, *groups])
-    target = created_without(optimizer, changed)
+    target = _created_with(optimizer, Group(name, pattern, definition))
     request = Request(Permissions.make((), ()), _checked(schedules))
     return _carried_out(_held(optimizer), target, request, placement)
 
@@ -192,10 +166,10 @@ def reset(
     """
     names = group_of(optimizer.optimizer_def, group)
     held = _held(optimizer)
-    side = side_of(held, state_leaves(held.schema, held.schema.by_name))
+    side = source_side(held, held.schema)
     anew = {
         side.names[i]
-        for i, leaf in enumerate(side.descriptions)
+        for i, leaf in enumerate(side.leaves)
         if leaf.group[: len(names)] == names and not _stays(side, i)
     }
     request = Request(Permissions.make({"drop"}, ()), anew=anew, discards_state=True)
@@ -206,10 +180,33 @@ def reset(
 
 def _stays(side: Side, i: int) -> bool:
     """Whether a leaf records the progress or a setting of the training, not what it has learnt."""
-    leaf = side.descriptions[i]
+    leaf = side.leaves[i]
     transformation = side.transformation(leaf.kept_by)
     is_time = leaf.role == "schedule_count" or counts_updates(leaf, transformation)
     return is_time or is_recorded(leaf, transformation)
+
+
+def _created_with(optimizer: Optimizer, group: Group) -> Optimizer:
+    """`_created` of the definition with another group before the others.
+
+    The table of a nested `MultiOptimizer` can be carved. That of one in a chain cannot: functions
+    have captured it.
+    """
+    definition = with_group(optimizer, group)
+    definition.select(optimizer.target)
+    try:
+        return _created(optimizer, definition)
+    except GroupError as error:
+        lines = [line for line in str(error).splitlines() if line.startswith("  ")]
+        if not lines:
+            raise
+        raise GroupError(
+            "all parameters of a group inside a transformation would leave it, and such a "
+            "group cannot be removed:\n"
+            + "\n".join(lines)
+            + "\nWrite the new definition, with `FROZEN` or another definition for these "
+            "parameters, and call `regroup(..., allow={'drop', 'optimizer'})`."
+        ) from error
 
 
 def _created(optimizer: Optimizer, definition: OptimizerDef) -> Optimizer:
@@ -255,125 +252,3 @@ def _checked(schedules: Schedules) -> Schedules:
     if schedules not in ("continue", "restart"):
         raise GroupError(f"`schedules` must be 'continue' or 'restart', found {schedules!r}")
     return schedules
-
-
-def group_of(definition: OptimizerDef, group: str) -> Names:
-    """Returns the names along `outer/inner`; a `GroupError` unless that group has a state."""
-    names = tuple(group.split("/"))
-    for depth, name in enumerate(names):
-        known = definition.group_names if isinstance(definition, MultiOptimizer) else ()
-        if not isinstance(definition, MultiOptimizer) or name not in known:
-            frozen = isinstance(definition, MultiOptimizer) and any(
-                g.name == name for g in definition.groups
-            )
-            raise GroupError(
-                f"`{'/'.join(names[: depth + 1])}` "
-                + ("is frozen and has no state to reset" if frozen else "is not a group")
-                + f"; the groups with a state are {_listed(known)}"
-            )
-        definition = definition.sub_optimizers[known.index(name)]
-    return names
-
-
-def as_groups(definition: OptimizerDef) -> MultiOptimizer:
-    """Returns a definition with groups; one without becomes the group `'rest'`."""
-    if isinstance(definition, MultiOptimizer):
-        return definition
-    return MultiOptimizer.from_rules([], rest=definition)
-
-
-def matching_leaves(definition: MultiOptimizer, target: Any, pattern: Any) -> frozenset[int]:
-    """Returns the positions of the leaves that a pattern matches: a `GroupError` if none."""
-    if isinstance(pattern, Rest):
-        raise GroupError("`REST` says nothing alone; give a pattern")
-    found = positions_of(pattern, target, definition.param_axes)
-    if not found:
-        raise GroupError(
-            f"{Group('pattern', pattern, FROZEN)} matches no parameter{_hint(definition, pattern)}"
-        )
-    return found
-
-
-def _hint(definition: MultiOptimizer, pattern: Any) -> str:
-    advice = ". A pattern matches whole paths of parameters, such as 'encoder/.*', not groups"
-    known = [group for group in definition.groups if not isinstance(group.pattern, Rest)]
-    same = next((group for group in known if group.name == pattern), None)
-    if same is not None:
-        return f"{advice}. For that group give its pattern, {pattern_str(same.pattern)}"
-    names = _listed(group.name for group in known)
-    return f"{advice}. The groups are {names}" if known else advice
-
-
-def created_without(optimizer: Optimizer, definition: MultiOptimizer) -> Optimizer:
-    """`_created`; a `GroupError` if a group inside a transformation has lost all its parameters.
-
-    The table of a nested `MultiOptimizer` can be carved. That of one in a chain cannot: functions
-    have captured it.
-    """
-    definition.select(optimizer.target)
-    try:
-        return _created(optimizer, definition)
-    except GroupError as error:
-        lines = [line for line in str(error).splitlines() if line.startswith("  ")]
-        if not lines:
-            raise
-        raise GroupError(
-            "all parameters of a group inside a transformation would leave it, and such a "
-            "group cannot be removed:\n"
-            + "\n".join(lines)
-            + "\nWrite the new definition, with `FROZEN` or another definition for these "
-            "parameters, and call `regroup(..., allow={'drop', 'optimizer'})`."
-        ) from error
-
-
-def carved(
-    definition: MultiOptimizer, target: Any, pattern: Any, chosen: frozenset[int]
-) -> list[Group]:
-    """Returns the table without the chosen leaves; empty groups other than the rest are removed."""
-    members = definition.select(target).members
-    groups = []
-    for group in definition.groups:
-        taken = chosen.intersection(members[group.name])
-        if not taken or isinstance(group.pattern, Rest):
-            groups.append(_carve_inside(group, definition, target, taken))
-        elif len(taken) < len(members[group.name]):
-            inside = _carve_inside(group, definition, target, taken)
-            groups.append(dataclasses.replace(inside, pattern=Except(group.pattern, pattern)))
-    return groups
-
-
-def _carve_inside(
-    group: Group, definition: MultiOptimizer, target: Any, taken: frozenset[int]
-) -> Group:
-    """The group; a nested definition loses the groups without leaves."""
-    nested = group.definition
-    if not isinstance(nested, MultiOptimizer) or not taken:
-        return group
-    outer = definition.select(target)
-    part = outer.cut(group.name, target)
-    own = frozenset(outer.members[group.name].index(i) for i in taken)
-    kept = []
-    for inner in nested.groups:
-        members = frozenset(nested.select(part).members[inner.name])
-        if members - own or isinstance(inner.pattern, Rest):
-            kept.append(_carve_inside(inner, nested, part, members & own))
-    return dataclasses.replace(group, definition=nested.with_groups(kept))
-
-
-def shown(definition: MultiOptimizer, names: Names) -> str:
-    """Returns a group as text; one of a nested definition only by its names."""
-    if len(names) > 1:
-        return f"`{'/'.join(names)}`"
-    name = names[0] if names else "rest"
-    return str(next(group for group in definition.groups if group.name == name))
-
-
-def unused(name: str, groups: Sequence[Group]) -> str:
-    """Returns an unused name for a group: this one, or this one with a number."""
-    names = {group.name for group in groups}
-    candidates = (name if n == 1 else f"{name}_{n}" for n in range(1, len(names) + 2))
-    return next(candidate for candidate in candidates if candidate not in names)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"

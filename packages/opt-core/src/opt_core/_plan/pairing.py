@@ -13,12 +13,9 @@ from typing import Any, Final, Literal
 
 import jax.numpy as jnp
 
-from opt_core._description.values import (
-    LeafDescription,
-    TransformationDescription,
-    TransformationKey,
-)
+from opt_core._description.values import TransformationDescription, TransformationKey
 from opt_core._paths import Names
+from opt_core._plan.leaves import LeafInfo
 from opt_core._plan.sides import (
     Side,
     counts_updates,
@@ -36,45 +33,35 @@ def like_numbers(
     """Returns, for each number of a transformation in `new`, the matching number in `old`.
 
     Equal settings are matched first, then the rest in order. Of several the first that acts on a
-    common parameter is taken: a chain around groups has one `adam` for each.
-
-    Args:
-      old: a state.
-      new: the state to make.
-      name: of the transformations.
-      was: their group in `old`.
-      now: their group in `new`.
-
-    Returns:
-      The numbers, and whether the matching is unambiguous.
+    common parameter is taken: a chain around groups has one `adam` for each. Also returned is
+    whether the matching is unambiguous.
     """
     before, after = old.alike(was, name), new.alike(now, name)
-
-    def best(like: Sequence[TransformationDescription], made: TransformationDescription) -> Any:
-        params = _acted_on(new, made)
-        return next((one for one in like if params & _acted_on(old, one)), like[0])
-
-    free = list(before)
-    found: dict[int, int] = {}
-    for is_like in (_is_same, _is_alike):
-        for made in after:
-            like = [old for old in free if _has_one_update(old, made) and is_like(old, made)]
-            if made.number not in found and like:
-                found[made.number] = (one := best(like, made)).number
-                free.remove(one)
-    left = [made for made in after if made.number not in found]
-    is_clear = not (left and free) or len(left) == len(free)
     is_one = len(before) == len(after) == 1
-    for made in left:
-        like = [old for old in free if is_one or _has_one_update(old, made)]
-        if like:
-            found[made.number] = (one := best(like, made)).number
-            free.remove(one)
-    return found, is_clear
+    free, numbers, is_clear = list(before), dict[int, int](), True
+    for is_like in (_is_same, _is_alike, None):
+        left = [x for x in after if x.number not in numbers]
+        if is_like is None:
+            is_clear = not (left and free) or len(left) == len(free)
+        for one in left:
+            like = [x for x in free if is_like is None or is_like(x, one)]
+            # Different functions may update states made by the same one.
+            like = [
+                x
+                for x in like
+                if x.settings.get(UPDATE) == one.settings.get(UPDATE)
+                or (is_like is None and is_one)
+            ]
+            if like:
+                params = _acted_on(new, one)
+                best = next((x for x in like if params & _acted_on(old, x)), like[0])
+                numbers[one.number] = best.number
+                free.remove(best)
+    return numbers, is_clear
 
 
-def _acted_on(side: Side, made: TransformationDescription) -> set[Names]:
-    return {*side.followed(made.key), *(made.parameters or ())}
+def _acted_on(side: Side, transformation: TransformationDescription) -> set[Names]:
+    return {*side.followed(transformation.key), *(transformation.parameters or ())}
 
 
 def shared_settings(
@@ -84,7 +71,9 @@ def shared_settings(
     return sorted(old.settings.keys() & new.settings.keys())
 
 
-def switched(old: TransformationDescription, new: TransformationDescription) -> Iterator[str]:
+def switched(
+    old: TransformationDescription, new: TransformationDescription
+) -> Iterator[tuple[str, bool | str, bool | str]]:
     """Yields changed words, and changed switches in records, of user-defined transformations.
 
     Numbers may change: it is not known which of them give the state its meaning.
@@ -94,7 +83,7 @@ def switched(old: TransformationDescription, new: TransformationDescription) -> 
     before, after = (dict(_switches(made)) for made in (old, new))
     for name in sorted(before.keys() & after.keys()):
         if before[name] != after[name]:
-            yield f"`{name}` of `{new.name}` was {before[name]}, is {after[name]}"
+            yield name, before[name], after[name]
 
 
 def _switches(made: TransformationDescription) -> Iterator[tuple[str, bool | str]]:
@@ -124,11 +113,6 @@ def setting_text(value: Any) -> str:
         value = f"{value['function']}({held})" if held else value["function"]
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _has_one_update(old: TransformationDescription, new: TransformationDescription) -> bool:
-    """Different functions may update states made by the same one."""
-    return bool(old.settings.get(UPDATE) == new.settings.get(UPDATE))
 
 
 def _is_same(old: TransformationDescription, new: TransformationDescription) -> bool:
@@ -178,44 +162,17 @@ class Pairing:
 def pair_leaves(
     old: Side,
     new: Side,
-    *,
-    given: Mapping[int, Sequence[int]] | None = None,
-    origins: Mapping[Names, Sequence[Names]] | None = None,
+    given: Mapping[int, Sequence[int]],
+    origins: Mapping[Names, Sequence[Names]],
 ) -> Pairing:
     """Returns the source of every leaf of a new state.
 
     A setting recorded in the state, such as an injected learning rate, keeps its saved value, which
     may have been set at run time, unless the new definition has changed the setting: then its
-    number acts.
-
-    Args:
-      old: the existing state.
-      new: the state to make.
-      given: the sources of leaves that the caller has decided, by position.
-      origins: the old parameters that new ones are made of, if they differ.
+    number acts. `given` are sources that the caller has decided, by position; `origins` the old
+    parameters that new ones are made of.
     """
-    return _Walk(old, new, given or {}, origins or {}).pairing()
-
-
-def continued(
-    old: Side, new: Side, pairs: Sequence[Pair]
-) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
-    """Returns the transformations whose state continues, with the positions of their leaves.
-
-    Counts of schedules and recorded settings are not considered.
-    """
-    found: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
-    for j, (pair, leaf) in enumerate(zip(pairs, new.descriptions, strict=True)):
-        if leaf.role != "schedule_count" and not is_recorded(
-            leaf, new.transformation(leaf.kept_by)
-        ):
-            for i in pair.sources:
-                found.setdefault((old.descriptions[i].kept_by, leaf.kept_by), []).append((i, j))
-    return found
-
-
-Pairs = Sequence[tuple[int, int]]
-"""Positions in the old state with those in the new one."""
+    return _Walk(old, new, given, origins).pairing()
 
 
 @dataclasses.dataclass
@@ -232,7 +189,7 @@ class _Walk:
         self._unclear: list[str] = []
 
     def pairing(self) -> Pairing:
-        leaves = self.new.descriptions
+        leaves = self.new.leaves
         free = [i for i in range(len(leaves)) if i not in self.given]
         pairs = {i: self._own(leaves[i]) for i in free if leaves[i].parameter is not None}
         pairs |= {i: Pair(tuple(found)) for i, found in self.given.items()}
@@ -244,7 +201,7 @@ class _Walk:
         self._give_keys_once(shared)
         for i, leaf in enumerate(leaves):
             if leaf.role == "schedule_count" and not pairs[i].sources and i in shared:
-                pairs[i] = dataclasses.replace(pairs[i], counts=self._updates(leaf))
+                pairs[i] = dataclasses.replace(pairs[i], counts=self._updates(i))
         ordered = [pairs[i] for i in range(len(leaves))]
         found = tuple(self._with_notes(ordered))
         return Pairing(found, reinitialised, tuple(self._unclear))
@@ -256,7 +213,7 @@ class _Walk:
         shared: Sequence[int],
         reinitialised: Mapping[TransformationKey, str],
     ) -> Pair:
-        leaf = self.new.descriptions[i]
+        leaf = self.new.leaves[i]
         is_free = leaf.role in ("schedule_count", "key")
         if own is None and is_recorded(leaf, self.new.transformation(leaf.kept_by)):
             return self._recorded(leaf, shared)
@@ -265,13 +222,13 @@ class _Walk:
             return Pair(note=why) if why else Pair(tuple(shared))
         if not is_free and (why := reinitialised.get(leaf.kept_by, "")):
             return Pair(note=why)
-        if own is None and shared and self._holds_others(leaf, self.old.descriptions[shared[0]]):
+        if own is None and shared and self._holds_others(leaf, self.old.leaves[shared[0]]):
             return Pair(note="it concatenates parameters, and these are not the same")
         return Pair(tuple(shared)) if own is None else own
 
-    def _own(self, leaf: LeafDescription) -> Pair:
+    def _own(self, leaf: LeafInfo) -> Pair:
         """The old leaf for one that follows a parameter."""
-        sources = self.old.groups(leaf.transformation, leaf.parameter)
+        sources = self.old.groups(leaf.kept_by.name, leaf.parameter)
         if leaf.group not in sources and len(sources) > 1:
             return Pair(note="several groups have one")
         group = leaf.group if leaf.group in sources else next(iter(sources), None)
@@ -279,12 +236,11 @@ class _Walk:
         if found is None:
             is_other = leaf.group in sources and self._number(leaf.group, leaf) is None
             return Pair(note="no other has its settings" if is_other else "")
-        source = self.old.descriptions[found]
+        source = self.old.leaves[found]
         one, other = self.old.transformation(source.kept_by), self.new.transformation(leaf.kept_by)
         if None in (source.dimensions, leaf.dimensions):
             # Their dimensions are not known: only equal settings ensure equal dimensions.
-            names = shared_settings(one, other)
-            is_same = all(one.settings[name] == other.settings[name] for name in names)
+            is_same = _is_alike(one, other)
         else:
             is_same = source.dimensions == leaf.dimensions
         was, now = (
@@ -296,42 +252,38 @@ class _Walk:
         why = f"had the dimensions {was} of its parameter, has {now}"
         return Pair((found,)) if is_same else Pair(note=why, lookalike=found)
 
-    def _in(self, group: Names, leaf: LeafDescription) -> int | None:
+    def _in(self, group: Names, leaf: LeafInfo) -> int | None:
         number = self._number(group, leaf)
         return None if number is None else self.old.find(leaf, group, number)
 
-    def _number(self, group: Names, leaf: LeafDescription) -> int | None:
+    def _number(self, group: Names, leaf: LeafInfo) -> int | None:
         """The old number of the transformation of a leaf."""
-        key = group, leaf.group, leaf.transformation
+        name = leaf.kept_by.name
+        key = group, leaf.group, name
         if key not in self._numbers:
-            before = self.old.alike(group, leaf.transformation)
-            after = self.new.alike(leaf.group, leaf.transformation)
+            before, after = self.old.alike(group, name), self.new.alike(leaf.group, name)
             if not before:  # they are not described
-                return leaf.number
-            self._numbers[key], is_clear = like_numbers(
-                self.old, self.new, leaf.transformation, group, leaf.group
-            )
+                return leaf.kept_by.number
+            self._numbers[key], is_clear = like_numbers(self.old, self.new, name, group, leaf.group)
             if not is_clear:
-                self._unclear.append(
-                    f"it is not clear which of {len(before)} `{leaf.transformation}` the "
-                    f"{len(after)} are"
-                )
-        return self._numbers[key].get(leaf.number)
+                many = f"{len(before)} `{name}` the {len(after)} are"
+                self._unclear.append(f"it is not clear which of {many}")
+        return self._numbers[key].get(leaf.kept_by.number)
 
-    def _shared(self, leaf: LeafDescription) -> Sequence[int]:
+    def _shared(self, leaf: LeafInfo) -> Sequence[int]:
         """The leaves of the old groups that may be the source of a leaf of a whole group."""
         found = (self._in(group, leaf) for group in self._group_sources(leaf))
         return [i for i in found if i is not None]
 
-    def _group_sources(self, leaf: LeafDescription) -> Sequence[Names]:
+    def _group_sources(self, leaf: LeafInfo) -> Sequence[Names]:
         """The groups of the old state with a possible source for a leaf of a whole group."""
-        having = self.old.groups(leaf.transformation)
-        where, leaves = leaf.kept_by, self.new.descriptions
+        having = self.old.groups(leaf.kept_by.name)
+        where, leaves = leaf.kept_by, self.new.leaves
         own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
-        found = {self.old.descriptions[k].group for i in own for k in self._pairs[i].sources}
+        found = {self.old.leaves[k].group for i in own for k in self._pairs[i].sources}
         if own and not found:
             params = [o for param in self.new.followed(where) for o in self._of(param)]
-            found = {g for param in params for g in self.old.groups(leaf.transformation, param)}
+            found = {g for param in params for g in self.old.groups(leaf.kept_by.name, param)}
         elif not own:
             # The members of a group within one definition are not always known; its name suffices.
             if leaf.group in having and leaf.group not in self.old.owners.values():
@@ -342,9 +294,9 @@ class _Walk:
             found = {leaf.group} if is_whole else set().union(*known)
         return [group for group in having if group in found]
 
-    def _holds_others(self, leaf: LeafDescription, source: LeafDescription) -> bool:
+    def _holds_others(self, leaf: LeafInfo, source: LeafInfo) -> bool:
         """Whether a leaf concatenates other parameters, or these in another order."""
-        if not holds_parameters(leaf):
+        if not holds_parameters(leaf, self.new.transformation(leaf.kept_by)):
             return False
         now = [list(self._of(param)) for param in _params(self.new, leaf)]
         return now != [[param] for param in _params(self.old, source)]
@@ -368,7 +320,7 @@ class _Walk:
         """The transformations of groups that must be reinitialised, with the reason."""
         # The first of several reasons counts.
         for i, found in reversed(list(shared.items())):
-            leaf = self.new.descriptions[i]
+            leaf = self.new.leaves[i]
             where = leaf.kept_by
             is_free = leaf.role in ("schedule_count", "key")
             if is_free or not found or is_recorded(leaf, self.new.transformation(where)):
@@ -376,7 +328,7 @@ class _Walk:
             if why := self._unlike(found, leaf):
                 yield where, f"reinitialised: {why}"
 
-    def _unlike(self, found: Sequence[int], leaf: LeafDescription) -> str:
+    def _unlike(self, found: Sequence[int], leaf: LeafInfo) -> str:
         """Returns how the groups that a leaf comes from disagree; empty if they agree."""
         is_same = self.old.same(found) if found else True
         if is_same:
@@ -384,7 +336,7 @@ class _Walk:
         field = "/".join(leaf.field)
         if is_same is None:
             return f"nothing says whether its groups agree about `{field}`"
-        values = [("/".join(self.old.descriptions[i].group), self.old.value(i)) for i in found]
+        values = [("/".join(self.old.leaves[i].group), self.old.leaves[i].value) for i in found]
         shown_values = ", ".join(
             f"`{group}` {value}" if group else f"no group {value}"
             for group, value in values
@@ -394,11 +346,11 @@ class _Walk:
             f"its groups do not agree about `{field}`{f': {shown_values}' if shown_values else ''}"
         )
 
-    def _recorded(self, leaf: LeafDescription, found: Sequence[int]) -> Pair:
+    def _recorded(self, leaf: LeafInfo, found: Sequence[int]) -> Pair:
         """A value that was set at run time continues, unless the setting has changed."""
         name = leaf.field[-1]
         setting = self.new.transformation(leaf.kept_by).settings.get(name)
-        before = [self.old.transformation(self.old.descriptions[i].kept_by).settings for i in found]
+        before = [self.old.transformation(self.old.leaves[i].kept_by).settings for i in found]
         if not all(name in settings for settings in before):
             return Pair(tuple(found), f"saved; nothing says what the code gave as `{name}`")
         for was in (settings[name] for settings in before):
@@ -410,13 +362,13 @@ class _Walk:
 
     def _give_keys_once(self, shared: Mapping[int, Sequence[int]]) -> None:
         """Each key is used once: groups with copies of one would draw the same random numbers."""
-        leaves = self.new.descriptions
+        leaves = self.new.leaves
         keys = [i for i in shared if leaves[i].role == "key" and self._pairs[i].sources]
         used: set[int] = set()
 
         def moves(i: int) -> bool:
             sources = self._pairs[i].sources
-            return all(self.old.descriptions[k].group != leaves[i].group for k in sources)
+            return all(self.old.leaves[k].group != leaves[i].group for k in sources)
 
         for i in sorted(keys, key=moves):  # first those that stay in their group
             free = [k for k in self._pairs[i].sources if k not in used]
@@ -427,12 +379,14 @@ class _Walk:
             )
             used.update(taken)
 
-    def _updates(self, schedule: LeafDescription) -> int | Literal["step"]:
+    def _updates(self, schedule: int) -> int | Literal["step"]:
         """The count of updates that drives a new schedule."""
-        for i, leaf in enumerate(self.new.descriptions):
-            if not _counts_around(leaf, self.new, schedule):
+        for i, leaf in enumerate(self.new.leaves):
+            if not _counts_around(self.new, i, schedule):
                 continue
-            like = (k for k, old in enumerate(self.old.descriptions) if old.key == leaf.key)
+            what = leaf.transformation, leaf.field
+            olds = enumerate(self.old.leaves)
+            like = (k for k, x in olds if (x.transformation, x.field) == what)
             sources = self._pairs[i].sources or tuple(like)
             if sources and self.old.same(sources):
                 return sources[0]
@@ -440,17 +394,17 @@ class _Walk:
 
     def _with_notes(self, pairs: Sequence[Pair]) -> Iterator[Pair]:
         """Adds notes on changed numbers, and on settings without effect, to continued leaves."""
-        for i, (pair, leaf) in enumerate(zip(pairs, self.new.descriptions, strict=True)):
+        for i, (pair, leaf) in enumerate(zip(pairs, self.new.leaves, strict=True)):
             notes = [pair.note] if pair.note else []
             if pair.sources and i not in self.given:
-                source = self.old.descriptions[pair.sources[0]]
-                if source.group == leaf.group and source.number != leaf.number:
+                source = self.old.leaves[pair.sources[0]]
+                if source.group == leaf.group and source.transformation != leaf.transformation:
                     notes.append(f"was `{source.kept_by._replace(group=())}`, by its settings")
             if pair.sources and leaf.role not in ("count", "schedule_count", "key"):
-                notes += self._without_effect(leaf, self.old.descriptions[pair.sources[0]])
+                notes += self._without_effect(leaf, self.old.leaves[pair.sources[0]])
             yield dataclasses.replace(pair, note=", ".join(notes))
 
-    def _without_effect(self, leaf: LeafDescription, source: LeafDescription) -> Iterator[str]:
+    def _without_effect(self, leaf: LeafInfo, source: LeafInfo) -> Iterator[str]:
         one, other = self.old.transformation(source.kept_by), self.new.transformation(leaf.kept_by)
         for name, bearing in other.bearing.items():
             if bearing.effect == "initial" and name in one.settings:
@@ -459,18 +413,19 @@ class _Walk:
                     yield f"`{name}` was {was}, is {now}: no effect on the saved state"
 
 
-def _counts_around(leaf: LeafDescription, side: Side, inner: LeafDescription) -> bool:
+def _counts_around(side: Side, i: int, inner: int) -> bool:
     """Whether a leaf counts the updates of a window of mini-steps around another."""
-    place: Names = leaf.path[: len(leaf.path) - len(leaf.field)]
+    leaf, other = side.leaves[i], side.leaves[inner]
+    place: Names = side.paths[i][: len(side.paths[i]) - len(leaf.field)]
     return (
         counts_updates(leaf, side.transformation(leaf.kept_by))
-        and inner.path[: len(place)] == place
-        and (inner.transformation, inner.number) != (leaf.transformation, leaf.number)
-        and leaf.group == inner.group[: len(leaf.group)]
+        and side.paths[inner][: len(place)] == place
+        and other.transformation != leaf.transformation
+        and leaf.group == other.group[: len(leaf.group)]
     )
 
 
-def _params(side: Side, leaf: LeafDescription) -> Sequence[Names]:
+def _params(side: Side, leaf: LeafInfo) -> Sequence[Names]:
     """The parameters of the transformation of a leaf, or else of its group."""
     if (known := side.transformation(leaf.kept_by).parameters) is not None:
         return known

@@ -10,6 +10,8 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar,
 
 import jax.numpy as jnp
 
+from opt_core._description.values import TransformationKey
+from opt_core._plan.conversions import Conversion, Sliced
 from opt_core._plan.leaves import LeafInfo, Source, View, shown
 from opt_core._plan.rules import (
     FREE,
@@ -45,11 +47,7 @@ class Row:
       kinds: what is done with it, words of `allow=`; and `'rename'`, `'stack'`, `'map'` or
         `'pad'` if a rule does that. Empty for leaves that are kept.
       by: the action of its rule, if any; `'keep'` for the target's own value.
-      how: what a rule other than `Rename` does with the values: `'stack'`, `'slice'`, `'map'`,
-        `'pad'`; `'maximum'` of its sources, `'maxima'` of each, or the `'first'` of them.
-      axis: the dimension along which it does so: of the leaf, or of the source of a slice.
-      is_opaque: whether the function of a `Map` needs values, so its result is not known yet.
-      index: the position of an unstacked leaf.
+      how: what a rule other than `Rename` does with the values.
       note: the reason, as text.
       problem: why it is impossible; empty if it is not.
       is_admitted: whether `allow` or a rule admits it.
@@ -61,10 +59,7 @@ class Row:
     sources: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     by: Rename | Stack | Unstack | Map | Pad | Literal["keep"] | None = None
-    how: Literal["", "stack", "slice", "map", "pad", "maximum", "maxima", "first"] = ""
-    axis: int = 0
-    is_opaque: bool = False
-    index: int | None = None
+    how: Conversion | None = None
     note: str = ""
     problem: str = ""
     is_admitted: bool = True
@@ -76,6 +71,9 @@ class Row:
         return self.is_admitted and not self.problem
 
 
+Setting: TypeAlias = tuple[TransformationKey, str]
+
+
 class Problem(NamedTuple):
     """Something that stands in the way.
 
@@ -84,12 +82,14 @@ class Problem(NamedTuple):
       needs: the word of `allow` that admits it; `None` if none does.
       old: the position of the old leaf that would be lost, if it is one.
       new: the position of the new leaf that cannot be made, if it is one.
+      setting: the transformation and the name of the setting that has changed, if it is one.
     """
 
     text: str
     needs: Allowance | None = None
     old: int | None = None
     new: int | None = None
+    setting: Setting | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -294,6 +294,63 @@ class Plan(Generic[_Target]):
         return "\n".join([self._summary(), *wrong, *told, *lines])
 
 
+def fitted(
+    leaf: LeafInfo,
+    source: LeafInfo,
+    kinds: tuple[str, ...],
+    note: str,
+    admitted: frozenset[str],
+) -> Row:
+    """Returns the row of a leaf that comes from one other."""
+    problem = ""
+    if source.shape != leaf.shape:
+        if math.prod(source.shape) == math.prod(leaf.shape):
+            kinds = (*kinds, "reshape")
+            note = f"{list(source.shape)} -> {list(leaf.shape)}"
+        else:
+            problem = f"expected {list(leaf.shape)}, found {list(source.shape)}"
+    casts, wrong = cast_kinds(source.dtype, leaf.dtype)
+    if casts and not wrong:
+        note = f"{source.dtype} -> {leaf.dtype}"
+    kinds, problem = (*kinds, *casts), problem or wrong
+    action: Outcome = "renamed" if kinds or source.name != leaf.name else "kept"
+    if problem or {"cast", "reshape"} & {*kinds}:
+        action = "converted"
+    return Row(
+        leaf,
+        action,
+        (source.name,),
+        kinds,
+        note=note,
+        problem=problem,
+        is_admitted=set(kinds) <= admitted | FREE | _free_casts(leaf, source),
+        value=source.value,
+    )
+
+
+def _free_casts(leaf: LeafInfo, source: LeafInfo) -> frozenset[str]:
+    """`cast` where state that is computed from updates goes on in another float dtype."""
+    is_state = bool(leaf.transformation) and not leaf.is_key and not source.is_key
+    kinds = (jnp.floating, jnp.complexfloating)
+    dtypes = [jnp.dtype(x.dtype) for x in (leaf, source)] if is_state else []
+    is_float = any(dtypes and all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
+    return frozenset({"cast"}) if is_float else frozenset()
+
+
+def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:
+    """Returns what must be admitted for another dtype, and what makes it impossible."""
+    if source == leaf:
+        return (), ""
+    wrong = f"expected {leaf}, found {source}"
+    if source.startswith("key<") or leaf.startswith("key<"):
+        return (), f"{wrong}: keys cannot be cast"
+    old, new = jnp.dtype(source), jnp.dtype(leaf)
+    is_complex = jnp.issubdtype(old, jnp.complexfloating)
+    if is_complex and not jnp.issubdtype(new, jnp.complexfloating):
+        return (), f"{wrong}: an imaginary part would be lost"
+    return ("cast",), ""
+
+
 def _with_words(text: str, words: Sequence[str]) -> str:
     asked = ", ".join(f"'{word}'" for word in words)
     return f"{text} (allow: {asked})" if asked else text
@@ -319,7 +376,9 @@ def leaf_bytes(leaf: LeafInfo) -> int:
 
 
 def _row_data(row: Row) -> dict[str, Any]:
-    data = dataclasses.asdict(row) | {"name": row.leaf.name}
+    how = None if row.how is None else row.how.word
+    data = dataclasses.asdict(dataclasses.replace(row, how=None))
+    data |= {"name": row.leaf.name, "how": how}
     if isinstance(row.by, Map):
         data["by"] = {"source": row.by.source, "fn": function_name(row.by.fn)}
     return data
@@ -334,7 +393,4 @@ def _text(row: Row) -> str:
 def _sources(row: Row) -> str:
     if len(row.sources) > 2:
         return f"{row.sources[0]} .. {row.sources[-1]} ({len(row.sources)})"
-    where = ""
-    if row.index is not None:
-        where = f"[{', '.join([*[':'] * row.axis, str(row.index)])}]"
-    return ", ".join(row.sources) + where
+    return ", ".join(row.sources) + (str(row.how) if isinstance(row.how, Sliced) else "")

@@ -36,22 +36,19 @@ import jax.numpy as jnp
 
 from opt_core._description.values import (
     Bearing,
-    LeafDescription,
     TransformationDescription,
     TransformationKey,
 )
 from opt_core._paths import Names, path_str
+from opt_core._plan.leaves import LeafInfo
 from opt_core._plan.pairing import (
     UPDATE,
-    Pair,
-    Pairs,
-    continued,
     like_numbers,
     setting_text,
     shared_settings,
     switched,
 )
-from opt_core._plan.plan import Problem
+from opt_core._plan.plan import Problem, Setting
 from opt_core._plan.sides import (
     TRAINED,
     Side,
@@ -68,6 +65,10 @@ _WITHOUT_EFFECT: Final = frozenset({"as_transformation"})
 """Wrappers that compute what they wrap: that one is new or gone changes nothing."""
 
 
+Pairs = Sequence[tuple[int, int]]
+"""Positions of leaves in the old state with those in the new one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Move:
     """An old state, a new one, and which leaf comes from which.
@@ -75,7 +76,7 @@ class Move:
     Attributes:
       old: the existing state.
       new: the state to make.
-      pairs: one per leaf of the new state.
+      sources: of each leaf of the new state, positions in the old one.
       ruled: positions of new leaves for which the caller has given a rule.
       let_go: positions of old leaves that a rule of the caller drops.
       idle: parameters that are no longer trained, whose open windows do not matter.
@@ -87,17 +88,30 @@ class Move:
 
     old: Side
     new: Side
-    pairs: Sequence[Pair]
+    sources: Sequence[tuple[int, ...]]
     ruled: Collection[int] = frozenset()
     let_go: Collection[int] = frozenset()
     idle: Collection[Names] = frozenset()
     origins: Mapping[Names, Sequence[Names]] = dataclasses.field(default_factory=dict)
     discards_state: bool = False
 
+    def came_from(self, param: Names) -> Sequence[Names]:
+        """Returns the old parameters that a new one is made of."""
+        return self.origins.get(param, (param,))
+
     @functools.cached_property
     def continued(self) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
-        """The transformations whose state goes on; see `continued`."""
-        return continued(self.old, self.new, self.pairs)
+        """The transformations whose state goes on, old and new, with the positions of their leaves.
+
+        Counts of schedules and recorded settings are not considered.
+        """
+        found: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
+        for j, (sources, leaf) in enumerate(zip(self.sources, self.new.leaves, strict=True)):
+            is_number = is_recorded(leaf, self.new.transformation(leaf.kept_by))
+            if leaf.role != "schedule_count" and not is_number:
+                for i in sources:
+                    found.setdefault((self.old.leaves[i].kept_by, leaf.kept_by), []).append((i, j))
+        return found
 
     @functools.cached_property
     def at_a_count(self) -> frozenset[TransformationKey]:
@@ -106,17 +120,17 @@ class Move:
         A leaf that begins anew in one of them would make steps several times too long.
         """
         counts = [
-            (leaf, pair.sources[0])
-            for leaf, pair in zip(self.new.descriptions, self.pairs, strict=True)
-            if leaf.role == "count" and pair.sources
+            (leaf, sources[0])
+            for leaf, sources in zip(self.new.leaves, self.sources, strict=True)
+            if leaf.role == "count" and sources
         ]
-        return frozenset(leaf.kept_by for leaf, i in counts if self.old.value(i) != 0)
+        return frozenset(leaf.kept_by for leaf, i in counts if self.old.leaves[i].value != 0)
 
     @functools.cached_property
     def dropped(self) -> list[int]:
         """The positions of the old leaves without a successor."""
-        used = {i for pair in self.pairs for i in pair.sources}
-        return [i for i in range(len(self.old.descriptions)) if i not in used]
+        used = {i for sources in self.sources for i in sources}
+        return [i for i in range(len(self.old.leaves)) if i not in used]
 
 
 def problems(move: Move) -> Iterator[Problem]:
@@ -128,10 +142,9 @@ def problems(move: Move) -> Iterator[Problem]:
         found |= dict.fromkeys(_interrupted(move, old, new, pairs))
         is_ruled = all(j in move.ruled for _, j in pairs)
         if not is_ruled and any(is_trained(move.new, j) for _, j in pairs):
-            found |= dict.fromkeys(Problem(text, "optimizer") for text in _switches(old, new))
+            found |= dict.fromkeys(_switches(old, new))
         if any(j not in move.ruled and _is_in_units(move.new, j) for _, j in pairs):
-            texts = _other_inputs(move, before, after)
-            found |= dict.fromkeys(Problem(text, "optimizer") for text in texts)
+            found |= dict.fromkeys(_other_inputs(move, before, after))
         if text := _other_parameters(move, before, after, pairs):
             found[Problem(text, "optimizer")] = None
     found |= dict.fromkeys(_lost_windows(move))
@@ -140,7 +153,7 @@ def problems(move: Move) -> Iterator[Problem]:
 
 def is_trained(side: Side, i: int) -> bool:
     """Whether training determines a leaf; counts and the contents of windows do not count."""
-    leaf = side.descriptions[i]
+    leaf = side.leaves[i]
     transformation = side.transformation(leaf.kept_by)
     if transformation.passes_on and leaf.parameter is None:
         return False  # what a guard has seen
@@ -150,19 +163,13 @@ def is_trained(side: Side, i: int) -> bool:
         return False
     if leaf.parameter is not None:
         return leaf.dimensions != (None,)  # that stands in for a factor that does not exist
-    return _is_inexact(side.leaves[i])
-
-
-def _is_inexact(leaf: Any) -> bool:
-    dtype = str(getattr(leaf, "dtype", "python"))
-    is_array = dtype != "python" and not dtype.startswith("key<")
-    return is_array and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.inexact))
+    return not leaf.is_key and bool(jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact))
 
 
 def begins_untrained(move: Move, j: int) -> bool:
     """Whether a new leaf without a source begins anew where training has gone on."""
-    leaf = move.new.descriptions[j]
-    if move.pairs[j].sources or j in move.ruled:
+    leaf = move.new.leaves[j]
+    if move.sources[j] or j in move.ruled:
         return False
     if leaf.role == "count":
         return _is_left_by_its_count(move, j)
@@ -175,19 +182,15 @@ def begins_untrained(move: Move, j: int) -> bool:
     else:
         owners = move.new.owners.items()
         params = [param for param, owner in owners if is_around(owner, leaf.group)]
-    return any(
-        origin in move.old.owners
-        for param in params
-        for origin in move.origins.get(param, (param,))
-    )
+    return any(origin in move.old.owners for x in params for origin in move.came_from(x))
 
 
 def _is_left_by_its_count(move: Move, j: int) -> bool:
     """Whether a count begins at 0 beside moments that go on: their bias would be corrected anew."""
-    where = move.new.descriptions[j].kept_by
+    where = move.new.leaves[j].kept_by
     if has_window(move.new.transformation(where)):
         return False
-    return any(move.pairs[k].sources for k in move.new.leaves_of(where) if is_trained(move.new, k))
+    return any(move.sources[k] for k in move.new.leaves_of(where) if is_trained(move.new, k))
 
 
 def _redefined(
@@ -203,7 +206,8 @@ def _redefined(
             yield Problem(
                 f"`{name}` of `{new.key}` was {setting_text(was)}, is {setting_text(now)}: the "
                 "saved state means something else under it. Restore the setting, or give rules "
-                "for the leaves"
+                "for the leaves",
+                setting=(new.key, name),
             )
 
 
@@ -216,20 +220,25 @@ def bearing_of(
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
     """Whether the caller has given rules for the setting's own leaf, or for all leaves."""
-    where = move.new.descriptions[pairs[0][1]].kept_by
-    own = [j for j in move.new.leaves_of(where) if move.new.descriptions[j].field[-1:] == (name,)]
+    where = move.new.leaves[pairs[0][1]].kept_by
+    own = [j for j in move.new.leaves_of(where) if move.new.leaves[j].field[-1:] == (name,)]
     return any(j in move.ruled for j in own) or all(j in move.ruled for _, j in pairs)
 
 
-def _switches(old: TransformationDescription, new: TransformationDescription) -> Iterator[str]:
+def _switches(old: TransformationDescription, new: TransformationDescription) -> Iterator[Problem]:
     """Settings that make updates use the same state differently, such as `nesterov`."""
     for name in shared_settings(old, new):
         was, now = old.settings[name], new.settings[name]
         is_switch = isinstance(was, bool) or isinstance(now, bool)
         if is_switch and was != now and bearing_of(name, old, new).effect == "nothing":
             texts = (str(x) if isinstance(x, bool) else "not a boolean" for x in (was, now))
-            yield f"`{name}` of `{new.key}` was {', is '.join(texts)}"
-    yield from switched(old, new)
+            yield _changed(new, name, f"was {', is '.join(texts)}")
+    for name, was, now in switched(old, new):
+        yield _changed(new, name, f"was {was}, is {now}")
+
+
+def _changed(new: TransformationDescription, name: str, change: str, where: str = "") -> Problem:
+    return Problem(f"`{name}` of `{new.key}`{where} {change}", "optimizer", setting=(new.key, name))
 
 
 # What acts before moments.
@@ -237,14 +246,16 @@ def _switches(old: TransformationDescription, new: TransformationDescription) ->
 
 def _is_in_units(side: Side, j: int) -> bool:
     """Whether a leaf is made of updates, as they are when they reach its transformation."""
-    leaf = side.descriptions[j]
+    leaf = side.leaves[j]
     if has_window(side.transformation(leaf.kept_by)):
         return False
     is_own = leaf.role == "other" and leaf.parameter is not None and is_trained(side, j)
     return leaf.role in _IN_UNITS_OF_UPDATES or is_own
 
 
-def _other_inputs(move: Move, before: TransformationKey, after: TransformationKey) -> Iterator[str]:
+def _other_inputs(
+    move: Move, before: TransformationKey, after: TransformationKey
+) -> Iterator[Problem]:
     """Changes of what acts on updates before they reach a transformation that goes on."""
     successors = {
         old: new for old, new in move.continued if is_around(new[0], after[0]) and new != after
@@ -254,22 +265,24 @@ def _other_inputs(move: Move, before: TransformationKey, after: TransformationKe
     name = f"`{after}`"
     for key, transformation in old.items():
         if key not in new and key in successors.values():
-            yield f"`{key}` acted before {name}, and acts after it"
+            yield Problem(f"`{key}` acted before {name}, and acts after it", "optimizer")
         elif key not in new:
-            yield f"`{transformation.name}`, which acts before {name}, is gone"
+            yield Problem(
+                f"`{transformation.name}`, which acts before {name}, is gone", "optimizer"
+            )
     for key, transformation in new.items():
         if key not in old and key in successors.values():
-            yield f"`{key}` acted after {name}, and acts before it"
+            yield Problem(f"`{key}` acted after {name}, and acts before it", "optimizer")
         elif key not in old:
-            yield f"`{transformation.name}`, which acts before {name}, is new"
+            yield Problem(f"`{transformation.name}`, which acts before {name}, is new", "optimizer")
     shared = [key for key in new if key in old]
     if shared != [key for key in old if key in new]:
         order = _listed(new[key].name for key in shared)
-        yield f"what acts before {name} is in another order: {order}"
+        yield Problem(f"what acts before {name} is in another order: {order}", "optimizer")
     for key in shared:
         if _learns_nothing(move.new, new[key]):
             for setting, told in _changed_settings(old[key], new[key]):
-                yield f"`{setting}` of `{new[key].key}`, which acts before {name}, {told}"
+                yield _changed(new[key], setting, told, f", which acts before {name},")
 
 
 def _acting(
@@ -303,11 +316,9 @@ def _other_parameters(
     move: Move, before: TransformationKey, after: TransformationKey, pairs: Pairs
 ) -> str:
     """Says of numbers made of all parameters that these are others now; empty if they are not."""
-    sums = [leaf for _, j in pairs if _is_sum(leaf := move.new.descriptions[j])]
+    sums = [leaf for _, j in pairs if _is_sum(leaf := move.new.leaves[j])]
     was = {*move.old.followed(before)}
-    now = {
-        origin for param in move.new.followed(after) for origin in move.origins.get(param, (param,))
-    }
+    now = {origin for param in move.new.followed(after) for origin in move.came_from(param)}
     if not sums or was == now:
         return ""
     changed = [
@@ -320,7 +331,7 @@ def _other_parameters(
     return f"{names} of `{after}` {verb} made of all its parameters, of which {', '.join(changed)}"
 
 
-def _is_sum(leaf: LeafDescription) -> bool:
+def _is_sum(leaf: LeafInfo) -> bool:
     return leaf.role == "statistic" and leaf.parameter is None
 
 
@@ -337,7 +348,7 @@ def _interrupted(
         if bearing.effect != "window" or not why:
             continue
         for i, j in pairs:
-            is_progress = move.old.descriptions[i].field == bearing.count
+            is_progress = move.old.leaves[i].field == bearing.count
             if is_progress and (count := _progress(move.old, i, bearing)):
                 is_open = f"a window is open, `{move.new.names[j]}` is {count}"
                 yield Problem(f"{is_open}: {why}; complete it first")
@@ -357,22 +368,22 @@ def _lost_windows(move: Move) -> Iterator[Problem]:
                 yield Problem(f"{is_open}, and {what} would be lost; complete it first", old=i)
         for after in () if move.discards_state else goes_on.get(where, ()):
             for j in move.new.leaves_of(after):
-                leaf = move.new.descriptions[j]
+                leaf = move.new.leaves[j]
                 is_held = leaf.role in _HELD and leaf.parameter is not None
-                if is_held and not move.pairs[j].sources and j not in move.ruled:
+                if is_held and not move.sources[j] and j not in move.ruled:
                     what = f"`{move.new.names[j]}` would have only a part of it"
                     yield Problem(f"{is_open}, and {what}; complete it first", new=j)
 
 
 def _open_windows(side: Side) -> Iterator[tuple[TransformationKey, int, int]]:
     """Yields transformations inside a window, with the leaf that says so and its value."""
-    for transformation in side.description.transformations:
+    for transformation in side.transformations:
         where = transformation.key
         bearing = next((b for b in transformation.bearing.values() if b.effect == "window"), None)
         if bearing is None:
             continue
         for i in side.leaves_of(where):
-            is_progress = side.descriptions[i].field == bearing.count
+            is_progress = side.leaves[i].field == bearing.count
             if is_progress and (count := _progress(side, i, bearing)):
                 yield where, i, count
 
@@ -388,7 +399,7 @@ def _lost_contents(
 
 def _waits(move: Move, i: int, at: int, dropped: Collection[int]) -> bool:
     """Whether a dropped leaf holds part of an open window."""
-    leaf = move.old.descriptions[i]
+    leaf = move.old.leaves[i]
     if move.discards_state or leaf.parameter in move.idle:
         return leaf.role == "params_copy"
     return at not in dropped and leaf.role in _HELD and leaf.parameter is not None
@@ -396,8 +407,8 @@ def _waits(move: Move, i: int, at: int, dropped: Collection[int]) -> bool:
 
 def _progress(side: Side, i: int, bearing: Bearing) -> int | None:
     """How far a window has come; `None` if the count has no value."""
-    value = side.value(i)
-    length = side.transformation(side.descriptions[i].kept_by).settings.get(bearing.modulo or "")
+    value = side.leaves[i].value
+    length = side.transformation(side.leaves[i].kept_by).settings.get(bearing.modulo or "")
     return value if value is None or not isinstance(length, int) else value % max(length, 1)
 
 
@@ -457,18 +468,18 @@ def _inside(group: Names) -> str:
 
 def _names(side: Side) -> dict[Names, list[str]]:
     found: dict[Names, list[str]] = {}
-    for transformation in side.description.transformations:
+    for transformation in side.transformations:
         members = found.setdefault(transformation.group, [])
         if transformation.name not in _WITHOUT_EFFECT:
             members.append(transformation.name)
     return found
 
 
-def setting_notes(move: Move) -> Iterator[str]:
+def setting_notes(move: Move) -> Iterator[tuple[Setting, str]]:
     """Yields settings that have changed."""
     old, new = move.old, move.new
     successors: dict[tuple[TransformationKey, TransformationKey], None] = {}
-    for group, name in dict.fromkeys((t.group, t.name) for t in new.description.transformations):
+    for group, name in dict.fromkeys((t.group, t.name) for t in new.transformations):
         if old.alike(group, name):
             numbers, _ = like_numbers(old, new, name, group, group)
             for number, previous in sorted(numbers.items()):
@@ -480,7 +491,7 @@ def setting_notes(move: Move) -> Iterator[str]:
         for setting, told in _changed_settings(
             old.transformation(before), new.transformation(after)
         ):
-            yield f"`{setting}` of `{after}` {told}"
+            yield (after, setting), f"`{setting}` of `{after}` {told}"
 
 
 def _changed_settings(

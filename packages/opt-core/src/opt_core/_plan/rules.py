@@ -11,8 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from opt_core._paths import Names
-from opt_core._plan.leaves import LeafInfo, Schema, is_wide, leaf_name, leaf_path, shown
+from opt_core._plan.leaves import LeafInfo
 from opt_core.errors import LeafError
 
 Allowance: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
@@ -249,10 +248,7 @@ def _wrong(action: Any) -> str:
 def sources_of(action: Taking, found: re.Match[str], shape: Sequence[int]) -> tuple[str, ...]:
     """Returns the names in the checkpoint that a leaf of the target is made from.
 
-    Args:
-      action: the rule.
-      found: how its pattern matches the name in the target.
-      shape: of the leaf, or of the parameter that it follows: has the axis of a `Stack`.
+    The shape is of the leaf, or of the parameter that it follows: it has the axis of a `Stack`.
     """
     templates = action.sources if isinstance(action, Map) else (action.source,)
     names = tuple(expanded(found, template) for template in templates)
@@ -275,45 +271,6 @@ def expanded(found: re.Match[str], template: str) -> str:
         raise ValueError(
             f"`rules`: {template!r} does not go with {found.re.pattern!r}: {error}"
         ) from None
-
-
-_NEED_VALUES: Final = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-
-
-class Refused(Exception):  # noqa: N818 - becomes the problem of a row
-    """Why a rule cannot make a leaf."""
-
-
-def result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and dtype of a function's result, `None` if computing it needs values."""
-    given = [abstract(source) for source in sources]
-    for source, leaf in zip(sources, given, strict=True):
-        if not source.is_key and is_wide(leaf.dtype):
-            raise Refused(
-                f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
-            )
-    name = function_name(fn)
-    try:
-        result = jax.eval_shape(fn, *given)
-    except _NEED_VALUES:
-        return None
-    except Exception as error:  # whatever a user's function raises
-        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise Refused(f"`{name}` of {listed(sources)} raises {text}") from error
-    if not isinstance(result, jax.ShapeDtypeStruct):
-        kind = type(result).__name__
-        raise Refused(f"`{name}` of {listed(sources)} returns {kind}, not one array")
-    return result
-
-
-def listed(sources: Sequence[LeafInfo]) -> str:
-    """Returns dtypes and shapes for messages."""
-    return ", ".join(map(shown, sources))
 
 
 def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -339,99 +296,3 @@ def key_kind(name: str) -> tuple[str, Any]:
 def function_name(fn: Any) -> str:
     """Returns the name of a function for messages."""
     return str(getattr(fn, "__name__", type(fn).__name__))
-
-
-Kept = tuple[int | None, ...]
-"""For each dimension of a leaf that of the parameter; `None` if it follows none."""
-
-FACTORED = frozenset({"factored_rms", "adafactor"})
-"""Their means over rows and columns differ only in the dimensions that they keep."""
-
-_MEANS = ("v_row", "v_col")
-
-
-class KeptDimensions:
-    """What the leaves of a checkpoint, or of a target, keep of their parameters.
-
-    Definitions describe it. Otherwise a leaf of the parameter's shape mirrors it, and nothing is
-    known of others.
-    """
-
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        params = (leaf for leaf in schema.leaves if leaf.kind == "params")
-        self.shapes: dict[Names | None, tuple[int, ...]] = {x.path[1:]: x.shape for x in params}
-
-    def of(self, leaf: LeafInfo) -> Kept:
-        """Returns what a leaf keeps; only `None`s if it follows no parameter."""
-        if leaf.dimensions is not None:
-            return leaf.dimensions
-        is_like = leaf.kind == "params" or leaf.shape == self.shapes.get(leaf.parameter)
-        return tuple(range(len(leaf.shape))) if is_like else (None,) * len(leaf.shape)
-
-    def is_whole(self, leaf: LeafInfo) -> bool:
-        """Whether a leaf has the dimensions of its parameter, and no others."""
-        is_like = leaf.shape == self.shapes.get(leaf.parameter)
-        return is_like and self.of(leaf) == tuple(range(len(leaf.shape)))
-
-    def is_placeholder(self, leaf: LeafInfo) -> bool:
-        """Whether a leaf is a placeholder where another parameter has a mean."""
-        is_mean = leaf.base in FACTORED and leaf.field[-1:] in [(n,) for n in (*_MEANS, "v", "m")]
-        is_one = leaf.shape == (1,) != self.shapes.get(leaf.parameter, (1,))
-        return is_mean and is_one and self.of(leaf) == (None,)
-
-    def keeps(self, leaf: LeafInfo, kept: Kept) -> bool:
-        """Whether a leaf is known to keep these dimensions of its parameter."""
-        shape = self.shapes.get(leaf.parameter)
-        if shape is None or self.of(leaf) != kept or len(kept) != len(leaf.shape):
-            return False
-        if leaf.dimensions is None:
-            return leaf.shape == shape
-        sizes = zip(leaf.shape, kept, strict=True)
-        return all(i is None or (i < len(shape) and size == shape[i]) for size, i in sizes)
-
-    def sibling(self, leaf: LeafInfo, kept: Kept) -> LeafInfo | None:
-        """Returns the other factor of a leaf, if that keeps the dimensions.
-
-        Rows and columns are means over what they do not keep, whatever their names.
-        """
-        if leaf.base not in FACTORED or leaf.field[-1:] not in [(name,) for name in _MEANS]:
-            return None
-        other = _MEANS[1 - _MEANS.index(leaf.field[-1])]
-        depth = len(leaf.path) - len(leaf.parameter or ())
-        found = self._schema.by_name.get(
-            leaf_name((*leaf.path[: depth - 1], other, *leaf.path[depth:]))
-        )
-        return found if found is not None and self.keeps(found, kept) else None
-
-
-def copies_parameter(leaf: LeafInfo) -> bool:
-    """Whether a leaf holds values of its parameter, all of its dimensions."""
-    is_whole = leaf.dimensions is None or leaf.dimensions == tuple(range(len(leaf.shape)))
-    return leaf.role == "params_copy" and leaf.parameter is not None and is_whole
-
-
-def sm3_dimension(leaf: LeafInfo) -> int | None:
-    """Returns the dimension of an accumulator of `optax.scale_by_sm3`, `None` for others."""
-    fields = leaf.field
-    is_one = leaf.base == "sm3" and len(fields) > 1 and fields[-2] == "mu"
-    return int(fields[-1]) if is_one and fields[-1].isdecimal() else None
-
-
-def dims(kept: Kept) -> str:
-    """Returns the dimensions that a leaf keeps as text: `'dimensions 0, 2'`."""
-    numbers = [str(i) for i in kept if i is not None]
-    if not numbers:
-        return "no dimension"
-    return f"dimension{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
-
-
-def with_dimension(name: str, index: int, before: int) -> str:
-    """Returns the name of an accumulator of `sm3` with its former dimension."""
-    path = list(leaf_path(name))
-    for i in range(1, len(path) - 1):
-        is_sm3 = path[i - 1].partition("#")[0] == "sm3"
-        if is_sm3 and path[i : i + 2] == ["mu", str(index)]:
-            path[i + 1] = str(before)
-            return leaf_name(path)
-    return name

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from opt_core._description.values import (
-    LeafDescription,
-    StateDescription,
     TransformationDescription,
     TransformationKey,
 )
@@ -34,12 +32,14 @@ class Side:
     Attributes:
       source: what holds the leaves.
       leaves: those of transformations.
-      description: of the state.
+      transformations: in the order in which they act.
+      paths: where the leaves are in `param_states`, of a target.
     """
 
     source: Source
     leaves: Sequence[LeafInfo]
-    description: StateDescription
+    transformations: Sequence[TransformationDescription]
+    paths: Sequence[Names] = ()
 
     @functools.cached_property
     def names(self) -> Sequence[str]:
@@ -51,22 +51,26 @@ class Side:
         """The group of every parameter that is trained."""
         return _owners(self.source.schema)
 
-    def value(self, i: int) -> int | None:
-        """Returns the value of a leaf that is a single integer; `None` if it is not known."""
-        return self.leaves[i].value
-
     def same(self, positions: Sequence[int]) -> bool | None:
-        """Whether leaves have the same value bit for bit; `None` if it is not known."""
-        return _are_same([self.leaves[i] for i in positions], self.source)
+        """Whether leaves have the same value bit for bit; `None` if that needs reading arrays.
 
-    @property
-    def descriptions(self) -> Sequence[LeafDescription]:
-        """The descriptions of the leaves."""
-        return self.description.leaves
+        Counts are in the schema; the source compares others of up to four elements.
+        """
+        if len(positions) == 1:
+            return True
+        leaves = [self.leaves[i] for i in positions]
+        values = {leaf.value for leaf in leaves}
+        if None not in values:
+            return len(values) == 1
+        if len({(leaf.shape, leaf.dtype) for leaf in leaves}) > 1:
+            return False
+        if any(leaf.parameter is not None or math.prod(leaf.shape) > _FEW for leaf in leaves):
+            return None
+        return self.source.same([leaf.name for leaf in leaves])
 
-    def find(self, leaf: LeafDescription, group: Names, number: int) -> int | None:
+    def find(self, leaf: LeafInfo, group: Names, number: int) -> int | None:
         """Returns the position of the corresponding leaf in a group, whatever its dimensions."""
-        return self._index.get((group, leaf.transformation, number, leaf.field, leaf.parameter))
+        return self._index.get((group, leaf.kept_by.name, number, leaf.field, leaf.parameter))
 
     def groups(self, *what: Any) -> Sequence[Names]:
         """Returns the groups in which a transformation, a parameter, or both, have leaves."""
@@ -78,15 +82,12 @@ class Side:
 
     def transformation(self, key: TransformationKey) -> TransformationDescription:
         """Returns a transformation; only its name if it is not described."""
-        known = self.description.by_key.get(key)
-        return (
-            TransformationDescription(key.name, key.number, key.group) if known is None else known
-        )
+        return self._by_key.get(key) or TransformationDescription(key.name, key.number, key.group)
 
     def before(self, key: TransformationKey) -> Sequence[TransformationDescription]:
         """Returns the transformations before one, in enclosing and nested groups too."""
         earlier: list[TransformationDescription] = []
-        for transformation in self.description.transformations:
+        for transformation in self.transformations:
             if transformation.key == key:
                 return earlier
             if is_around(transformation.group, key.group):
@@ -99,23 +100,26 @@ class Side:
 
     def followed(self, key: TransformationKey) -> Sequence[Names]:
         """Returns the parameters that leaves of a transformation follow."""
-        params = (self.descriptions[i].parameter for i in self.leaves_of(key))
+        params = (self.leaves[i].parameter for i in self.leaves_of(key))
         return list(dict.fromkeys(param for param in params if param is not None))
+
+    @functools.cached_property
+    def _by_key(self) -> Mapping[TransformationKey, TransformationDescription]:
+        return {transformation.key: transformation for transformation in self.transformations}
 
     @functools.cached_property
     def _index(self) -> Mapping[Any, int]:
         return {
-            (leaf.group, leaf.transformation, leaf.number, leaf.field, leaf.parameter): i
-            for i, leaf in enumerate(self.descriptions)
+            (*leaf.kept_by, leaf.field, leaf.parameter): i for i, leaf in enumerate(self.leaves)
         }
 
     @functools.cached_property
     def _groups(self) -> Mapping[Any, Mapping[Names, None]]:
         found: dict[Any, dict[Names, None]] = {}
-        for leaf in self.descriptions:
+        for leaf in self.leaves:
             for what in (
-                (leaf.transformation, leaf.parameter),
-                (leaf.transformation,),
+                (leaf.kept_by.name, leaf.parameter),
+                (leaf.kept_by.name,),
                 (leaf.parameter,),
             ):
                 found.setdefault(what, {})[leaf.group] = None
@@ -124,14 +128,14 @@ class Side:
     @functools.cached_property
     def _alike(self) -> Mapping[Any, Sequence[TransformationDescription]]:
         alike: dict[Any, list[TransformationDescription]] = {}
-        for transformation in self.description.transformations:
+        for transformation in self.transformations:
             alike.setdefault((transformation.group, transformation.name), []).append(transformation)
         return {key: sorted(some, key=lambda one: one.number) for key, some in alike.items()}
 
     @functools.cached_property
     def _by_transformation(self) -> Mapping[TransformationKey, Sequence[int]]:
         positions: dict[TransformationKey, list[int]] = {}
-        for i, leaf in enumerate(self.descriptions):
+        for i, leaf in enumerate(self.leaves):
             positions.setdefault(leaf.kept_by, []).append(i)
         return positions
 
@@ -142,7 +146,7 @@ def is_around(group: Names, other: Names) -> bool:
     return group[:shared] == other[:shared]
 
 
-def is_recorded(leaf: LeafDescription, transformation: TransformationDescription) -> bool:
+def is_recorded(leaf: LeafInfo, transformation: TransformationDescription) -> bool:
     """Whether a leaf is a setting recorded in the state, rather than a result of training.
 
     Of a transformation that nobody has described, a number may be learnt whatever its name is.
@@ -152,18 +156,20 @@ def is_recorded(leaf: LeafDescription, transformation: TransformationDescription
     return is_number and is_described and leaf.field[-1] in transformation.settings
 
 
-def holds_parameters(leaf: LeafDescription) -> bool:
-    """Whether a leaf belongs to parameters by their order.
-
-    It is a vector of all of them, as in `optax.flatten`, or possibly an entry of a list.
-    """
-    is_entry = leaf.source == "types" and leaf.role == "other" and leaf.field[-1:] != ()
-    is_entry = is_entry and leaf.field[-1].isdigit()
+def is_concatenated(leaf: LeafInfo) -> bool:
+    """Whether a leaf is a vector of all parameters, as in `optax.flatten`."""
     is_array = bool(leaf.dimensions) and leaf.role in TRAINED and leaf.role != "statistic"
-    return leaf.parameter is None and (is_array or is_entry)
+    return leaf.parameter is None and is_array
 
 
-def counts_updates(leaf: LeafDescription, transformation: TransformationDescription) -> bool:
+def holds_parameters(leaf: LeafInfo, transformation: TransformationDescription) -> bool:
+    """Whether a leaf belongs to parameters by their order; entries of a list may."""
+    is_unknown = leaf.parameter is None and leaf.role == "other"
+    is_entry = is_unknown and leaf.field[-1:] != () and leaf.field[-1].isdigit()
+    return is_concatenated(leaf) or (is_entry and transformation.source == "types")
+
+
+def counts_updates(leaf: LeafInfo, transformation: TransformationDescription) -> bool:
     """Whether a leaf counts the updates emitted by a window of mini-steps."""
     windows = {
         bearing.count for bearing in transformation.bearing.values() if bearing.effect == "window"
@@ -177,26 +183,18 @@ def has_window(transformation: TransformationDescription) -> bool:
     return any(bearing.effect == "window" for bearing in transformation.bearing.values())
 
 
-def state_leaves(schema: Schema, like: Mapping[str, LeafInfo]) -> list[LeafInfo]:
-    """Returns the leaves of transformations; those without a description get that of their name."""
-    found = []
-    for leaf in schema.leaves:
-        if leaf.kind == "state" and not leaf.transformation and leaf.name in like:
-            known = like[leaf.name]
-            found.append(
+def source_side(source: Source, like: Schema) -> Side:
+    """Returns the side of a source; leaves of no known transformation are those of their names."""
+    leaves = []
+    for leaf in source.schema.leaves:
+        known = like.by_name.get(leaf.name)
+        if leaf.kind == "state" and leaf.transformation:
+            leaves.append(leaf)
+        elif leaf.kind == "state" and known is not None:
+            leaves.append(
                 dataclasses.replace(known, shape=leaf.shape, dtype=leaf.dtype, value=leaf.value)
             )
-        elif leaf.kind == "state" and leaf.transformation:
-            found.append(leaf)
-    return found
-
-
-def side_of(source: Source, leaves: Sequence[LeafInfo], described: Any = None) -> Side:
-    """Returns a source as a side, with its own description or that of its schema."""
-    if described is None:
-        known = tuple(leaf.description for leaf in leaves)
-        described = StateDescription(known, source.schema.transformations)
-    return Side(source, leaves, described)
+    return Side(source, leaves, source.schema.transformations)
 
 
 def _owners(schema: Schema) -> dict[Names, Names]:
@@ -241,20 +239,3 @@ def frozen(schema: Schema) -> set[Names]:
             names = {last[group] for group in (own or unknown) if group in last}
             found |= {leaf.path[1:]} if names == {"set_to_zero"} else set()
     return found
-
-
-def _are_same(leaves: Sequence[LeafInfo], source: Source) -> bool | None:
-    """Whether leaves have the same value, bit for bit; `None` if that would need reading arrays.
-
-    Counts are in the schema; the source compares others of up to four elements.
-    """
-    if len(leaves) == 1:
-        return True
-    values = {leaf.value for leaf in leaves}
-    if None not in values:
-        return len(values) == 1
-    if len({(leaf.shape, leaf.dtype) for leaf in leaves}) > 1:
-        return False
-    if any(leaf.parameter is not None or math.prod(leaf.shape) > _FEW for leaf in leaves):
-        return None
-    return source.same([leaf.name for leaf in leaves])

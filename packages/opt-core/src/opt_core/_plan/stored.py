@@ -1,7 +1,7 @@
 """Restores between ways of storing one state: everything as it would be in plain float32.
 
-Where a checkpoint and a target store leaves differently, both are planned without that: codes and
-scales are the leaf that they stand for, a parameter with its remainder is one of float32. Rules,
+Where a checkpoint and a target store leaves differently, both are planned without that: arrays
+are the leaf that they stand for, a parameter with what is kept besides it is one of float32. Rules,
 groups and other transformations then work as ever. What both store alike is carried bit by bit.
 """
 
@@ -16,73 +16,67 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from opt_core._arrays import placed
 from opt_core._optimizer import Optimizer
-from opt_core._plan.leaves import HasShardings, LeafInfo, Schema, Source, View, named_view
+from opt_core._plan.leaves import (
+    HasShardings,
+    LeafInfo,
+    NamedState,
+    Schema,
+    Source,
+    View,
+    leaf_name,
+)
 from opt_core._plan.plan import Plan, Row
 from opt_core._plan.rules import Permissions, abstract
-from opt_core._shardings import placed
-from opt_core._storage import EXTRAS, PlainOptimizer, decode, join, stored_as
-from opt_core.errors import LeafError
-
-_SCALE = "scale"
-_VERSION = 1
+from opt_core._storage import PlainOptimizer, read_storage
+from opt_core.protocols import Storage
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The arrays that a leaf is stored in.
+    """The names of the arrays that a leaf is stored in, and what they mean."""
 
-    Attributes:
-      how: a key of `Schema.storage`, or a word of `opt_core._storage.EXTRAS`.
-      names: of the arrays: codes and scale, or the parameter and what is kept besides it.
-    """
-
-    how: str
+    how: Storage
     names: tuple[str, ...]
 
 
 class PlainSource:
-    """A checkpoint with every leaf as it would be in float32; see `Source`.
-
-    Args:
-      source: the checkpoint.
-
-    Raises:
-      LeafError: codes of a kind that is not known here.
-    """
+    """A checkpoint with every leaf as it would be in float32; see `Source`."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._saved = source.schema.by_name
         self.parts: dict[str, Parts] = {}
-        extras = {leaf.parameter: leaf for leaf in self._saved.values() if leaf.stored in EXTRAS}
+        ways = _read_storages(source.schema)
+        extras = {
+            leaf.parameter: leaf
+            for leaf in source.schema.leaves
+            if leaf.stored and not ways[leaf.stored].fields
+        }
         leaves: list[LeafInfo] = []
         for leaf in source.schema.leaves:
             if leaf.kind == "params" and (extra := extras.get(leaf.path[1:])) is not None:
-                self.parts[leaf.name] = Parts(extra.stored, (leaf.name, extra.name))
-                leaves.append(dataclasses.replace(leaf, dtype="float32"))
+                how = ways[extra.stored]
+                self.parts[leaf.name] = Parts(how, (leaf.name, extra.name))
+                leaves.append(dataclasses.replace(leaf, dtype=how.dtype))
             elif not leaf.stored:
                 leaves.append(leaf)
-            elif leaf.stored not in EXTRAS and leaf.field[-1] != _SCALE:
-                leaves.append(self._of_codes(leaf))
+            elif () != leaf.field[-1:] == ways[leaf.stored].fields[:1]:
+                leaves.append(self._of_arrays(leaf, ways[leaf.stored]))
         self.schema = dataclasses.replace(source.schema, leaves=tuple(leaves), storage={})
 
-    def _of_codes(self, leaf: LeafInfo) -> LeafInfo:
-        data = self._source.schema.storage[leaf.stored]
-        if data["version"] != _VERSION:
-            raise LeafError(
-                f"`{leaf.name}` is stored as {leaf.stored!r}, which this release cannot read: it "
-                f"knows version {_VERSION}"
-            )
+    def _of_arrays(self, leaf: LeafInfo, how: Storage) -> LeafInfo:
+        """The leaf that arrays in one node stand for, by the first of them."""
         at = len(leaf.path) - len(leaf.parameter or ()) - 1
         before, after = leaf.path[:at], leaf.path[at + 1 :]
         same = tuple(range(len(leaf.shape)))
-        made = dataclasses.replace(
-            leaf, path=(*before, *after), dtype=data["dtype"], stored="", dimensions=same
+        plain = dataclasses.replace(
+            leaf, path=(*before, *after), dtype=how.dtype, stored="", dimensions=same
         )
-        scales = [dataclasses.replace(leaf, path=(*before, _SCALE, *after))] * bool(data["block"])
-        self.parts[made.name] = Parts(leaf.stored, tuple(x.name for x in (leaf, *scales)))
-        return made
+        names = (leaf_name((*before, field, *after)) for field in how.fields)
+        self.parts[plain.name] = Parts(how, tuple(names))
+        return plain
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Returns leaves where they are wanted; see `Source.read`."""
@@ -98,7 +92,7 @@ class PlainSource:
                 raw[part] = abstract(self._saved[part], sharding)
         read = self._source.read(raw)
         return {
-            name: self._made(self.parts[name], place, read) if name in self.parts else read[name]
+            name: self._decoded(self.parts[name], place, read) if name in self.parts else read[name]
             for name, place in wanted.items()
         }
 
@@ -114,15 +108,13 @@ class PlainSource:
         found = self._source.shardings(first.values())
         return {name: found[part] for name, part in first.items() if part in found}
 
-    def _made(self, parts: Parts, place: jax.ShapeDtypeStruct, read: Mapping[str, Any]) -> Any:
+    def _decoded(self, parts: Parts, place: jax.ShapeDtypeStruct, read: Mapping[str, Any]) -> Any:
         arrays = [jnp.asarray(read[name]) for name in parts.names]
-        if parts.how in EXTRAS:
-            return placed(join(parts.how, *arrays), place.sharding)
-        return placed(decode(self._source.schema.storage[parts.how], *arrays), place.sharding)
+        return placed(parts.how.decode(*arrays), place.sharding)
 
-    def carried(self, row: Row, how: str, places: Sequence[Any]) -> list[Any] | None:
+    def carried(self, row: Row, how: Storage, places: Sequence[Any]) -> list[Any] | None:
         """Returns the arrays of a leaf that is stored in this way, and that nothing changes."""
-        if row.how or len(row.sources) != 1 or "reshape" in row.kinds:
+        if row.how is not None or len(row.sources) != 1 or "reshape" in row.kinds:
             return None
         parts = self.parts.get(row.sources[0])
         if parts is None or parts.how != how:
@@ -132,12 +124,23 @@ class PlainSource:
         return [jnp.asarray(read[name]) for name in parts.names]
 
 
-def plain_sides(source: Source, view: View, permissions: Permissions) -> tuple[Source, View]:
+def _read_storages(schema: Schema) -> dict[str, Storage]:
+    """How leaves are stored, by the words of `LeafInfo.stored`; an error names a leaf."""
+    first: dict[str, str] = {}
+    for leaf in schema.leaves:
+        if leaf.stored:
+            first.setdefault(leaf.stored, leaf.name)
+    return {
+        how: read_storage(schema.storage[how], f"`{name}` is stored as {how!r}")
+        for how, name in first.items()
+    }
+
+
+def plain_sides(
+    source: Source, view: View, named: NamedState, permissions: Permissions
+) -> tuple[Source, View]:
     """Returns both sides as they would be in float32; as they are where they store leaves alike."""
-    given = _ways(source.schema)
-    if not given and not any(stored_as(view.optimizer.state.param_states)):
-        return source, view
-    if given == _ways(named_view(view).schema) and not permissions.rules:
+    if _ways(source.schema) == _ways(named.schema) and not permissions.rules:
         return source, view
     stored = PlainOptimizer(view.optimizer)
     return PlainSource(source), dataclasses.replace(view, optimizer=stored.optimizer, stored=stored)
@@ -154,39 +157,31 @@ def stored_again(plan: Plan[Any], optimizer: Optimizer) -> Optimizer:
     if stored is None or not isinstance(source, PlainSource):
         return optimizer
     carry = [functools.partial(source.carried, row) for row in plan.target_rows]
-    of_state = carry[len(carry) - len(stored.of_state) :]
-    return stored.stored_again(optimizer, carry[: len(stored.of_params)], of_state)
+    return stored.stored_again(optimizer, carry)
 
 
 def with_ways(
-    rows: Sequence[Row], source: Source, view: View, permissions: Permissions
+    rows: Sequence[Row], source: Source, stored: PlainOptimizer, permissions: Permissions
 ) -> list[Row]:
     """Says of each leaf how it was stored and is now; what loses digits has to be admitted."""
-    if view.stored is None or not isinstance(source, PlainSource):
+    if not isinstance(source, PlainSource):
         return [*rows]
-    of_params, of_state = view.stored.of_params, view.stored.of_state
-    between = [""] * (len(rows) - len(of_params) - len(of_state))
-    return [
-        _with_way(row, how, source, permissions) if row.sources else row
-        for row, how in zip(rows, [*of_params, *between, *of_state], strict=True)
-    ]
+    pairs = zip(rows, stored.ways(len(rows)), strict=True)
+    return [_with_way(row, how, source, permissions) if row.sources else row for row, how in pairs]
 
 
-def _with_way(row: Row, how: str, source: PlainSource, permissions: Permissions) -> Row:
-    found = [source.parts[name].how for name in row.sources if name in source.parts]
-    was = found[0] if found else ""
+def _with_way(row: Row, how: Storage | None, source: PlainSource, permissions: Permissions) -> Row:
+    known = [source.parts[name].how for name in row.sources if name in source.parts]
+    was = known[0] if known else None
     if was == how:
         return row
-    note = f"{_codec(was) or row.leaf.dtype} -> {_codec(how) or row.leaf.dtype}"
-    kinds = row.kinds
+    before, after = (x.name if x else row.leaf.dtype for x in (was, how))
+    note, is_cast = f"{before} -> {after}", True
     if row.leaf.kind == "params":
-        plain = [name for name in row.sources if name not in source.parts]
-        if how in ("remainder", "kahan") and plain and "cast" in row.kinds:
-            note = f"saved without its {how}, which is reset"
-        is_cast = how == "kahan" and was != "kahan"
-    else:
-        is_cast = True
-    is_admitted = row.is_admitted
+        is_cast = how is not None and not how.is_exact
+        if how is not None and "cast" in row.kinds and len(known) < len(row.sources):
+            note = f"saved without its {how.name}, which is reset"
+    kinds, is_admitted = row.kinds, row.is_admitted
     if is_cast and "cast" not in kinds:
         kinds = (*kinds, "cast")
         rule = permissions.rule(row.leaf.name)
@@ -195,8 +190,3 @@ def _with_way(row: Row, how: str, source: PlainSource, permissions: Permissions)
     return dataclasses.replace(
         row, kinds=kinds, action="converted", note=notes, is_admitted=is_admitted
     )
-
-
-def _codec(way: str) -> str:
-    """The name of a codec, or the word for what is kept besides a parameter."""
-    return way.partition("-v")[0]

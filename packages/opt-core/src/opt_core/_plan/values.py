@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from opt_core._paths import Names
-from opt_core._plan.leaves import LeafInfo, leaf_name
-from opt_core._plan.plan import Outcome, Row
-from opt_core._plan.rules import (
-    FREE,
+from opt_core._plan.conversions import Conversion, Mapped, Padded, Sliced, Stacked
+from opt_core._plan.dimensions import (
     Kept,
     KeptDimensions,
+    copies_parameter,
+    dims,
+    sm3_dimension,
+    with_dimension,
+)
+from opt_core._plan.leaves import LeafInfo, Schema, is_wide, leaf_name, shown
+from opt_core._plan.plan import Row, cast_kinds, fitted
+from opt_core._plan.rules import (
+    FREE,
     Map,
     Pad,
     Permissions,
-    Refused,
     Rename,
     Stack,
     Taking,
     Unstack,
-    copies_parameter,
-    dims,
+    abstract,
     expanded,
     function_name,
-    listed,
-    result_of,
-    sm3_dimension,
     sources_of,
-    with_dimension,
 )
 
 _ADVICE = "make it by a `Map` of its own, or initialise it"
@@ -46,20 +47,19 @@ class RuledRows:
 
     def __init__(
         self,
-        saved: Mapping[str, LeafInfo],
-        leaves: Sequence[LeafInfo],
-        had: KeptDimensions,
-        kept: KeptDimensions,
+        saved: Schema,
+        target: Schema,
         permissions: Permissions,
         unlike_init: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._unlike_init = unlike_init
-        self._saved, self._leaves, self._permissions = saved, leaves, permissions
-        self._had, self._kept = had, kept
+        self.had, self.kept = KeptDimensions(saved), KeptDimensions(target)
+        self._saved = {leaf.name: leaf for leaf in saved.leaves if leaf.kind != "extra"}
+        self._leaves, self._permissions = target.leaves, permissions
+        self._unlike_init = functools.cache(unlike_init)
 
     def taken(self, leaf: LeafInfo, action: Taking, match: re.Match[str]) -> Row:
         """Returns the row of a leaf that a rule takes from named leaves."""
-        shape = leaf.shape if leaf.parameter is None else self._kept.shapes[leaf.parameter]
+        shape = leaf.shape if leaf.parameter is None else self.kept.shapes[leaf.parameter]
         is_following = leaf.parameter is not None and leaf.kind == "state"
         names = sources_of(action, match, shape)
         row = Row(leaf, "converted", names, by=action)
@@ -71,7 +71,7 @@ class RuledRows:
                 admitted = self._permissions.allow | {"rename"}
                 row = fitted(leaf, source, ("rename",), "", admitted)
                 return dataclasses.replace(row, by=action)
-            if self._kept.is_placeholder(leaf):
+            if self.kept.is_placeholder(leaf):
                 return self._placeholder(row)
             if isinstance(action, Stack):
                 return self._stacked(row, action.axis % len(shape), is_following)
@@ -92,14 +92,15 @@ class RuledRows:
         """What stands in for a factor that does not exist: only zeros are lost."""
         sources = self._given(row.sources)
         for source in sources:
-            if not self._had.is_placeholder(source):
+            if not self.had.is_placeholder(source):
                 what = f"`{source.name}` {list(source.shape)} is not"
                 raise Refused(f"is a placeholder, and {what}: another choice of what is factored")
-        return self._converted(row, sources, "stack", how="first", note="a placeholder")
+        how = Mapped("stack", _first, is_alike=False)
+        return self._converted(row, sources, how, note="a placeholder")
 
     def _stacked(self, row: Row, axis: int, is_following: bool) -> Row:
         leaf = row.leaf
-        kept = self._kept.of(leaf) if is_following else tuple(range(len(leaf.shape)))
+        kept = self.kept.of(leaf) if is_following else tuple(range(len(leaf.shape)))
         if is_following and (index := sm3_dimension(leaf)) is not None:
             return self._stacked_sm3(row, axis, index)
         if axis not in kept:
@@ -111,7 +112,7 @@ class RuledRows:
         if is_following:
             sources, note = self._keeping(sources, before)
         _check_shapes(sources, [*leaf.shape[:at], *leaf.shape[at + 1 :]])
-        return self._converted(row, sources, "stack", how="stack", axis=at, note=note)
+        return self._converted(row, sources, Stacked("stack", at), note=note)
 
     def _stacked_sm3(self, row: Row, axis: int, index: int) -> Row:
         """An accumulator covers all entries of its index: the maximum over the layers does too."""
@@ -122,11 +123,11 @@ class RuledRows:
             if sm3_dimension(source) != before:
                 raise Refused(f"`{source.name}` is not an accumulator of `sm3`")
         if index == axis:
-            note = "the maximum of each layer"
-            return self._converted(row, sources, "stack", how="maxima", note=note)
+            how = Mapped("stack", _maxima, is_alike=False)
+            return self._converted(row, sources, how, note="the maximum of each layer")
         _check_shapes(sources, list(row.leaf.shape))
-        note = "the maximum over the layers"
-        return self._converted(row, sources, "stack", how="maximum", note=note)
+        how = Mapped("stack", _maximum)
+        return self._converted(row, sources, how, note="the maximum over the layers")
 
     def _sliced(self, row: Row, action: Unstack, text: str, is_following: bool) -> Row:
         leaf = row.leaf
@@ -135,12 +136,12 @@ class RuledRows:
             raise Refused("`sm3` accumulates over all slices together: initialise it by a rule")
         rank = len(source.shape)
         if is_following and leaf.parameter is not None:
-            rank = len(self._kept.shapes[leaf.parameter]) + 1
+            rank = len(self.kept.shapes[leaf.parameter]) + 1
         axis = action.axis
         if not -rank <= axis < rank:
             raise Refused(f"`{source.name}` {list(source.shape)} has no axis {axis} to unstack")
         axis = axis % rank
-        kept = self._kept.of(leaf) if is_following else tuple(range(len(leaf.shape)))
+        kept = self.kept.of(leaf) if is_following else tuple(range(len(leaf.shape)))
         before = tuple(i if i is None or i < axis else i + 1 for i in kept)
         at = next((n for n, i in enumerate(before) if i is not None and i > axis), len(before))
         note = ""
@@ -151,14 +152,13 @@ class RuledRows:
             what = f"`{source.name}` {list(shape)}"
             raise Refused(f"{what} has no index {text!r} along {action.axis}")
         _check_shapes([source], [*leaf.shape[:at], shape[at], *leaf.shape[at:]])
-        index = int(text)
-        return self._converted(row, [source], "stack", how="slice", axis=at, index=index, note=note)
+        return self._converted(row, [source], Sliced("stack", at, int(text)), note=note)
 
     def _keeping(self, sources: list[LeafInfo], kept: Kept) -> tuple[list[LeafInfo], str]:
         """The sources, or with a note the other factors if those keep the dimensions."""
-        if all(self._had.keeps(source, kept) for source in sources):
+        if all(self.had.keeps(source, kept) for source in sources):
             return sources, ""
-        others = [self._had.sibling(source, kept) for source in sources]
+        others = [self.had.sibling(source, kept) for source in sources]
         found = [other for other in others if other is not None]
         if len(found) < len(sources):
             has = f"`{sources[0].name}` {list(sources[0].shape)} is not known to keep"
@@ -168,32 +168,32 @@ class RuledRows:
     def _mapped(self, row: Row, action: Map) -> Row:
         leaf = row.leaf
         sources = self._given(row.sources)
-        kept = self._kept.of(leaf)
+        kept = self.kept.of(leaf)
         note = ""
-        if leaf.kind == "state" and leaf.parameter is not None and not self._kept.is_whole(leaf):
+        if leaf.kind == "state" and leaf.parameter is not None and not self.kept.is_whole(leaf):
             if others := self._ruled_alike(leaf):
                 raise _refused_as(leaf, kept, f"is made by the rule for `{others[0]}`")
             note = f", which makes {dims(kept)} of its parameter"
-        result = result_of(action.fn, sources)
-        note = f"`{function_name(action.fn)}` of {listed(sources)}{note}"
+        result = _result_of(action.fn, sources)
+        note = f"`{function_name(action.fn)}` of {_listed(sources)}{note}"
+        how = Mapped("map", action.fn, is_opaque=result is None)
         if result is None:
             note += "; checked when it is applied"
-            row = dataclasses.replace(row, is_opaque=True)
-            return self._converted(row, sources, "map", how="map", note=note)
+            return self._converted(row, sources, how, note=note)
         if result.shape != leaf.shape:
             raise Refused(f"{note} is {list(result.shape)}, expected {list(leaf.shape)}")
-        return self._converted(row, sources, "map", how="map", note=note, dtype=str(result.dtype))
+        return self._converted(row, sources, how, note=note, dtype=str(result.dtype))
 
     def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
         """Leaves of the same parameter with other dimensions that the same rule makes."""
         rule = self._permissions.rule(leaf.name)
-        kept = self._kept.of(leaf)
+        kept = self.kept.of(leaf)
         return [
             other.name
             for other in self._leaves
             if other.parameter == leaf.parameter
-            and not self._kept.is_placeholder(other)
-            and (self._kept.is_whole(other) or self._kept.of(other) != kept)
+            and not self.kept.is_placeholder(other)
+            and (self.kept.is_whole(other) or self.kept.of(other) != kept)
             and rule is not None
             and (found := self._permissions.rule(other.name)) is not None
             and found[0] == rule[0]
@@ -203,16 +203,15 @@ class RuledRows:
         self,
         row: Row,
         sources: Sequence[LeafInfo],
-        kind: str,
+        how: Conversion,
         kinds: tuple[str, ...] = (),
         *,
         dtype: str = "",
         note: str = "",
-        **fields: Any,
     ) -> Row:
         """A row whose shapes are checked; checks the dtype."""
         leaf = row.leaf
-        if kind != "map":
+        if how.word != "map":
             dtype = sources[0].dtype
             if any(source.dtype != dtype for source in sources):
                 raise Refused(f"`{sources[0].name}` and others of its stack have different dtypes")
@@ -221,11 +220,11 @@ class RuledRows:
         return dataclasses.replace(
             row,
             sources=tuple(source.name for source in sources),
-            kinds=(*kinds, kind, *casts),
+            kinds=(*kinds, how.word, *casts),
+            how=how,
             note=", ".join(filter(None, notes)),
             problem=problem,
             is_admitted={*kinds, *casts} <= self._permissions.allow | FREE,
-            **fields,
         )
 
     def padded(
@@ -238,7 +237,7 @@ class RuledRows:
             return plain
         try:
             axis = self._padded_axis(leaf.parameter, action)
-            kept = self._kept.of(leaf)
+            kept = self.kept.of(leaf)
             if all(i is None for i in kept):
                 return _as_it_was(plain, "it follows no dimension")
             (found,), swap = self._keeping([source], kept)
@@ -261,7 +260,7 @@ class RuledRows:
 
     def _padded_axis(self, parameter: Names, action: Pad) -> int:
         """The dimension of the parameter, non-negative."""
-        shape, name = self._kept.shapes[parameter], leaf_name(parameter)
+        shape, name = self.kept.shapes[parameter], leaf_name(parameter)
         if not -len(shape) <= action.axis < len(shape):
             raise Refused(f"`{name}` {list(shape)} has no dimension {action.axis} to pad")
         axis = action.axis % len(shape)
@@ -289,7 +288,7 @@ class RuledRows:
         if leaf.kind == "state":
             new = "as its parameter" if copies_parameter(leaf) else "as `init` makes it"
         grown = f"{size} -> {action.to} along {at} {new}"
-        return self._converted(row, [source], "pad", kinds, how="pad", axis=at, note=grown)
+        return self._converted(row, [source], Padded("pad", at, action.value), kinds, note=grown)
 
     def _wrong_entries(self, leaf: LeafInfo, value: float | complex) -> str:
         """Why there are no new entries, of a parameter with the value; empty if there are."""
@@ -312,6 +311,57 @@ class RuledRows:
         return {leaf.path[1:]: leaf.dtype for leaf in self._leaves if leaf.kind == "params"}
 
 
+def _first(*sources: Any) -> Any:
+    return sources[0]
+
+
+def _maximum(*sources: Any) -> Any:
+    return functools.reduce(jnp.maximum, sources)
+
+
+def _maxima(*sources: Any) -> Any:
+    return jnp.stack([jnp.max(each) for each in sources])
+
+
+_NEED_VALUES: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+class Refused(Exception):  # noqa: N818 - becomes the problem of a row
+    """Why a rule cannot make a leaf."""
+
+
+def _result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
+    """The shape and dtype of a function's result, `None` if computing it needs values."""
+    given = [abstract(source) for source in sources]
+    for source, leaf in zip(sources, given, strict=True):
+        if not source.is_key and is_wide(leaf.dtype):
+            raise Refused(
+                f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
+            )
+    name = function_name(fn)
+    try:
+        result = jax.eval_shape(fn, *given)
+    except _NEED_VALUES:
+        return None
+    except Exception as error:  # whatever a user's function raises
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise Refused(f"`{name}` of {_listed(sources)} raises {text}") from error
+    if not isinstance(result, jax.ShapeDtypeStruct):
+        kind = type(result).__name__
+        raise Refused(f"`{name}` of {_listed(sources)} returns {kind}, not one array")
+    return result
+
+
+def _listed(sources: Sequence[LeafInfo]) -> str:
+    """Dtypes and shapes for messages."""
+    return ", ".join(map(shown, sources))
+
+
 def _as_it_was(row: Row, why: str) -> Row:
     return row if row.problem or "reshape" in row.kinds else dataclasses.replace(row, note=why)
 
@@ -326,60 +376,3 @@ def _check_shapes(sources: Sequence[LeafInfo], expected: Sequence[int]) -> None:
 def _refused_as(leaf: LeafInfo, kept: Kept, why: str) -> Refused:
     what = f"{list(leaf.shape)} keeps {dims(kept)} of its parameter"
     return Refused(f"{what} and {why}: {_ADVICE}")
-
-
-def fitted(
-    leaf: LeafInfo,
-    source: LeafInfo,
-    kinds: tuple[str, ...],
-    note: str,
-    admitted: frozenset[str],
-) -> Row:
-    """Returns the row of a leaf that comes from one other."""
-    problem = ""
-    if source.shape != leaf.shape:
-        if math.prod(source.shape) == math.prod(leaf.shape):
-            kinds = (*kinds, "reshape")
-            note = f"{list(source.shape)} -> {list(leaf.shape)}"
-        else:
-            problem = f"expected {list(leaf.shape)}, found {list(source.shape)}"
-    casts, wrong = cast_kinds(source.dtype, leaf.dtype)
-    if casts and not wrong:
-        note = f"{source.dtype} -> {leaf.dtype}"
-    kinds, problem = (*kinds, *casts), problem or wrong
-    action: Outcome = "renamed" if kinds or source.name != leaf.name else "kept"
-    if problem or {"cast", "reshape"} & {*kinds}:
-        action = "converted"
-    return Row(
-        leaf,
-        action,
-        (source.name,),
-        kinds,
-        note=note,
-        problem=problem,
-        is_admitted=set(kinds) <= admitted | FREE | _free_casts(leaf, source),
-        value=source.value,
-    )
-
-
-def _free_casts(leaf: LeafInfo, source: LeafInfo) -> frozenset[str]:
-    """`cast` where state that is computed from updates goes on in another float dtype."""
-    is_state = bool(leaf.transformation) and not leaf.is_key and not source.is_key
-    kinds = (jnp.floating, jnp.complexfloating)
-    dtypes = [jnp.dtype(x.dtype) for x in (leaf, source)] if is_state else []
-    is_float = any(dtypes and all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
-    return frozenset({"cast"}) if is_float else frozenset()
-
-
-def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:
-    """Returns what must be admitted for another dtype, and what makes it impossible."""
-    if source == leaf:
-        return (), ""
-    wrong = f"expected {leaf}, found {source}"
-    if source.startswith("key<") or leaf.startswith("key<"):
-        return (), f"{wrong}: keys cannot be cast"
-    old, new = jnp.dtype(source), jnp.dtype(leaf)
-    is_complex = jnp.issubdtype(old, jnp.complexfloating)
-    if is_complex and not jnp.issubdtype(new, jnp.complexfloating):
-        return (), f"{wrong}: an imaginary part would be lost"
-    return ("cast",), ""

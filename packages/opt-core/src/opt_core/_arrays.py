@@ -1,15 +1,18 @@
-"""How JAX changes dtypes: 64 bits become 32 without `jax_enable_x64`, and some types are weak.
+"""Arrays: the dtypes that JAX gives them, where they lie, and whether they share buffers.
 
-Weak types change the first time they meet a strong one, which recompiles everything.
+Without `jax_enable_x64` 64 bits become 32. Weak types change the first time they meet a strong one,
+which recompiles everything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 
 def held_dtype(array: Any) -> Any:
@@ -83,3 +86,66 @@ def _strip_weak_type(leaf: Any) -> Any:
             return leaf.update(weak_type=False)
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
+
+
+def is_abstract(leaf: Any) -> bool:
+    """Whether a leaf has no value at all."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def placed(leaf: Any, sharding: Sharding | None) -> Any:
+    """Returns a leaf with the right placement: itself if it has it."""
+    if sharding is None or not hasattr(leaf, "dtype"):
+        return leaf
+    if is_abstract(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return leaf if getattr(leaf, "sharding", None) == sharding else jax.device_put(leaf, sharding)
+
+
+def committed_sharding(leaf: Any) -> Sharding | None:
+    """Returns where a leaf is committed to, if anywhere; where an abstract leaf is wanted."""
+    if is_abstract(leaf):
+        wanted: Sharding | None = leaf.sharding
+        return wanted
+    is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return leaf.sharding if is_concrete and leaf.committed else None
+
+
+def unalias(tree: Any, *, apart_from: Any = ()) -> Any:
+    """Copies every array of `tree` that has already occurred, in `tree` itself or in `apart_from`.
+
+    Some optimizers keep the initial parameters in their state. Donating parameters and state then
+    donates one buffer twice, which XLA refuses.
+
+    Args:
+      tree: any pytree. NumPy arrays are left as they are.
+      apart_from: a pytree whose arrays must not be shared either.
+
+    Returns:
+      `tree`, where no two `jax.Array` leaves share a buffer.
+
+    Examples:
+      >>> x = jnp.ones(3)
+      >>> a, b = unalias((x, x))
+      >>> a is x, b is x
+      (True, False)
+    """
+    seen: set[int] = set().union(*map(_buffers, jax.tree.leaves(apart_from)))
+
+    def own(leaf: Any) -> Any:
+        buffers = _buffers(leaf)
+        if not buffers.isdisjoint(seen):
+            return jnp.copy(leaf)
+        seen.update(buffers)
+        return leaf
+
+    return jax.tree.map(own, tree)
+
+
+def _buffers(leaf: Any) -> Set[int]:
+    """The buffers of an array; a tracer counts as one, since `vmap` may return it unchanged."""
+    if not isinstance(leaf, jax.Array):
+        return frozenset()
+    if isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
+        return {id(leaf)}
+    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}

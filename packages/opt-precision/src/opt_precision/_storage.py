@@ -1,0 +1,173 @@
+"""What codes and remainders mean, for programs that move states between ways of storing them.
+
+The methods are those that `opt_core.protocols.Storage` asks for; opt-core is not imported. Also
+read here is what they write into checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec
+
+from opt_precision import _bits, _formats
+from opt_precision._formats import VERSION, Format
+from opt_precision.errors import StateError
+
+Extra: TypeAlias = Literal["f32", "remainder", "kahan"]
+_PACKAGE: Final = "opt_precision"
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafStorage:
+    """How a leaf is stored in codes.
+
+    Attributes:
+      format: what the codes mean; how they were rounded does not matter.
+    """
+
+    format: Format
+    is_exact: bool = dataclasses.field(default=False, init=False)
+
+    @classmethod
+    def of(cls, form: Format) -> LeafStorage:
+        """Returns the storage in a format."""
+        is_squared = form.squared and form.block > 0
+        return cls(dataclasses.replace(form, stochastic=False, squared=is_squared))
+
+    @property
+    def name(self) -> str:
+        """The name of the codec."""
+        return self.format.kind
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the leaf."""
+        return self.format.dtype
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The arrays of an `Encoded`."""
+        return ("codes", "scale") if self.format.block else ("codes",)
+
+    def __str__(self) -> str:
+        form = self.format
+        kind = f"{form.kind}-v{form.version}{' squared' if form.squared else ''}"
+        blocks = f" {form.block} along {form.axis}" if form.block else ""
+        return f"{kind}{blocks} {form.dtype}"
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns what `read_storage` reads."""
+        return {"package": _PACKAGE, "of": "leaf", **dataclasses.asdict(self.format)}
+
+    def decode(self, *arrays: jax.Array) -> jax.Array:
+        """Returns the values of codes and scales, on the device."""
+        results = jax.typeof(arrays[0]).sharding
+        values: jax.Array = _untyped(_decoded, arrays[0], results)(self.format, *arrays)
+        return values
+
+    def encode(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns codes and scales of values, each rounded to nearest."""
+        like = jax.typeof(values).sharding
+        results = (like, like.update(spec=PartitionSpec()))[: len(self.fields)]
+        arrays: tuple[jax.Array, ...] = _untyped(_encoded, values, results)(self.format, values)
+        return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamsStorage:
+    """What is kept besides a bfloat16 parameter.
+
+    Attributes:
+      name: `'f32'`: the parameter in float32. `'remainder'`: the lower half of the bits of that,
+        int16, where the parameter is the upper half, rounded half away from zero. `'kahan'`: what
+        is to be added to the parameter, bfloat16.
+    """
+
+    name: Extra
+    dtype: str = dataclasses.field(default="float32", init=False)
+    fields: tuple[str, ...] = dataclasses.field(default=(), init=False)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it has all digits of a float32."""
+        return self.name != "kahan"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns what `read_storage` reads."""
+        return {"package": _PACKAGE, "of": "params", "name": self.name, "version": VERSION}
+
+    def decode(self, *arrays: jax.Array) -> jax.Array:
+        """Returns a parameter in float32, from itself and what is kept besides it."""
+        value: jax.Array = _joined(self.name, *arrays)
+        return value
+
+    def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns a parameter of float32 as bfloat16, and what is kept besides it."""
+        arrays: tuple[jax.Array, jax.Array] = _split(self.name, values)
+        return arrays
+
+
+def read_storage(data: Mapping[str, Any]) -> LeafStorage | ParamsStorage:
+    """Returns a storage from its data, as a checkpoint has it.
+
+    Raises:
+      StateError: another release wrote it, with codes of another meaning.
+    """
+    if data.get("version") != VERSION:
+        raise StateError(f"found version {data.get('version')!r}, this release knows {VERSION}")
+    given = {name: value for name, value in data.items() if name not in ("package", "of")}
+    if data["of"] == "leaf":
+        return LeafStorage(Format(**given))
+    return ParamsStorage(given["name"])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decoded(form: Format, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    return _formats.decode(form, _fetched(codes), None if scale is None else _fetched(scale))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encoded(form: Format, values: jax.Array) -> tuple[jax.Array, ...]:
+    codes, scale = _formats.encode(form, _fetched(values), None)
+    return (codes,) if scale is None else (codes, scale)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _joined(name: Extra, param: jax.Array, extra: jax.Array) -> jax.Array:
+    if name == "f32":
+        return extra
+    if name == "remainder":
+        return _bits.join(param, extra)
+    return _bits.widen(param) + _bits.widen(extra)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _split(name: Extra, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if name == "kahan":
+        nearest = _bits.round_nearest(master)
+        left = _bits.round_nearest(master - nearest)
+        return _bits.narrow(nearest), _bits.narrow(left)
+    visible, low = _bits.split(master)
+    return visible, master if name == "f32" else low
+
+
+def _fetched(array: jax.Array) -> jax.Array:
+    """A traced array in the memory of the device, where it can be computed with."""
+    space = jax.memory.Space
+    is_on_host = jax.typeof(array).memory_space == space.Host
+    return jax.device_put(array, space.Device) if is_on_host else array
+
+
+def _untyped(function: Any, operand: jax.Array, results: Any) -> Any:
+    """The function where shardings are not types: explicit ones forbid to look up by an index."""
+    if not jax.typeof(operand).sharding.mesh.explicit_axes:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=results)
