@@ -16,14 +16,10 @@ import jax
 import pytest
 from jax.sharding import AxisType
 from opt_partition import Report, Unjudged, verify
-from opt_partition._verify.concatenated_sums import parse_program
-from opt_partition._verify.leaf_findings import (
-    donation_findings,
-    leaf_reports,
-    undonated_findings,
-)
+from opt_partition._verify.hlo import parse_program
+from opt_partition._verify.judge import Judged, judge_collectives
 from opt_partition._verify.report import Finding
-from opt_partition._verify.verify import Judged, judge_collectives
+from opt_partition._verify.verify import donation_findings, leaf_reports, undonated_findings
 from verify_faulty import FAULTY, FAULTY_ON_CPUS, WASTEFUL, is_undone
 from verify_healthy import HEALTHY, is_summed
 from verify_recipes import Meshes, Program

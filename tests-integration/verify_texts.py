@@ -113,7 +113,7 @@ def compiler(platform: str) -> str:
 
 def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
     from opt_partition._verify import leaves
-    from opt_partition._verify.concatenated_sums import parse_program
+    from opt_partition._verify.hlo import parse_program
     from verify_faulty import FAULTY, WASTEFUL, is_undone
     from verify_healthy import HEALTHY
     from verify_recipes import Meshes

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from opt_partition import Layout
-from opt_partition._mesh.specs import itemsize
+from opt_partition._specs import itemsize
 from opt_partition.errors import AxesError
 
 P = PartitionSpec

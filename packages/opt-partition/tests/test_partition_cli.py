@@ -9,12 +9,11 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from typing import Any
 
 import opt_partition
 import pytest
-from opt_partition._cli.inputs import InputError, read_rules
-from opt_partition._cli.main import main
+from opt_partition._cli import main
+from opt_partition._cli_inputs import InputError, read_rules
 
 MODULE = """
 import jax, optax
@@ -170,38 +169,24 @@ def test_what_is_asked_reaches_the_plan(module: str, capsys: Capture) -> None:
     assert json.loads(text)["accumulator_bytes"] == 3 * 8 * 32 * 2
 
 
-@pytest.mark.parametrize("command", ["explain", "plan"])
-def test_a_page_is_written(module: str, capsys: Capture, command: str) -> None:
-    file = pathlib.Path("page.html")
-    file.write_text("old")
-    file.chmod(0o640)
-    found = out_of(capsys, command, f"{module}:adam", *MESH, "--html", "page.html")
-    assert found == "wrote page.html\n"
-    text = file.read_text()
-    assert text.startswith("<!doctype html>")
-    assert text.endswith("</html>\n")
-    assert "layers_{0..2}/w (3)" in text
-    assert f"{module}:adam" in text
-    assert file.stat().st_mode & 0o777 == 0o640
-    assert not [name for name in os.listdir() if name.startswith(".page")]
+def test_a_picture_is_written(module: str, capsys: Capture) -> None:
+    pytest.importorskip("matplotlib")
+    for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
+        out = out_of(capsys, "plan", f"{module}:adam", *MESH, "--picture", name)
+        assert out == f"wrote {name}\n"
+        assert pathlib.Path(name).read_bytes().startswith(start)
+    command = ("plan", f"{module}:adam", *MESH, "--picture")
+    found = complaint(capsys, *command, "no/such/folder.png")
+    assert found == "`no/such/folder.png` cannot be written: No such file or directory"
+    assert "Format 'xyz' is not supported" in complaint(capsys, *command, "plan.xyz")
 
 
-def test_a_page_is_written_whole_or_not_at_all(
+def test_a_picture_needs_matplotlib(
     module: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = pathlib.Path("page.html")
-    file.write_text("old")
-    before = sorted(os.listdir())
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    found = complaint(capsys, "explain", f"{module}:adam", "--html", "page.html")
-    assert found == "`page.html` cannot be written: No space left on device"
-    assert file.read_text() == "old"
-    # Importing the job may have left a cache of its bytecode.
-    assert sorted({*os.listdir()} - {"__pycache__"}) == sorted({*before} - {"__pycache__"})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = complaint(capsys, "plan", f"{module}:adam", *MESH, "--picture", "plan.png")
+    assert "needs matplotlib: `python -m pip install 'opt-partition[plot]'`" in found
 
 
 # Of each kind of mistake one; what other parts of the package say stands there by its words.
@@ -229,11 +214,15 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["explain", "{m}:adam", "--zero", "data"], ["`--zero` needs `--mesh` and `--rules`"]),
     (
         ["plan", "{m}:adam", *MESH, "--zero", "data,data"],
-        ["`--zero` must be distinct axes of `--mesh`", "but the mesh has data, model"],
+        ["`{m}:adam`: `zero` must be distinct mesh axes: the mesh has data=4, model=2; found"],
     ),
     (
         ["plan", "{m}:adam", *MESH, "--zero-level", "2"],
-        ["`--zero-level 2` needs `--zero`, e.g. `--zero data`"],
+        ["`zero_level` must be 1, or 2 together with `zero`; found 2 with `zero=None`"],
+    ),
+    (
+        ["plan", "{m}:adam", *MESH, "--grad-dtype", "bfloat"],
+        ["`grad_dtype` must be a floating-point or complex dtype, e.g. 'bfloat16'; found bfloat"],
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
@@ -244,12 +233,8 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["`--rules`: `nowhere.json` cannot be read: No such file or directory"],
     ),
     (
-        ["explain", "{m}:adam", "--html", "no/such/folder.html"],
-        ["`no/such/folder.html` cannot be written: No such file or directory"],
-    ),
-    (
-        ["plan", "{m}:adam", *MESH, "--json", "--html", "f"],
-        ["argument --html: not allowed with argument --json (see `opt-partition plan --help`)"],
+        ["plan", "{m}:adam", *MESH, "--json", "--picture", "f"],
+        ["argument --picture: not allowed with argument --json (see `opt-partition plan --help`)"],
     ),
 ]
 

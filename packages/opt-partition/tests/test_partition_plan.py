@@ -1,10 +1,9 @@
 """Plans: exact sums, reasons, words; against JAX's own shards."""
 
-import copy
 import dataclasses
+import io
 import json
 import math
-import pickle
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from opt_partition import GroupBytes, MemoryPlan, memory_plan
-from opt_partition._memory.plan import NO_PARAMETER
+from opt_partition._plan import KINDS, NO_PARAMETER
 from opt_partition.errors import AxesError, IndivisibleError, UndecidedError
 
 NAMES = ("embed", "mlp", "heads")
@@ -380,17 +379,29 @@ def test_arguments_that_mean_nothing(
     assert str(caught.value) == message
 
 
-def test_plans_on_devices_are_copied_and_pickled() -> None:
-    axes, types = ("data", "fsdp", "model"), (AxisType.Explicit,) * 3
-    mesh = jax.make_mesh((1, 1, 1), axes, axis_types=types)
-    abstract = AbstractMesh((1, 1, 1), axes, axis_types=types)
-    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
-    plan = plan_of(tx, mesh=mesh, zero="data", accumulate=True)
-    copied = copy.deepcopy(plan)
-    assert copied == plan
-    assert copied.mesh is copied.state.mesh is mesh
-    assert copy.copy(plan).state is plan.state
-    loaded = pickle.loads(pickle.dumps(plan))
-    assert loaded == plan_of(tx, mesh=abstract, zero="data", accumulate=True)
-    assert loaded.to_data() == plan.to_data()
-    assert str(loaded) == str(plan)
+def test_a_picture_has_a_bar_for_each_group() -> None:
+    """With the bytes of each kind, and the waste among them; equal layers are one bar."""
+    pytest.importorskip("matplotlib")
+    params = {f"layers_{n}": {"w": leaf(1024, 256)} for n in range(3)} | {"out": leaf(512)}
+    axes = {name: {"w": ("embed", "mlp")} for name in params if name != "out"} | {"out": None}
+    plan = plan_of(params=params, axes=axes, accumulate="bfloat16", zero="data")
+    [drawn] = plan.plot().axes
+    names = [label.get_text() for label in drawn.get_yticklabels()]
+    assert names == ["layers_{0..2} (3)", "out", NO_PARAMETER]
+    assert drawn.get_xlabel() == "MiB per device"
+    bars = {bar.get_label(): [patch.get_width() for patch in bar] for bar in drawn.containers}
+    layers = [sum(getattr(plan.groups[f"layers_{n}"], kind) for n in range(3)) for kind in KINDS]
+    labels = ["parameters", "gradients", "accumulators", "optimizer state"]
+    assert [bars[label][0] * 2**20 for label in labels] == layers
+    waste = sum(row.waste for row in plan.rows if row.group == "out")
+    assert bars["waste: beyond an equal share"][1] * 2**20 == waste
+
+
+def test_a_picture_shows_no_more_groups_than_can_be_read() -> None:
+    pytest.importorskip("matplotlib")
+    params = {f"{n}$x^{{$": leaf(n + 1, 8) for n in range(30)}  # no formulas
+    [drawn] = plan_of(params=params, axes=dict.fromkeys(params)).plot().axes
+    drawn.figure.savefig(io.BytesIO())
+    names = [label.get_text() for label in drawn.get_yticklabels()]
+    assert names[-1] == f"{len(params) + 1 - 12} more"
+    assert len(names) == 13

@@ -12,18 +12,17 @@ from opt_partition._axes.explain import Explanation, Row, derive_logical_axes, e
 from opt_partition._axes.param_axes import Parameter, normalise_param_axes
 from opt_partition._axes.rules import ASK, DEFAULT_RULES, Rules, StateLeaf
 from opt_partition._axes.t5x import OptaxStatePartitionRules
-from opt_partition._memory.memory_plan import memory_plan
-from opt_partition._memory.plan import GroupBytes, MemoryPlan, PlanRow
-from opt_partition._memory.shard_optimizer_state import ZeroLayouts, shard_optimizer_state
-from opt_partition._mesh.init_sharded import init_sharded
-from opt_partition._mesh.layout import Layout, LeafLayout
-from opt_partition._mesh.logical_to_mesh import logical_to_mesh
-from opt_partition._mesh.zero import extend_over
+from opt_partition._init_sharded import init_sharded
+from opt_partition._layout import Layout, LeafLayout
+from opt_partition._logical_to_mesh import logical_to_mesh
+from opt_partition._memory_plan import memory_plan
+from opt_partition._plan import GroupBytes, MemoryPlan, PlanRow
+from opt_partition._shard_optimizer_state import ZeroLayouts, shard_optimizer_state
 from opt_partition._verify.collectives import Collective
 from opt_partition._verify.expected import Expected
-from opt_partition._verify.read import read_collectives
 from opt_partition._verify.report import Finding, LeafReport, Report, Unjudged
-from opt_partition._verify.verify import verify
+from opt_partition._verify.verify import read_collectives, verify
+from opt_partition._zero import extend_over
 
 __version__ = _version("opt-partition")
 

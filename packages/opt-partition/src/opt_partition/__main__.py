@@ -2,6 +2,6 @@
 
 import sys
 
-from opt_partition._cli.main import main
+from opt_partition._cli import main
 
 sys.exit(main())

@@ -18,7 +18,7 @@ from opt_partition._axes.param_axes import Axis, parameters
 from opt_partition._axes.rules import DEFAULT_RULES, Rules
 from opt_partition._display import format_table
 from opt_partition._init import StateMaker, init_of, params_of
-from opt_partition._mesh.specs import itemsize
+from opt_partition._specs import itemsize
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from opt_partition._mesh.specs import ONLY_ARRAYS
+from opt_partition._specs import ONLY_ARRAYS
 from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
 from opt_partition.errors import AxesError
 

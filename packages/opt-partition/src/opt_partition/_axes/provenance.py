@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from opt_partition._axes.param_axes import Parameter
-from opt_partition._mesh.specs import mesh_axes_of
+from opt_partition._specs import mesh_axes_of
 
 COLOURS = 32
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping
 
-from opt_partition._verify.hlo import Array, Computation, Instruction, Module, flat_types
-from opt_partition._verify.hlo_loops import trip_count
-from opt_partition._verify.replica_groups import Groups, axes_of, parse_groups
+import numpy as np
+from numpy.typing import NDArray
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
+from opt_partition._verify.flow import trip_count
+from opt_partition._verify.hlo import (
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    callees,
+    flat_types,
+    is_collective,
+    may_call,
 )
+
+Groups = tuple[tuple[int, ...], ...]
+Enclosing = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +33,9 @@ class Collective:
 
     Attributes:
       name: name of the instruction, with an index if it communicates several arrays.
-      kind: one of `KINDS`, also for asynchronous collectives and TPU fusions.
+      kind: `'all-gather'`, `'all-reduce'`, `'all-to-all'`, `'collective-broadcast'`,
+        `'collective-permute'`, `'ragged-all-to-all'` or `'reduce-scatter'`, also for asynchronous
+        collectives and TPU fusions.
       dtype: HLO name of the dtype, e.g. `'bf16'`.
       operand_shape: shape of the operand on one device.
       shape: shape of the result on one device.
@@ -66,167 +73,105 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """An occurrence of a collective in a program.
+    """An array that a collective communicates, and where this is.
 
     Attributes:
-      computation: the computation that contains it.
-      instruction: the collective.
-      kind: see `Collective`.
-      parts: operand and result of each array that it communicates.
-      count: number of executions per step.
-      per_iteration: see `Collective`.
+      row: the collective as reported.
+      part: the name of its instruction, and the index of the array in it.
       loops: the enclosing `while` loops, outermost first, with their trip counts.
       branches: the enclosing `conditional`s, outermost first, with the index of the branch.
     """
 
-    computation: Computation
-    instruction: Instruction
-    kind: str
-    parts: tuple[tuple[Array, Array], ...]
-    count: int
-    per_iteration: bool
-    loops: tuple[tuple[str, int], ...]
-    branches: tuple[tuple[str, int], ...]
-
-    def operand(self, number: int) -> Instruction:
-        """Returns the instruction that computes an array that is communicated."""
-        return self.computation.instructions[self.instruction.operands[number]]
-
-    @property
-    def groups(self) -> Groups | None:
-        """Partition ids of the devices in each group; `None` for a single group of all devices."""
-        pairs = self.instruction.attribute("source_target_pairs")
-        return parse_groups(self.instruction.attributes) if pairs is None else None
+    row: Collective
+    part: tuple[str, int]
+    loops: Enclosing
+    branches: Enclosing
 
 
-def sites(module: Module) -> list[Site]:
-    """Returns every collective reachable from the entry of `module`, in program order."""
-    found: list[Site] = []
+def sites(module: Module, mesh_shape: Mapping[str, int] | None = None) -> list[Site]:
+    """Returns every array communicated by a collective of a program, in program order.
+
+    The axes of collectives are named after those of `mesh_shape`, a mesh's axes with their sizes.
+    """
+    every: list[Site] = []
     seen: set[tuple[str, str]] = set()
 
-    def visit(name: str, inside: Inside) -> None:
+    def visit(name: str, loops: Enclosing, branches: Enclosing, counted: bool) -> None:
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
-            if may_call(opcode):
+            if opcode == "while":
+                trips = trip_count(module, computation, instruction)
+                inside = (*loops, (instruction.name, trips or 1))
+                for callee in callees(instruction):
+                    visit(callee, inside, branches, counted and bool(trips))
+            elif opcode == "conditional":
                 for n, callee in enumerate(callees(instruction)):
-                    visit(callee, inside.entering(module, computation, instruction, n))
-            elif is_collective(opcode) and _first_of_async_fusion(instruction, seen):
-                kind = opcode.removesuffix("-start")
-                kind, parts = _parts(computation, instruction, kind)
-                found.append(
-                    Site(
-                        computation,
-                        instruction,
-                        kind,
-                        parts,
-                        math.prod(trips for _, trips in inside.loops),
-                        inside.per_iteration,
-                        inside.loops,
-                        inside.branches,
-                    )
-                )
+                    visit(callee, loops, (*branches, (instruction.name, n)), counted)
+            elif may_call(opcode):
+                for callee in callees(instruction):
+                    visit(callee, loops, branches, counted)
+            elif is_collective(opcode) and _is_first(instruction, seen):
+                rows = _rows(module, computation, instruction, mesh_shape, loops, branches, counted)
+                for n, row in enumerate(rows):
+                    every.append(Site(row, (instruction.name, n), loops, branches))
 
-    visit(module.entry, Inside())
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Inside:
-    """The loops and branches that enclose a computation; see `Site` for the fields."""
-
-    per_iteration: bool = False
-    loops: tuple[tuple[str, int], ...] = ()
-    branches: tuple[tuple[str, int], ...] = ()
-
-    def entering(
-        self, module: Module, computation: Computation, instruction: Instruction, number: int
-    ) -> Inside:
-        """Returns the context of the computation `number` called by an instruction."""
-        name = instruction.name
-        if instruction.opcode == "conditional":
-            return dataclasses.replace(self, branches=(*self.branches, (name, number)))
-        if instruction.opcode != "while":
-            return self
-        trips = trip_count(module, computation, instruction)
-        return Inside(
-            self.per_iteration or not trips, (*self.loops, (name, trips or 1)), self.branches
-        )
+    visit(module.entry, (), (), True)
+    return every
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int] | None = None) -> list[Collective]:
-    """Returns every array communicated by a collective of `module`.
-
-    Args:
-      module: a compiled program.
-      mesh_shape: sizes of the mesh axes, in order; used to name the axes of collectives.
-    """
-    return [row for site in sites(module) for row in rows(site, module, mesh_shape)]
+    """Returns the `Collective`s of `sites`."""
+    return [site.row for site in sites(module, mesh_shape)]
 
 
-def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> list[Collective]:
-    """Returns the `Collective`s of one site."""
-    groups = site.groups or (tuple(range(module.num_partitions)),)
-    size = len(groups[0])
-    permutes = site.kind == "collective-permute"
-    axes = None if permutes else axes_of(groups, mesh_shape or {})
-    many = len(site.parts) > 1
-    op_name = site.instruction.op_name
+def _rows(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    mesh_shape: Mapping[str, int] | None,
+    loops: Enclosing,
+    branches: Enclosing,
+    counted: bool,
+) -> list[Collective]:
+    """Returns a row for each array that a collective communicates."""
+    kind, parts = _parts(computation, instruction)
+    permutes = instruction.attribute("source_target_pairs") is not None
+    groups = None if permutes else parse_groups(instruction.attributes)
+    groups = groups or (tuple(range(module.num_partitions)),)
+    operands = [computation.instructions[name] for name in instruction.operands]
     return [
         Collective(
-            name=f"{site.instruction.name}.{n}" if many else site.instruction.name,
-            kind=site.kind,
+            name=f"{instruction.name}.{n}" if len(parts) > 1 else instruction.name,
+            kind=kind,
             dtype=result.dtype,
             operand_shape=operand.shape,
             shape=result.shape,
-            group_size=size,
-            axes=axes,
-            count=site.count,
-            per_iteration=site.per_iteration,
-            conditional=bool(site.branches),
-            bytes=bytes_sent(site.kind, operand.bytes, result.bytes, size),
-            op_name=op_name or site.operand(n).op_name,
+            group_size=len(groups[0]),
+            axes=None if kind == "collective-permute" else axes_of(groups, mesh_shape or {}),
+            count=math.prod(trips for _, trips in loops),
+            per_iteration=not counted,
+            conditional=bool(branches),
+            bytes=bytes_sent(kind, operand.bytes, result.bytes, len(groups[0])),
+            op_name=instruction.op_name or operands[n].op_name,
         )
-        for n, (operand, result) in enumerate(site.parts)
+        for n, (operand, result) in enumerate(parts)
     ]
 
 
 def bytes_sent(kind: str, operand: int, result: int, group_size: int) -> int:
-    """Returns the bytes that one of `group_size` devices sends in a ring algorithm.
-
-    Examples:
-      >>> bytes_sent('all-gather', 10, 80, 8), bytes_sent('reduce-scatter', 80, 10, 8)
-      (70, 70)
-      >>> bytes_sent('all-reduce', 80, 80, 8), bytes_sent('collective-permute', 80, 80, 8)
-      (140, 80)
-    """
+    """Returns the bytes sent by one device of a group, assuming a ring algorithm."""
     if kind in ("collective-permute", "collective-broadcast"):
         return operand
     whole = max(operand, result)
     return (1 + (kind == "all-reduce")) * (whole - whole // group_size)
 
 
-@functools.cache
-def is_collective(opcode: str) -> bool:
-    """Whether an instruction executes or starts a collective."""
-    return opcode.removesuffix("-start") in KINDS
-
-
-def may_call(opcode: str) -> bool:
-    """Whether an instruction calls computations, except those applied to elements."""
-    return opcode in _CALLEES
-
-
-def callees(instruction: Instruction) -> tuple[str, ...]:
-    """Returns the computations that an instruction calls, except those applied to elements."""
-    keys = _CALLEES.get(instruction.opcode)
-    return tuple(name for key in keys for name in instruction.called(key)) if keys else ()
-
-
 def _parts(
-    computation: Computation, instruction: Instruction, kind: str
+    computation: Computation, instruction: Instruction
 ) -> tuple[str, tuple[tuple[Array, Array], ...]]:
     """Returns the kind, and the operand and result of each array communicated."""
+    kind = instruction.opcode.removesuffix("-start")
     done = computation.done(instruction) if instruction.opcode != kind else instruction
     results = list(flat_types(done.type))
     operands = [
@@ -241,8 +186,6 @@ def _parts(
         # A single array, split into a part per device.
         whole = Array(operands[0].dtype, (len(operands), *operands[0].shape))
         return kind, ((whole, whole),)
-    if len(operands) < len(results):
-        results = results[: len(operands)]
     return kind, tuple(zip(operands, results, strict=False))
 
 
@@ -256,7 +199,7 @@ def _is_scatter_fusion(computation: Computation, instruction: Instruction) -> bo
     )
 
 
-def _first_of_async_fusion(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
+def _is_first(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
     """Whether an instruction has not been counted yet.
 
     On TPUs, a collective is repeated with the same channel in each fusion it is overlapped with.
@@ -270,12 +213,70 @@ def _first_of_async_fusion(instruction: Instruction, seen: set[tuple[str, str]])
     return new
 
 
-_CALLING = {
-    "async": ("calls",),
-    "call": ("to_apply",),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-    "custom-call": ("calls",),
-    "fusion": ("calls",),
-    "while": ("condition", "body"),
-}
-_CALLEES = {**_CALLING, **{f"{opcode}-start": keys for opcode, keys in _CALLING.items()}}
+@functools.lru_cache(maxsize=1024)
+def parse_groups(attributes: str) -> Groups | None:
+    """Parses the `replica_groups` of an instruction; `None` if there are none.
+
+    Examples:
+      >>> parse_groups('replica_groups={{0,1},{2,3}}')
+      ((0, 1), (2, 3))
+      >>> parse_groups('replica_groups=[2,2]<=[2,2]T(1,0)')
+      ((0, 2), (1, 3))
+      >>> parse_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}, dimensions={0}")
+      ((0, 2), (1, 3))
+      >>> parse_groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}")
+      ((0, 1), (2, 3))
+      >>> parse_groups('replica_groups={}') is None
+      True
+    """
+    if mesh := _MESH_GROUPS.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh["sizes"])}
+        over = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", mesh["axes"])]
+        rest = [n for n in range(len(sizes)) if n not in over]
+        ids = np.arange(math.prod(sizes.values()))
+        if order := re.search(r"\[([\d,]*)\]T\(([\d,]*)\)", mesh["ids"] or ""):
+            ids = _iota(order[1], order[2])
+        elif len(listed := _ints(mesh["ids"] or "")) == len(ids):
+            ids = np.array(listed)
+        grid = ids.reshape(tuple(sizes.values())).transpose(*rest, *over)
+        return _tuples(grid.reshape(-1, math.prod(grid.shape[len(rest) :])))
+    if iota := _IOTA_GROUPS.search(attributes):
+        return _tuples(_iota(iota["dims"], iota["order"]).reshape(_ints(iota["shape"])))
+    if groups := _LISTED_GROUPS.search(attributes):
+        return tuple(_ints(group) for group in re.findall(r"\{([^{}]*)\}", groups["groups"]))
+    return None
+
+
+def axes_of(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Returns the mesh axes along which a group extends; `None` if it does not span whole axes."""
+    sizes = tuple(mesh_shape.values())
+    if not sizes or sum(map(len, groups)) != math.prod(sizes):
+        return None
+    places = np.unravel_index(np.array(groups[0]), sizes)
+    varying = [axis for axis, at in zip(mesh_shape, places, strict=True) if np.ptp(at)]
+    whole = math.prod(mesh_shape[axis] for axis in varying) == len(groups[0])
+    return tuple(varying) if whole else None
+
+
+def _iota(dims: str, order: str | None) -> NDArray[np.int_]:
+    """Returns `arange` reshaped to `dims` and transposed by `order`."""
+    shape = _ints(dims)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose(_ints(order)) if order else ids
+
+
+def _tuples(grid: NDArray[np.int_]) -> Groups:
+    return tuple(map(tuple, grid.tolist()))
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=(?P<ids>[^{]*))? \{(?P<axes>[^}]*)\}"
+)
+_IOTA_GROUPS = re.compile(
+    r"replica_groups=\[(?P<shape>[\d,]*)\]<=\[(?P<dims>[\d,]*)\](?:T\((?P<order>[\d,]*)\))?"
+)
+_LISTED_GROUPS = re.compile(r"replica_groups=\{(?P<groups>\{[\d,{} ]*\})\}")

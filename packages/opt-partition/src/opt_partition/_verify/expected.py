@@ -1,17 +1,22 @@
-"""The expected sharding of a compiled step, per leaf."""
+"""The expected sharding of a compiled step, and where its parameters and state are."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from opt_partition._mesh.layout import Layout
-from opt_partition._trees import children, escaped, key_name
+from opt_partition._align import align
+from opt_partition._layout import Layout
+from opt_partition._trees import children, key_name, leaves_with_paths, split_path
 from opt_partition.errors import AxesError
+
+Role = Literal["params", "state", "other"]
+# One string per key, as keys may contain the `/` that joins them in messages.
+Keys = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,63 +55,82 @@ class Asked:
 
 
 def broadcast(prefix: Any, tree: Any, where: str) -> list[Asked]:
-    """Returns the expectation of `prefix` for each leaf of `tree`."""
-    if isinstance(prefix, Layout):
-        prefix = prefix.shapes
-    if prefix is None or isinstance(prefix, Sharding):
-        return [Asked(prefix)] * len(jax.tree.leaves(tree))
-    asked, given = children(prefix), children(tree)
-    if asked is None and hasattr(prefix, "shape") and hasattr(prefix, "dtype"):
-        return [_like(prefix, tree, where)]
-    if asked is None:
-        raise AxesError(
-            f"`{where}`: expected a `Layout`, a sharding, an array or `None`; got "
-            f"{type(prefix).__name__} ({prefix!r})"
-        )
-    if given is None:
-        raise AxesError(
-            f"`{where}`: the step has a single leaf there; got a {type(prefix).__name__}"
-        )
-    wanted = {key_name(key): child for key, child in asked}
-    names = [key_name(key) for key, _ in given]
-    may_be_short = where in ("inputs", "outputs") and isinstance(tree, tuple)
-    missing = [name for name in names if name not in wanted and not may_be_short]
-    extra = [name for name in wanted if name not in names]
-    if missing or extra:
-        raise AxesError(
-            f"`{where}`: not a prefix of the step's tree with keys {names}: missing {missing}, "
-            f"unknown {extra}; use `None` for keys that are not checked"
-        )
-    return [
-        leaf
-        for name, (_, child) in zip(names, given, strict=True)
-        for leaf in broadcast(wanted.get(name), child, f"{where}/{escaped(name)}")
-    ]
+    """Returns the expectation of a prefix of the step's tree, e.g. its `inputs`, for each leaf."""
+    if isinstance(prefix, tuple | list) and isinstance(tree, tuple):
+        prefix = (*prefix, *[None] * (len(tree) - len(prefix)))
+    shapes = jax.tree.map(
+        lambda node: node.shapes if isinstance(node, Layout) else node,
+        prefix,
+        is_leaf=lambda node: isinstance(node, Layout),
+    )
+    try:
+        entries = align(shapes, tree, where, prefix=True)
+    except AxesError as error:
+        raise AxesError(f"{error}\nUse `None` for what is not checked.") from None
+    paths = (f"{where}/{path}" for path, _ in leaves_with_paths(tree))
+    return list(map(_asked, entries, jax.tree.leaves(tree), paths))
 
 
-def keywords(asked: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Asked]:
+def broadcast_keywords(asked: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Asked]:
     """Returns the expectation for each leaf of the keyword arguments, in JAX's order."""
     if not isinstance(asked, Mapping):
         raise AxesError(
             "`keywords`: expected a mapping from names of keyword arguments to expectations; got "
             f"{type(asked).__name__}"
         )
-    return broadcast({name: asked.get(name) for name in kwargs} | dict(asked), kwargs, "keywords")
+    return broadcast(dict.fromkeys(kwargs) | dict(asked), kwargs, "keywords")
 
 
-def _like(array: Any, tree: Any, where: str) -> Asked:
-    """Returns the expectation given by an array: its dtype, and its sharding if it has a mesh."""
-    shape, found = tuple(array.shape), getattr(tree, "shape", None)
-    if children(tree) is not None or found is None or shape != tuple(found):
+def _asked(entry: Any, leaf: Any, path: str) -> Asked:
+    """Returns the expectation of an entry; of an array its dtype, and sharding if it has a mesh."""
+    if entry is None or isinstance(entry, Sharding):
+        return Asked(entry)
+    if not hasattr(entry, "shape") or not hasattr(entry, "dtype"):
         raise AxesError(
-            f"`{where}`: expected {_described(tree)}, as in the step; got "
-            f"{array.dtype}{list(shape)}"
+            f"`{path}`: expected a `Layout`, a sharding, an array or `None`; got "
+            f"{type(entry).__name__} ({entry!r})"
         )
-    sharding = getattr(array, "sharding", None)
-    return Asked(sharding if isinstance(sharding, NamedSharding) else None, array.dtype)
+    if tuple(entry.shape) != tuple(leaf.shape):
+        raise AxesError(
+            f"`{path}`: expected {leaf.dtype}{list(leaf.shape)}, as in the step; got "
+            f"{entry.dtype}{list(entry.shape)}"
+        )
+    sharding = getattr(entry, "sharding", None)
+    return Asked(sharding if isinstance(sharding, NamedSharding) else None, entry.dtype)
 
 
-def _described(tree: Any) -> str:
-    if children(tree) is None:
-        return f"{tree.dtype}{list(tree.shape)}"
-    return f"a tree of {len(jax.tree.leaves(tree))} arrays"
+def argument_places(arguments: Mapping[str, Any], expected: Expected) -> dict[Role, Keys]:
+    """Returns the keys of the parameters and of the state; checks that they are apart."""
+    params = _keys(arguments, expected.params, "params")
+    state = _keys(arguments, expected.state, "state")
+    if is_in(params, state) or is_in(state, params):
+        raise AxesError(
+            f"`params` and `state`: {expected.params!r} and {expected.state!r} overlap; pass the "
+            "path of only the parameters as `params`, and of only the optimizer state as `state`"
+        )
+    return {"params": params, "state": state}
+
+
+def is_in(names: Keys, place: Keys) -> bool:
+    """Whether the keys of a leaf start with those of a place."""
+    return names[: len(place)] == place
+
+
+def _keys(arguments: Any, path: str, field: str) -> Keys:
+    """Returns the keys of a path; checks that it exists."""
+    if not isinstance(path, str):
+        raise TypeError(
+            f"`{field}` must be a path in the step's arguments, e.g. '0' or '0/params'; got "
+            f"{path!r}"
+        )
+    keys = split_path(path)
+    tree = arguments
+    for depth, key in enumerate(keys):
+        named = {key_name(k): child for k, child in children(tree) or ()}
+        if key not in named:
+            raise AxesError(
+                f"`{field}`: the step has no argument at {path!r}; "
+                f"{'/'.join(keys[:depth]) or 'the top level'} has {list(named)}"
+            )
+        tree = named[key]
+    return keys

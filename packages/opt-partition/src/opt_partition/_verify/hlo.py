@@ -1,13 +1,14 @@
 """Parser for the text of compiled XLA programs (HLO).
 
-Reads only what the analysis of collectives needs: names, shapes, operands, called computations and
-a few attributes. Written for the output of jax 0.8 to 0.12 for CPU, GPU and TPU.
+JAX offers no public structure of a compiled program, so its text is read: names, shapes, operands,
+called computations and a few attributes. Written for jax 0.8 to 0.12 on CPU, GPU and TPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -30,11 +31,9 @@ class Array:
         """Bytes without padding; 0 for tokens and opaque values."""
         return math.ceil(self.size * _bits(self.dtype) / 8)
 
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-
 
 Type = Array | tuple["Type", ...]
+_NO_ARRAY = Array("", (0,))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -56,6 +55,11 @@ class Instruction:
     operands: tuple[str, ...]
     literal: str
     attributes: str
+
+    @property
+    def array(self) -> Array:
+        """Its type; an empty array for a tuple."""
+        return self.type if isinstance(self.type, Array) else _NO_ARRAY
 
     def attribute(self, key: str) -> str | None:
         """Returns the value of an attribute as printed, including brackets, or `None`."""
@@ -143,23 +147,38 @@ class Module:
         return int(found[1]) if found else 1
 
 
+_KINDS = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "reduce-scatter",
+    }
+)
+
+
+@functools.cache
+def is_collective(opcode: str) -> bool:
+    """Whether an instruction executes or starts a collective."""
+    return opcode.removesuffix("-start") in _KINDS
+
+
+def may_call(opcode: str) -> bool:
+    """Whether an instruction calls computations, except those applied to elements."""
+    return opcode in _CALLEES
+
+
+def callees(instruction: Instruction) -> tuple[str, ...]:
+    """Returns the computations that an instruction calls, except those applied to elements."""
+    keys = _CALLEES.get(instruction.opcode, ())
+    return tuple(name for key in keys for name in instruction.called(key))
+
+
 def parse(text: str) -> Module:
-    """Parses the text returned by `compiled.as_text()`.
-
-    Raises:
-      ValueError: the text is not HLO, or cannot be parsed.
-
-    Examples:
-      >>> module = parse('''HloModule jit_f
-      ...
-      ... ENTRY %main (x: f32[4]) -> f32[8] {
-      ...   %x = f32[4]{0} parameter(0), metadata={op_name="x"}
-      ...   ROOT %g = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
-      ... }''')
-      >>> gather = module.computations['main'].instructions['g']
-      >>> gather.opcode, gather.operands, str(gather.type), gather.attribute('replica_groups')
-      ('all-gather', ('x',), 'f32[8]', '{{0,1}}')
-    """
+    """Parses the text returned by `compiled.as_text()`."""
     header, computations, entry = "", {}, ""
     name, root, body = "", "", dict[str, Instruction]()
     for line in text.split("\n"):
@@ -185,13 +204,96 @@ def parse(text: str) -> Module:
     return Module(header, computations, entry)
 
 
-def flat_types(type_: Type) -> Iterator[Array]:
-    """Yields the arrays in a type, in order.
+def parse_program(text: str) -> Module:
+    """Parses a program, and takes all-reduces of concatenated arrays apart.
 
-    Examples:
-      >>> [str(array) for array in flat_types((Array('f32', ()), (Array('s8', (2, 3)),)))]
-      ['f32[]', 's8[2,3]']
+    XLA for GPUs joins the all-reduces of a program: it flattens and concatenates their operands,
+    and slices the result. Read as one array, everything in it would depend on everything else, and
+    nothing would have the size of a gradient. They become all-reduces with several operands, as XLA
+    writes them for CPUs and TPUs.
     """
+    module = parse(text)
+    return dataclasses.replace(
+        module,
+        computations={
+            name: _taken_apart(module, computation)
+            for name, computation in module.computations.items()
+        },
+    )
+
+
+def _taken_apart(module: Module, computation: Computation) -> Computation:
+    replaced: dict[str, Instruction] = {}
+    for instruction in computation.instructions.values():
+        if instruction.opcode in ("all-reduce", "all-reduce-start"):
+            replaced |= _separated(module, computation, instruction)
+    if not replaced:
+        return computation
+    return dataclasses.replace(computation, instructions=computation.instructions | replaced)
+
+
+def _separated(
+    module: Module, computation: Computation, start: Instruction
+) -> dict[str, Instruction]:
+    """Returns what replaces an all-reduce of a concatenation and the slices of its result."""
+    if len(start.operands) != 1:
+        return {}
+    joined = _inlined(module, computation.instructions[start.operands[0]])
+    if joined.opcode != "concatenate" or len(joined.array.shape) > 1:
+        return {}
+    pieces = [_before_flattening(computation, name) for name in joined.operands]
+    end = computation.done(start) if start.opcode == "all-reduce-start" else start
+    ends = itertools.accumulate((piece.array.size for piece in pieces), initial=0)
+    numbers = {bounds: n for n, bounds in enumerate(itertools.pairwise(ends))}
+    users = [user for user in computation.instructions.values() if end.name in user.operands]
+    sliced = {user.name: numbers.get(_bounds(module, user), -1) for user in users}
+    if len(pieces) < 2 or end.name == computation.root or -1 in sliced.values():
+        return {}  # used as a whole, or in other pieces
+    types = tuple(piece.type for piece in pieces)
+    names = tuple(piece.name for piece in pieces)
+    return {
+        end.name: dataclasses.replace(end, type=types),
+        start.name: dataclasses.replace(start, type=types, operands=names),
+        **{
+            name: Instruction(name, types[n], "get-tuple-element", (end.name,), "", f"index={n}")
+            for name, n in sliced.items()
+        },
+    }
+
+
+def _inlined(module: Module, instruction: Instruction) -> Instruction:
+    """Returns the only instruction of a fusion, with the fusion's operands; others as they are."""
+    if instruction.opcode != "fusion":
+        return instruction
+    fused = module.computations[instruction.called("calls")[0]]
+    root = fused.instructions[fused.root]
+    inside = [fused.instructions[name] for name in root.operands]
+    if any(operand.opcode != "parameter" for operand in inside):
+        return instruction
+    operands = tuple(instruction.operands[int(operand.literal)] for operand in inside)
+    return dataclasses.replace(root, operands=operands)
+
+
+def _before_flattening(computation: Computation, name: str) -> Instruction:
+    """Returns the array that a chain of bitcasts of one dtype flattens."""
+    flat = computation.instructions[name]
+    while flat.opcode == "bitcast":
+        source = computation.instructions[flat.operands[0]]
+        if source.array.dtype != flat.array.dtype:
+            break
+        flat = source
+    return flat
+
+
+def _bounds(module: Module, user: Instruction) -> tuple[int, int]:
+    """Returns the part of a flat array that an instruction slices; of anything else, no part."""
+    inlined = _inlined(module, user)
+    found = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", inlined.attribute("slice") or "")
+    return (int(found[1]), int(found[2])) if found and inlined.opcode == "slice" else (-1, -1)
+
+
+def flat_types(type_: Type) -> Iterator[Array]:
+    """Yields the arrays in a type, in order."""
     if isinstance(type_, Array):
         yield type_
     else:
@@ -201,12 +303,7 @@ def flat_types(type_: Type) -> Iterator[Array]:
 
 @functools.lru_cache(maxsize=4096)  # a program of 10,000 instructions has few types
 def parse_type(text: str) -> Type:
-    """Parses a type.
-
-    Examples:
-      >>> parse_type('(f32[8,<=2]{1,0:T(8,128)}, (bf16[], token[]))')
-      (Array(dtype='f32', shape=(8, 2)), (Array(dtype='bf16', shape=()), Array(dtype='token', ...)))
-    """
+    """Parses a type such as `(f32[8,<=2]{1,0:T(8,128)}, bf16[])`."""
     stack: list[list[Type]] = [[]]
     for found in _TYPE_TOKEN.finditer(text):
         if found["dtype"]:
@@ -255,12 +352,7 @@ def _closing(text: str, start: int) -> int:
 
 @functools.cache
 def _bits(dtype: str) -> int:
-    """Returns the bits per element: the number in the name of the dtype.
-
-    Examples:
-      >>> [_bits(dtype) for dtype in ('pred', 'bf16', 'f8e4m3fn', 's4', 'c64', 'token')]
-      [8, 16, 8, 4, 64, 0]
-    """
+    """Returns the bits per element: the number in the name of the dtype."""
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return int(digits[1]) if digits else 8 * (dtype == "pred")
 
@@ -272,3 +364,12 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _TYPE_TOKEN = re.compile(
     r"(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\]]*)\](?:\{[^}]*\})?|/\*.*?\*/|[()]"
 )
+_CALLING = {
+    "async": ("calls",),
+    "call": ("to_apply",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "custom-call": ("calls",),
+    "fusion": ("calls",),
+    "while": ("condition", "body"),
+}
+_CALLEES = {**_CALLING, **{f"{opcode}-start": keys for opcode, keys in _CALLING.items()}}

@@ -7,13 +7,13 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from opt_partition._display import format_table, human_bytes
 from opt_partition._verify.collectives import Collective
+from opt_partition._verify.expected import Role
+from opt_partition._verify.leaves import Side
 
-Side = Literal["input", "output"]
-Role = Literal["params", "state", "other"]
 Severity = Literal["error", "warning", "note"]
 
 
@@ -156,7 +156,7 @@ class Report:
     @property
     def collective_bytes(self) -> int:
         """Bytes sent by one device per step; loops of unknown length count once."""
-        return sum(row.total_bytes for row in self.collectives)
+        return _total_bytes(self.collectives)
 
     def to_json(self, indent: int | None = None) -> str:
         """Returns all fields of the report as JSON."""
@@ -191,41 +191,21 @@ class Report:
 
     def details(self) -> str:
         """Returns the verdict, the findings with what to do, and tables of all that was found."""
-        lines = [str(self), *(f"  {line}" for line in _said(self.findings))]
+        lines = [str(self), *(f"  {line}" for line in _finding_lines(self.findings))]
         if self.unjudged:
-            lines += ["  not judged:", *(f"    {line}" for line in _first(self.unjudged))]
-        if self.errors:
-            lines.append(_advice(self.errors))
-        lines += ["", "bytes per device", _table(_memory_rows(self))]
+            lines += [
+                "  not judged:",
+                *(f"    {unjudged}" for unjudged in self.unjudged[:_UNJUDGED]),
+            ]
+        if (more := len(self.unjudged) - _UNJUDGED) > 0:
+            lines.append(f"    {more} more, in `unjudged`")
         lines += [
-            "",
-            "collectives, per device and step",
-            _table(_collective_rows(self.collectives)),
+            f"  what to do: {_ADVICE[kind]}" for kind in dict.fromkeys(f.kind for f in self.errors)
         ]
+        bytes_table, moves = _memory_table(self), _collective_table(self.collectives)
+        lines += ["", "bytes per device", textwrap.indent(bytes_table, "  ")]
+        lines += ["", "collectives, per device and step", textwrap.indent(moves, "  ")]
         return "\n".join(lines)
-
-
-def _several(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:
-    """Returns lines for the first few findings of each kind and severity."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.severity, finding.kind), []).append(finding)
-    lines: list[str] = []
-    for (severity, kind), group in groups.items():
-        lines += map(str, group[:most])
-        if len(group) > most:
-            lines.append(f"{severity}: {kind}: {len(group) - most} more, in `findings`")
-    return lines
-
-
-def _first(unjudged: Sequence[Unjudged], most: int = 10) -> list[str]:
-    """Returns lines for the first few unjudged collectives."""
-    more = [f"{len(unjudged) - most} more, in `unjudged`"] * (len(unjudged) > most)
-    return [*map(str, unjudged[:most]), *more]
 
 
 _ADVICE = {
@@ -240,55 +220,75 @@ _ADVICE = {
         "before any other use, or reduce them with `jax.lax.psum_scatter` under `jax.shard_map`"
     ),
 }
+_FINDINGS: Final = 20
+_UNJUDGED: Final = 10
 
 
-def _advice(errors: Sequence[Finding]) -> str:
-    kinds = dict.fromkeys(finding.kind for finding in errors)
-    return "\n".join(f"  what to do: {_ADVICE[kind]}" for kind in kinds)
+def _several(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _memory_rows(report: Report) -> list[list[str]]:
-    rows = [["", "expected", "input", "output"]]
-    for role in ("params", "state", "other"):
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """Returns lines for the first few findings of each kind and severity."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.severity, finding.kind), []).append(finding)
+    lines: list[str] = []
+    for (severity, kind), group in groups.items():
+        lines += map(str, group[:_FINDINGS])
+        if len(group) > _FINDINGS:
+            lines.append(f"{severity}: {kind}: {len(group) - _FINDINGS} more, in `findings`")
+    return lines
+
+
+def _memory_table(report: Report) -> str:
+    rows = []
+    roles: tuple[Role, ...] = ("params", "state", "other")
+    for role in roles:
         asked = [
             leaf.bytes_asked
             for leaf in report.leaves
             if (leaf.side, leaf.role) == ("input", role) and leaf.bytes_asked is not None
         ]
-        found = [report.bytes_per_device(role, side) for side in ("input", "output")]
+        found = (report.bytes_per_device(role), report.bytes_per_device(role, "output"))
         rows.append([role, f"{sum(asked):,}" if asked else "-", *(f"{n:,}" for n in found)])
     if memory := report.memory:
         rows.append(["all, XLA", "", f"{memory.arguments:,}", f"{memory.outputs:,}"])
         rows.append(["aliased", "", f"{memory.aliased:,}", ""])
         rows.append(["temporaries", "", f"{memory.temporaries:,}", ""])
-    return rows
+    return format_table(["", "expected", "input", "output"], rows)
 
 
-def _collective_rows(collectives: Sequence[Collective]) -> list[list[str]]:
-    """Returns table rows, one for all collectives that differ only in name and origin."""
+def _collective_table(collectives: Sequence[Collective]) -> str:
+    """Returns a table with a row for all collectives that differ only in name and origin."""
     if not collectives:
-        return [["none"]]
-    same: dict[tuple[Any, ...], list[Collective]] = {}
+        return "none"
+    alike: dict[Any, list[Collective]] = {}
     for row in collectives:
-        what = (row.kind, row.dtype, row.operand_shape, row.shape, row.sources)
-        how = (row.axes, row.group_size, row.per_iteration, row.conditional)
-        same.setdefault((what, how), []).append(row)
-    rows = [["kind", "array", "over", "count", "bytes sent", "depends on", "from"]]
-    for group in sorted(same.values(), key=lambda g: -sum(row.total_bytes for row in g)):
-        first = group[0]
+        key = dataclasses.replace(row, name="", op_name="", count=0, bytes=0)
+        alike.setdefault(key, []).append(row)
+    rows = []
+    for group in sorted(alike.values(), key=lambda group: -_total_bytes(group)):
+        row = group[0]
+        count = f"{sum(row.count for row in group)}{' per iteration' * row.per_iteration}"
         rows.append(
             [
-                first.kind,
-                _array(first),
-                "+".join(first.axes) if first.axes else f"{first.group_size} devices",
-                _count(group),
-                f"{sum(row.total_bytes for row in group):,}",
-                _shortened(first.sources),
-                first.op_name or "-",
+                row.kind,
+                _array(row),
+                "+".join(row.axes) if row.axes else f"{row.group_size} devices",
+                count + " at most" * row.conditional,
+                f"{_total_bytes(group):,}",
+                _shortened(row.sources),
+                row.op_name or "-",
             ]
         )
-    rows.append(["all", "", "", "", f"{sum(row.total_bytes for row in collectives):,}", "", ""])
-    return rows
+    rows.append(["all", "", "", "", f"{_total_bytes(collectives):,}", "", ""])
+    head = ["kind", "array", "over", "count", "bytes sent", "depends on", "from"]
+    return format_table(head, rows)
+
+
+def _total_bytes(rows: Sequence[Collective]) -> int:
+    return sum(row.total_bytes for row in rows)
 
 
 def _array(row: Collective) -> str:
@@ -296,16 +296,6 @@ def _array(row: Collective) -> str:
     return f"{row.dtype} " + " → ".join(f"[{','.join(map(str, shape))}]" for shape in shapes)
 
 
-def _count(group: Sequence[Collective]) -> str:
-    first = group[0]
-    unknown = " per iteration" if first.per_iteration else ""
-    return f"{sum(row.count for row in group)}{unknown}{' at most' if first.conditional else ''}"
-
-
 def _shortened(sources: Sequence[str], most: int = 3) -> str:
     more = f", {len(sources) - most} more" if len(sources) > most else ""
     return ", ".join(sources[:most]) + more or "-"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return textwrap.indent(format_table(rows[0], rows[1:]), "  ")

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, get_args
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from opt_partition._verify import leaf_findings, state_moves
-from opt_partition._verify import leaves as leaves_
-from opt_partition._verify import moved as moved_
 from opt_partition._verify.collectives import Collective, collectives
-from opt_partition._verify.concatenated_sums import parse_program
-from opt_partition._verify.expected import Expected
-from opt_partition._verify.gradients import gradient_all_reduces
-from opt_partition._verify.hlo import Module
-from opt_partition._verify.ownership import check_roles
-from opt_partition._verify.report import Finding, Memory, Report, Severity, Unjudged
+from opt_partition._verify.expected import Expected, Keys, Role
+from opt_partition._verify.hlo import Module, parse_program
+from opt_partition._verify.judge import Gradients, StateGathers, judge_collectives
+from opt_partition._verify.leaves import (
+    Leaf,
+    check_roles,
+    input_leaves,
+    output_leaves,
+    platform_of,
+)
+from opt_partition._verify.report import Finding, LeafReport, Memory, Report, Severity
 from opt_partition.errors import ShardingMismatchError
-
-Gradients = Literal["auto", "reduce-scatter", "any"]
-StateGathers = Literal["error", "any"]
 
 
 def verify(
@@ -115,31 +115,27 @@ def verify(
     """
     _check("gradients", gradients, Gradients)
     _check("state_gathers", state_gathers, StateGathers)
-    compiled = step.compile() if isinstance(step, jax.stages.Lowered) else step
-    if not isinstance(compiled, jax.stages.Compiled):
-        raise TypeError(
-            "`step` must be the result of `jax.jit(f).lower(...)`, compiled or not; got "
-            f"{type(step).__name__}"
-        )
+    compiled = _compiled(step)
     if not isinstance(expected, Expected):
         raise TypeError(
             "`expected` must be an `Expected`, e.g. `Expected(inputs=..., outputs=...)`; got "
             f"{type(expected).__name__}"
         )
-    inputs = leaves_.input_leaves(compiled, expected)
+    inputs = input_leaves(compiled, expected)
     module = parse_program(compiled.as_text() or "")
-    outputs = leaves_.output_leaves(compiled, expected, inputs, module)
+    outputs = output_leaves(compiled, expected, inputs, module)
     leaves = [*inputs, *outputs]
-    platform = leaves_.platform(leaves)
-    reports = leaf_findings.leaf_reports(leaves, module)
+    reports = leaf_reports(leaves, module)
+    unclear = check_roles(inputs, outputs, expected)
     findings = [
-        *leaf_findings.sharding_findings(leaves),
-        *leaf_findings.dtype_findings(inputs, outputs),
-        *check_roles(inputs, outputs, expected),
-        *leaf_findings.donation_findings(reports),
-        *leaf_findings.undonated_findings(inputs, module.aliased_parameters),
-        *leaf_findings.keyword_findings(compiled, expected),
+        *_sharding_findings(leaves),
+        *_dtype_findings(inputs, outputs),
+        *([Finding("ownership", "warning", None, unclear)] if unclear else []),
+        *donation_findings(reports),
+        *undonated_findings(inputs, module.aliased_parameters),
+        *_keyword_findings(compiled, expected),
     ]
+    platform = platform_of(leaves)
     judged = judge_collectives(
         module, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
     )
@@ -158,55 +154,158 @@ def verify(
     return report
 
 
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """The judged collectives of a step; see `Report` for the fields."""
+def read_collectives(
+    step: jax.stages.Compiled | jax.stages.Lowered, mesh: Mesh | AbstractMesh | None = None
+) -> tuple[Collective, ...]:
+    """Returns every array that a collective of a compiled program moves, in program order.
 
-    collectives: tuple[Collective, ...]
-    findings: tuple[Finding, ...]
-    unjudged: tuple[Unjudged, ...]
+    For programs that are not training steps; `verify` judges those.
 
+    Args:
+      step: `jax.jit(f, ...).lower(...)`, compiled or not yet.
+      mesh: names the axes that each collective runs over.
 
-def judge_collectives(
-    module: Module,
-    inputs: Sequence[leaves_.Leaf],
-    outputs: Sequence[leaves_.Leaf],
-    platform: str,
-    *,
-    gradients: Gradients = "auto",
-    state_gathers: StateGathers = "error",
-) -> Judged:
-    """Judges the collectives of a compiled step."""
-    mesh = leaves_.mesh_shape([*inputs, *outputs])
-    moved = moved_.moved_arrays(module, inputs, outputs, mesh)
-    if moved is None:
-        found = tuple(collectives(module, mesh))
-        unjudged = tuple(Unjudged(row, "its origin is unknown") for row in found)
-        return Judged(found, (_UNTRACED,), unjudged)
-    moves = state_moves.StateMoves(moved, inputs)
-    findings = (
-        *state_moves.state_gathers(moves, _GATHER_SEVERITY[state_gathers]),
-        *gradient_all_reduces(moved, mesh, *_gradient_severities(gradients, platform)),
-    )
-    return Judged(tuple(array.row for array in moved), findings, tuple(moves.unjudged))
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> read_collectives(jax.jit(jnp.sum).lower(jnp.ones(3)))
+      ()
+    """
+    module = parse_program(_compiled(step).as_text() or "")
+    return tuple(collectives(module, None if mesh is None else dict(mesh.shape)))
 
 
-_GATHER_SEVERITY: dict[StateGathers, Severity] = {"error": "error", "any": "note"}
-_UNTRACED = Finding(
-    "not traced",
-    "warning",
-    None,
-    "the parameters of the compiled program do not match the arguments of the step: the origin "
-    "of its collectives is unknown, and gathers and all-reduces are not checked",
-)
+def _compiled(step: Any) -> jax.stages.Compiled:
+    compiled = step.compile() if isinstance(step, jax.stages.Lowered) else step
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            "`step` must be the result of `jax.jit(f).lower(...)`, compiled or not; got "
+            f"{type(step).__name__}"
+        )
+    return compiled
 
 
-def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
-    """Returns the severities of an all-reduce of a matrix, and of a vector or a small array."""
-    if gradients != "auto":
-        severity: Severity = "note" if gradients == "any" else "error"
-        return severity, "warning" if platform == "tpu" and severity == "error" else severity
-    return "warning" if platform == "cpu" else "error", "warning"
+def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
+    """Returns the report of each leaf."""
+    used = [leaf for leaf in leaves if leaf.side == "input" and leaf.found is not None]
+    aliased = {id(used[n]) for n in module.aliased_parameters if n < len(used)}
+    return [
+        LeafReport(
+            side=leaf.side,
+            path=leaf.path,
+            role=leaf.role,
+            shape=leaf.shape,
+            dtype=_dtype_name(leaf.dtype),
+            asked=_in_words(leaf.asked.sharding, leaf),
+            found=_in_words(leaf.found, leaf),
+            dtype_asked=None if leaf.asked.dtype is None else _dtype_name(leaf.asked.dtype),
+            bytes_asked=leaf.bytes_asked,
+            bytes_found=leaf.bytes_found,
+            ok=leaf.ok and leaf.dtype_ok,
+            donated=leaf.donated,
+            aliased=id(leaf) in aliased,
+        )
+        for leaf in leaves
+    ]
+
+
+def _in_words(sharding: Sharding | None, leaf: Leaf) -> str | None:
+    """Formats a sharding, e.g. as `P('data', None)`."""
+    if not isinstance(sharding, NamedSharding):
+        return None if sharding is None else repr(sharding)
+    entries = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+    where = f" in {sharding.memory_kind}" * (sharding.memory_kind not in (None, "device"))
+    return f"P({', '.join(map(repr, entries)) if any(entries) else ''}){where}"
+
+
+def _sharding_findings(leaves: Sequence[Leaf]) -> Iterator[Finding]:
+    """Yields an error for each leaf that is not sharded as expected."""
+    for leaf in leaves:
+        if not leaf.ok:
+            asked, found = _in_words(leaf.asked.sharding, leaf), _in_words(leaf.found, leaf)
+            elsewhere = ", on other devices or in a different order" * (asked == found)
+            yield Finding(
+                "sharding",
+                "error",
+                leaf.path,
+                f"{leaf}: expected {asked}, {leaf.bytes_asked:,} bytes per device; found {found}, "
+                f"{leaf.bytes_found:,} bytes per device{elsewhere}",
+            )
+
+
+def _dtype_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[Finding]:
+    """Yields an error for each leaf with an unexpected dtype, or whose dtype the step changes."""
+    for leaf in (*inputs, *outputs):
+        if not leaf.dtype_ok:
+            said = f"{leaf}: expected {leaf.asked.dtype}; found {leaf.dtype}"
+            yield Finding("dtype", "error", leaf.path, said)
+    before: dict[tuple[Role, Keys], Leaf] = {
+        (leaf.role, leaf.name): leaf for leaf in inputs if leaf.role != "other"
+    }
+    for leaf in outputs:
+        old = before.get((leaf.role, leaf.name))
+        if old is not None and old.dtype != leaf.dtype and leaf.dtype_ok:
+            yield Finding(
+                "dtype",
+                "error",
+                leaf.path,
+                f"{leaf}: was {old.dtype} as input {old.path}; the step is recompiled for its own "
+                "result, and donated memory cannot be reused",
+            )
+
+
+def _keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iterator[Finding]:
+    """Yields a note for each keyword argument without an expectation."""
+    for name, argument in compiled.args_info[1].items():
+        count = len(jax.tree.leaves(argument))
+        if count and name not in expected.keywords:
+            yield Finding(
+                "keyword argument",
+                "note",
+                name,
+                f"{name}: {count} array{'s' * (count > 1)} not checked; pass `Expected(..., "
+                f"keywords={{{name!r}: ...}})`, with `None` to accept any sharding",
+            )
+
+
+def donation_findings(reports: Sequence[LeafReport]) -> Iterator[Finding]:
+    """Yields a warning for each donated leaf whose memory is not reused."""
+    for leaf in reports:
+        if leaf.donated and not leaf.aliased and leaf.found and leaf.role != "other":
+            yield Finding(
+                "donation",
+                "warning",
+                leaf.path,
+                f"{leaf}: donated, but its {leaf.bytes_found:,} bytes are not reused: no result "
+                "has its shape, dtype, sharding and memory kind",
+            )
+
+
+def undonated_findings(inputs: Sequence[Leaf], aliased: Collection[int]) -> Iterator[Finding]:
+    """Yields a warning if old and new parameters or state are in memory at the same time.
+
+    `aliased` has the numbers, among the used arguments, of those whose memory is reused.
+    """
+    used = [leaf for leaf in inputs if leaf.found is not None]
+    kept = [leaf for n, leaf in enumerate(used) if not leaf.donated and n not in aliased]
+    roles: tuple[Role, ...] = ("params", "state")
+    held = {role: [leaf for leaf in kept if leaf.role == role] for role in roles}
+    sizes = {role: sum(leaf.bytes_found for leaf in leaves) for role, leaves in held.items()}
+    if total := sum(sizes.values()):
+        each = " and ".join(f"{size:,} of the {role}" for role, size in sizes.items() if size)
+        arguments = dict.fromkeys(
+            leaf.path.split("/", 1)[0] for leaves in held.values() for leaf in leaves
+        )
+        numbers = tuple(int(name) for name in arguments if name.isdigit())
+        names = tuple(name for name in arguments if not name.isdigit())
+        remedy = [f"donate_argnums={numbers}"] * bool(numbers)
+        remedy += [f"donate_argnames={names}"] * bool(names)
+        yield Finding(
+            "donation",
+            "warning",
+            next(leaf.path for leaves in held.values() for leaf in leaves),
+            f"{total:,} bytes per device are held twice, before and after the step: {each}; pass "
+            f"`jax.jit(..., {', '.join(remedy)})`",
+        )
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory | None:
@@ -228,3 +327,6 @@ def _memory(compiled: jax.stages.Compiled) -> Memory | None:
 def _check(argument: str, value: str, choices: Any) -> None:
     if value not in get_args(choices):
         raise ValueError(f"`{argument}` must be one of {get_args(choices)}; got {value!r}")
+
+
+_dtype_name = functools.cache(str)  # NumPy composes the name of a dtype each time

@@ -18,20 +18,8 @@ def align(tree: Any, like: Any, argument: str, *, prefix: bool = False) -> list[
     Container types may differ as long as the keys agree, e.g. a dict for a FrozenDict, and entries
     may be `None`, although JAX treats it as an empty container.
 
-    Args:
-      tree: any pytree.
-      like: the tree that determines the leaves.
-      argument: the caller's name for `tree`, for the error message.
-      prefix: whether a leaf of `tree` may apply to a whole subtree of `like`.
-
-    Raises:
-      AxesError: `tree` does not have the structure of `like`; the message lists all paths.
-
-    Examples:
-      >>> align({'w': 'x', 'b': None}, {'w': 1, 'b': 2}, 'axes')
-      [None, 'x']
-      >>> align({'w': 'x', 'b': None}, {'w': [1, 2], 'b': 3}, 'memory_kinds', prefix=True)
-      [None, 'x', 'x']
+    With `prefix`, a leaf of `tree` may apply to a whole subtree of `like`. `argument` is the
+    caller's name for `tree`, for the `AxesError` that lists the paths where they differ.
     """
     if not prefix:
         treedef: Any = jax.tree.structure(like)

@@ -19,12 +19,7 @@ ONLY_ARRAYS = "(for an Equinox module, pass only its arrays: `eqx.filter(model, 
 
 @functools.cache
 def itemsize(dtype: Any) -> int:
-    """Returns the bytes of one element; for a typed PRNG key, of its data.
-
-    Examples:
-      >>> itemsize('bfloat16'), itemsize(jax.random.key(0).dtype)
-      (2, 8)
-    """
+    """Returns the bytes of one element; for a typed PRNG key, of its data."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(math.prod(data.shape) * data.dtype.itemsize)
@@ -32,11 +27,7 @@ def itemsize(dtype: Any) -> int:
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and dtype of an array, a `jax.ShapeDtypeStruct` or a Python number.
-
-    Raises:
-      TypeError: `leaf` is none of these.
-    """
+    """Returns the shape and dtype of an array, a `jax.ShapeDtypeStruct` or a Python number."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         try:
             leaf = jax.typeof(leaf)
@@ -49,12 +40,7 @@ def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def mesh_axes_of(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes in one entry of a `PartitionSpec`.
-
-    Examples:
-      >>> mesh_axes_of(None), mesh_axes_of('data'), mesh_axes_of(('data', 'model'))
-      ((), ('data',), ('data', 'model'))
-    """
+    """Returns the mesh axes in one entry of a `PartitionSpec`."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -64,11 +50,6 @@ def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tup
     """Returns the shape of the shard on one device; every dimension must be divisible.
 
     Like `NamedSharding.shard_shape`, but also for meshes with `Manual` axes.
-
-    Examples:
-      >>> mesh = AbstractMesh((4, 2), ('data', 'model'))
-      >>> shard_shape((8, 6), PartitionSpec('data', None), mesh)
-      (2, 6)
     """
     entries, sizes = [*spec, *[None] * (len(shape) - len(spec))], mesh.shape
     return tuple(
@@ -84,34 +65,19 @@ def manual_axes(mesh: AnyMesh) -> frozenset[str]:
 
 
 def named_sizes(mesh: AnyMesh, axes: Iterable[str]) -> str:
-    """Formats mesh axes with their sizes.
-
-    Examples:
-      >>> named_sizes(AbstractMesh((4, 2), ('data', 'model')), ('model', 'data'))
-      'model=2, data=4'
-    """
+    """Formats mesh axes with their sizes."""
     return ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
 
 
 def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
-    """Returns the `PartitionSpec` with the given mesh axes for each dimension.
-
-    Examples:
-      >>> tuple(spec_of([('data',), (), ('fsdp', 'model')]))
-      ('data', None, ('fsdp', 'model'))
-    """
+    """Returns the `PartitionSpec` with the given mesh axes for each dimension."""
     return PartitionSpec(
         *((names[0] if len(names) == 1 else tuple(names)) if names else None for names in axes)
     )
 
 
 def spec_str(spec: PartitionSpec) -> str:
-    """Formats a spec independently of the JAX version.
-
-    Examples:
-      >>> spec_str(PartitionSpec('data', None))
-      "P('data', None)"
-    """
+    """Formats a spec independently of the JAX version."""
     return f"P({', '.join(map(repr, getattr(spec, 'partitions', spec)))})"
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from opt_partition._display import Table, dtype_name
-from opt_partition._mesh.align import align, brief
-from opt_partition._mesh.copies import OnMesh
-from opt_partition._mesh.specs import (
+from opt_partition._align import align, brief
+from opt_partition._display import dtype_name, format_table
+from opt_partition._specs import (
     AnyMesh,
     checked_spec,
     itemsize,
@@ -61,11 +60,8 @@ class LeafLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout(OnMesh):
+class Layout:
     """The layout of every leaf of a tree on a mesh; prints as a table.
-
-    Copies share the mesh. A pickle has an `AbstractMesh` with the same axes instead, as devices
-    belong to a process; restore a concrete mesh with `Layout(mesh, layout.leaves)`.
 
     Attributes:
       mesh: the mesh, concrete or abstract.
@@ -169,17 +165,9 @@ class Layout(OnMesh):
             for leaf in self.rows
         ]
         rows.append(("total", "", "", "", f"{self.bytes:,}", f"{self.bytes_per_device:,}", "", ""))
-        return str(
-            Table(
-                title=f"mesh: {named_sizes(self.mesh, self.mesh.axis_names)}",
-                columns=(
-                    *("path", "shape", "dtype", "spec"),
-                    *("bytes", "per device", "memory", "remarks"),
-                ),
-                rows=tuple(rows),
-                right=frozenset({"bytes", "per device"}),
-            )
-        )
+        head = ("path", "shape", "dtype", "spec", "bytes", "per device", "memory", "remarks")
+        table = format_table(head, rows, ("bytes", "per device"), rule=True)
+        return f"mesh: {named_sizes(self.mesh, self.mesh.axis_names)}\n{table}"
 
 
 def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from opt_partition._align import align, brief
 from opt_partition._init import Init, StateMaker, init_of, params_of
-from opt_partition._mesh.align import align, brief
-from opt_partition._mesh.layout import Layout
-from opt_partition._mesh.specs import shape_and_dtype
+from opt_partition._layout import Layout
+from opt_partition._specs import shape_and_dtype
 from opt_partition._trees import leaves_with_paths
 from opt_partition.errors import AxesError
 

@@ -6,15 +6,14 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._display import human_bytes
-from opt_partition._mesh.layout import Layout, LeafLayout
-from opt_partition._mesh.placement import best_placement
-from opt_partition._mesh.specs import (
+from opt_partition._layout import Layout, LeafLayout
+from opt_partition._specs import (
     AnyMesh,
     manual_axes,
     mesh_axes_of,
@@ -39,13 +38,10 @@ def extend_over(
     """Shards every leaf further over the given mesh axes, as far as it is divisible.
 
     Applied to the state only, this is ZeRO-1; if gradients are constrained to the same specs,
-    ZeRO-2. Of all possible placements, each leaf gets the first one by these criteria:
-
-    1. fewest bytes per device;
-    2. fewest dimensions touched, so that one collective gathers the leaf;
-    3. fewest of these sharded before, so that shards do not become too thin;
-    4. longest shards: the shortest touched dimension is as long as possible;
-    5. earliest dimensions, for which shards are contiguous.
+    ZeRO-2. One mesh axis after the other, the largest first, goes to the longest dimension of the
+    shard that it divides: to one that got an axis already, so that a single collective gathers the
+    leaf; else to one that was not sharded before, so that shards do not become too thin. Of equally
+    long ones the first is taken, whose shards are contiguous.
 
     New mesh axes are added after (minor to) the existing ones of a dimension, so that gathering
     over them restores exactly the shards of `specs`, i.e. those of the parameters.
@@ -188,8 +184,7 @@ def _waste(leaf: LeafLayout, axes: Sequence[str], mesh: AnyMesh) -> int:
     return held - -(-held // ways) if math.prod(leaf.shard_shape) >= ways else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Extension:
+class _Extension(NamedTuple):
     """The extension of one shape with one spec."""
 
     spec: PartitionSpec
@@ -231,14 +226,19 @@ def _extend(
     manual = manual_axes(mesh)
     free = [axis for axis in axes if axis not in held and axis not in manual]
 
-    sizes = [mesh.shape[axis] for axis in free]
-    placed = best_placement(sizes, shard, [bool(names) for names in before])
-    added = [
-        tuple(a for a, at in zip(free, placed, strict=True) if at == d) for d in range(len(shape))
-    ]
+    places: dict[str, int] = {}
+    lengths = list(shard)
+    for axis in sorted(free, key=lambda axis: -mesh.shape[axis]):
+        size = mesh.shape[axis]
+        fitting = [dim for dim, length in enumerate(lengths) if length % size == 0]
+        if fitting:
+            again = [dim for dim in fitting if dim in places.values()]
+            place = min(again or fitting, key=lambda dim: (bool(before[dim]), -lengths[dim]))
+            places[axis], lengths[place] = place, lengths[place] // size
+    added = [[axis for axis in free if places.get(axis) == dim] for dim in range(len(shape))]
     after = spec_of([*old, *new] for old, new in zip(before, added, strict=True))
     result = shard_shape(shape, after, mesh)
-    left = [axis for axis, dim in zip(free, placed, strict=True) if dim is None]
+    left = [axis for axis in free if axis not in places]
     what = str(shape) if result == shape else f"its shard {result}"
     actions = [
         f"ZeRO: dimension {held[axis]} was already over {named_sizes(mesh, [axis])}"

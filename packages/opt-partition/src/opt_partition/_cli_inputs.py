@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from opt_partition.errors import PartitionError
@@ -30,9 +29,6 @@ def load_job(target: str) -> tuple[Any, Any, Any]:
     """Calls `MODULE:FUNCTION` and returns its transformation, parameters and logical axes.
 
     Output of the module is redirected to standard error, as standard output is for results.
-
-    Raises:
-      InputError: the function does not exist, raises, or returns something else.
     """
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
@@ -76,15 +72,7 @@ def foreign_code(what: str) -> Iterator[None]:
 
 
 def parse_mesh(text: str) -> AbstractMesh:
-    """Parses `data=8,model=4`.
-
-    Raises:
-      InputError: `text` does not have that form.
-
-    Examples:
-      >>> dict(parse_mesh("data=8,model=4").shape)
-      {'data': 8, 'model': 4}
-    """
+    """Parses `data=8,model=4`."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
@@ -98,47 +86,12 @@ def parse_mesh(text: str) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def parse_axes(text: str, mesh: AbstractMesh) -> tuple[str, ...]:
-    """Parses `data` or `data,fsdp`, the value of `--zero`.
-
-    Raises:
-      InputError: an axis is not in the mesh, or occurs twice.
-    """
-    axes = tuple(part.strip() for part in text.split(","))
-    names = mesh.axis_names
-    if not {*axes} <= {*names} or len({*axes}) < len(axes):
-        raise InputError(
-            f"`--zero` must be distinct axes of `--mesh`, e.g. {names[0]}; found `{text}`, but the "
-            f"mesh has {', '.join(names)}"
-        )
-    return axes
-
-
-def parse_dtype(flag: str, text: str) -> Any:
-    """Parses a dtype that gradients can have.
-
-    Raises:
-      InputError: the dtype is unknown, or not inexact.
-    """
-    # NumPy raises a `TypeError` for an unknown dtype.
-    with contextlib.suppress(TypeError):
-        dtype = jnp.dtype(text)
-        if jnp.issubdtype(dtype, jnp.inexact):
-            return dtype
-    raise InputError(
-        f"`{flag}` must be a floating-point or complex dtype, e.g. bfloat16; found `{text}`"
-    )
-
-
 def read_rules(path: str) -> list[Rule]:
     """Reads an ordered list of pairs from a JSON or TOML file.
 
     The list is the value of `rules` in TOML, and the value of `rules` or the whole document in
     JSON. The second item of a pair is a mesh axis, a list of mesh axes, or `""`, `[]` or `null` for
     none.
-
-    Raises:
-      InputError: the file cannot be read, or its contents are invalid.
     """
     file = Path(path)
     if file.suffix not in {".json", ".toml"}:
@@ -197,7 +150,7 @@ def _where(error: BaseException) -> str:
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
-        and Path(__file__).parents[1] not in Path(frame.filename).parents
+        and Path(__file__).parent not in Path(frame.filename).parents
         and os.path.exists(frame.filename)
         and not frame.filename.startswith(os.path.dirname(os.__file__))
     ]

@@ -1,16 +1,28 @@
-"""Dataflow analysis: what every value of a compiled program depends on."""
+"""Dataflow analysis: what every value of a compiled program depends on.
+
+Each input has a bit. A value's bits are carried through every instruction, into fusions, branches
+and loops (until they settle), in four sets that say how the value depends on the input; see `Deps`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from opt_partition._verify.collectives import callees, is_collective, may_call
-from opt_partition._verify.hlo import Array, Computation, Instruction, Module, Type
-from opt_partition._verify.hlo_loops import rewritten_places
+from opt_partition._verify.hlo import (
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    Type,
+    callees,
+    is_collective,
+    may_call,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,27 +96,9 @@ def trace(
       module: the program.
       inputs: dependencies of each parameter of the entry computation.
       tags: a bit for each array that a collective communicates, added to its result.
-      stepped: bit sets of the inputs that a training step updates, i.e. of the parameters and of
-        the state; an iteration must update some of each to count as a step. (A loop over layers may
-        update only one of them, masked, in each iteration.)
-
-    Returns:
-      The dependencies of the results and of the operands of collectives.
-
-    Examples:
-      >>> from opt_partition._verify.hlo import parse
-      >>> module = parse('''HloModule jit_f
-      ...
-      ... ENTRY %main (x: f32[4], y: f32[4]) -> (f32[8], f32[4]) {
-      ...   %x = f32[4]{0} parameter(0)
-      ...   %y = f32[4]{0} parameter(1)
-      ...   %g = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
-      ...   %sum = f32[4]{0} add(%x, %y)
-      ...   ROOT %out = (f32[8]{0}, f32[4]{0}) tuple(%g, %sum)
-      ... }''')
-      >>> flow = trace(module, [Deps.of(0), Deps.of(1)], {('g', 0): 2})
-      >>> [bin(output.any) for output in flow.outputs], flow.moved
-      (['0b101', '0b11'], {('g', 0): Deps(any=1, direct=1, placed=0, reduced=0)})
+      stepped: bit sets of the parameters and of the state; an iteration of a loop must update some
+        of each to count as a training step. (A loop over layers may update only one of them,
+        masked, in each iteration.)
     """
     interpreter = _Interpreter(module, tags, stepped)
     entry = module.computations[module.entry]
@@ -235,10 +229,10 @@ def _otherwise(instruction: Instruction, operands: list[Deps]) -> Deps:
         return Deps(whole.any, 0, operands[0].direct | operands[0].placed, reduced)
     if opcode in _REDUCES:
         return Deps(whole.any, reduced=whole.direct | whole.placed | whole.reduced)
-    if opcode in _MIXES:
+    if opcode != "dynamic-slice":
         return Deps(whole.any)
-    carrying = _union(operands[slice(*_CARRYING.get(opcode, (None,)))])
-    return Deps(whole.any, carrying.direct, carrying.placed, carrying.reduced)
+    # The other operands are start indices.
+    return Deps(whole.any, operands[0].direct, operands[0].placed, operands[0].reduced)
 
 
 def _is_reshape(computation: Computation, instruction: Instruction) -> bool:
@@ -293,7 +287,99 @@ def _flatten(value: Value, type_: Type) -> list[Deps]:
     return [d for v, t in zip(elements, type_, strict=True) for d in _flatten(v, t)]
 
 
-_SAME = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier"})
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Returns the trip count of a `while`: as annotated by XLA, else from counter and limit."""
+    noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if noted:
+        return int(noted[1])
+    [body], [condition] = loop.called("body"), loop.called("condition")
+    test = module.computations[condition]
+    root = test.instructions[test.root]
+    if root.opcode != "compare" or root.attribute("direction") != "LT":
+        return None
+    counter, limit = (test.instructions[name] for name in root.operands)
+    place = counter.attribute("index")
+    if counter.opcode != "get-tuple-element" or place is None:
+        return None
+    result = module.computations[body]
+    first = _constant(computation, _element(computation, loop.operands[0], int(place)))
+    step = _step(result, _element(result, result.root, int(place)), place)
+    last = _constant(test, limit.name)
+    if first is None or last is None or step is None:
+        return None
+    return max(0, math.ceil((last - first) / step))
+
+
+def rewritten_places(module: Module, body: str) -> list[int]:
+    """Returns the indices of a loop carry that each iteration replaces as a whole.
+
+    Excludes those that are unchanged, like the inputs of a scan, and those that are written slice
+    by slice, like the stacked outputs of a scan.
+    """
+    computation = module.computations[body]
+    root = computation.instructions[computation.root]
+    if root.opcode != "tuple":
+        return []
+    origins = (_origin(module, computation, name) for name in root.operands)
+    kept = ("get-tuple-element", "parameter", "dynamic-update-slice")
+    return [n for n, origin in enumerate(origins) if origin.opcode not in kept]
+
+
+def _origin(module: Module, computation: Computation, name: str) -> Instruction:
+    """Returns the instruction that computes `name`, looking into fusions and calls."""
+    while True:
+        instruction = _source(computation, name)
+        place = 0
+        if instruction.opcode == "get-tuple-element":
+            place = int(instruction.attribute("index") or 0)
+            whole = computation.instructions[instruction.operands[0]]
+            if whole.opcode in ("parameter", "while", "conditional"):
+                return instruction if whole.opcode == "parameter" else whole
+            instruction = _source(computation, whole.name)
+        called = instruction.called("calls") or instruction.called("to_apply")
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode not in ("async", "call", "fusion") or not called:
+            return instruction
+        computation = module.computations[called[0]]
+        root = computation.instructions[computation.root]
+        name = root.operands[place] if root.opcode == "tuple" else root.name
+
+
+def _element(computation: Computation, tuple_name: str, place: int) -> str:
+    """Returns the name of a tuple element if the tuple is constructed here, else of the tuple."""
+    instruction = computation.instructions[tuple_name]
+    return instruction.operands[place] if instruction.opcode == "tuple" else tuple_name
+
+
+def _source(computation: Computation, name: str) -> Instruction:
+    """Returns the instruction that computes or starts to compute `name`, skipping copies."""
+    instruction = computation.instructions[name]
+    while instruction.opcode in _COPIES or instruction.opcode.endswith(("-done", "-update")):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """Returns the value of `name` if it is an integer constant, else `None`."""
+    instruction = _source(computation, name)
+    digits = re.fullmatch(r"-?\d+", instruction.literal.strip())
+    return int(digits[0]) if digits and instruction.opcode == "constant" else None
+
+
+def _step(computation: Computation, name: str, place: str) -> int | None:
+    """Returns the constant that a loop adds to carry element `place`, or `None` if unknown."""
+    add = _source(computation, name)
+    if add.opcode != "add":
+        return None
+    for counter, step in (add.operands, add.operands[::-1]):
+        source = _source(computation, counter)
+        if source.opcode == "get-tuple-element" and source.attribute("index") == place:
+            return _constant(computation, step)
+    return None
+
+
+_COPIES = frozenset({"bitcast", "copy", "copy-start"})
+_SAME = _COPIES | {"optimization-barrier"}
 _MIXES = frozenset(
     {
         "cholesky",
@@ -319,11 +405,7 @@ _PLACES = {
     "pad": (slice(1, 2), slice(0, 1)),
     "select": (slice(0, 0), slice(1, 3)),
 }
-# The operands that provide elements of the result; the others are start indices.
-_CARRYING = {"dynamic-slice": (0, 1)}
-_OTHERWISE = frozenset(
-    {"custom-call", "scatter", *_CARRYING, *_MIXES, *_PICKS, *_PLACES, *_REDUCES}
-)
+_OTHERWISE = _MIXES | _REDUCES | _PICKS | {"custom-call", "dynamic-slice", "scatter", *_PLACES}
 # Custom calls on TPUs and GPUs that move values unchanged.
 _MOVES = re.compile(
     r'custom_call_target="(ConcatBitcast|AsyncCollectiveStart|AsyncCollectiveDone|MoveTo\w+)"'

@@ -19,22 +19,6 @@ def state_fields(state: Any, params: Any) -> list[str]:
     This is the innermost field whose container type does not occur in the parameters, so that `mu`
     of an Equinox model is a single field. Leaves outside of such containers are named after the
     first string among their keys.
-
-    Args:
-      state: the optimizer state, or its shapes.
-      params: the parameters of the state.
-
-    Returns:
-      A name per leaf, in JAX's order.
-
-    Examples:
-      >>> import optax
-      >>> params = {'b': 1.0, 'w': 2.0}
-      >>> state_fields(optax.adam(0.1).init(params), params)
-      ['ScaleByAdamState.count', 'ScaleByAdamState.mu', 'ScaleByAdamState.mu',
-       'ScaleByAdamState.nu', 'ScaleByAdamState.nu']
-      >>> state_fields({'momentum': params}, params)
-      ['momentum', 'momentum']
     """
     return list(_walk(state, None, None, frozenset(_containers(params))))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,14 +16,12 @@ from opt_partition._axes.explain import explain
 from opt_partition._axes.param_axes import normalise_param_axes
 from opt_partition._axes.rules import DEFAULT_RULES, Rules
 from opt_partition._init import StateMaker, params_of
-from opt_partition._memory.plan import Kind, MemoryPlan
-from opt_partition._memory.rows import RowMaker
-from opt_partition._memory.state_fields import state_fields
-from opt_partition._mesh.layout import Layout, LeafLayout
-from opt_partition._mesh.logical_to_mesh import MemoryKinds, logical_to_mesh
-from opt_partition._mesh.rule_table import LogicalAxisRules
-from opt_partition._mesh.specs import AnyMesh, named_sizes
-from opt_partition._mesh.zero import extended, report_replicated
+from opt_partition._layout import Layout, LeafLayout
+from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
+from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
+from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
+from opt_partition._state_fields import state_fields
+from opt_partition._zero import extended, report_replicated
 from opt_partition.errors import AxesError
 
 
@@ -116,67 +116,71 @@ def memory_plan(
             f"found a {type(derivation_rules).__name__}"
         )
     # Read several times (parameters, state, reasons), so an iterator would be exhausted.
-    rules = rules if isinstance(rules, Mapping) else list(rules)
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     params = params_of(tx, params)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
+    axes = normalise_param_axes(params, param_axes)
     lay = functools.partial(
         logical_to_mesh,
-        rules=rules,
+        rules=pairs,
         mesh=mesh,
         on_indivisible=on_indivisible,
         on_unknown=on_unknown,
     )
-    extend = functools.partial(_extend, axes=over, min_bytes=zero_min_bytes)
 
-    axes = normalise_param_axes(params, param_axes)
-    param_layout = lay(axes, shapes=params)
-    grads = _with_dtypes(param_layout, lambda dtype: _grad_dtype(dtype, grad_dtype))
-    accumulators = None
+    layouts: dict[Kind, Layout] = {"params": lay(axes, shapes=params)}
+    layouts["grads"] = _with_dtypes(layouts["params"], lambda dtype: _grad_dtype(dtype, grad_dtype))
     if accumulate is not None and accumulate is not False:
-        accumulators = _with_dtypes(grads, lambda dtype: _accumulator_dtype(dtype, accumulate))
-    if zero_level == 2:
-        grads = extend(grads)
-        accumulators = None if accumulators is None else extend(accumulators)
-    state = extend(lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds))
-
-    layouts: dict[Kind, Layout | None] = {
-        "params": param_layout,
-        "grads": grads,
-        "accumulators": accumulators,
-        "state": state,
-    }
-    zero_kinds: list[Kind] = ["state"]
-    if zero_level == 2:
-        zero_kinds += ["grads", "accumulators"]
+        layouts["accumulators"] = _with_dtypes(
+            layouts["grads"], lambda dtype: _accumulator_dtype(dtype, accumulate)
+        )
+    layouts["state"] = lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds)
+    unextended: set[Kind] = {"params"} if zero_level == 2 else {"params", "grads", "accumulators"}
     if over:
-        held = {kind: layout for kind, layout in layouts.items() if layout is not None}
-        rest = (layout.bytes_per_device for kind, layout in held.items() if kind not in zero_kinds)
+        extended_layouts = {
+            kind: _extend(layout, over, zero_min_bytes)
+            for kind, layout in layouts.items()
+            if kind not in unextended
+        }
+        layouts |= extended_layouts
         report_replicated(
-            [held[kind] for kind in zero_kinds if kind in held],
+            list(extended_layouts.values()),
             over,
             min_bytes=zero_min_bytes,
             strict=strict,
-            beside=sum(rest),
+            beside=sum(layouts[kind].bytes_per_device for kind in layouts.keys() & unextended),
         )
-    maker = RowMaker(rules, mesh, dict.fromkeys(zero_kinds, over), group_by or _first_key)
-    follow_params = [
+
+    names = [tuple(spec) for spec in jax.tree.leaves(axes)]
+    paths = [leaf.path for leaf in layouts["params"].rows]
+    of_state = (
+        [row.axes for row in explanation.rows],
+        [row.parameter for row in explanation.rows],
+        state_fields(explanation.state, params),
+    )
+    rows = [
         row
         for kind, layout in layouts.items()
-        if layout is not None and kind != "state"
-        for row in maker.of_params(kind, layout, axes)
+        for row in _rows(
+            kind,
+            layout,
+            *(of_state if kind == "state" else (names, paths, [kind] * len(paths))),
+            rules=pairs,
+            zero=() if kind in unextended else over,
+            group_by=group_by or _first_key,
+        )
     ]
-    follow_state = maker.of_state(state, explanation, state_fields(explanation.state, params))
     return MemoryPlan(
         mesh=mesh,
-        params=param_layout,
-        grads=grads,
-        accumulators=accumulators,
-        state=state,
-        rows=(*follow_params, *follow_state),
+        params=layouts["params"],
+        grads=layouts["grads"],
+        accumulators=layouts.get("accumulators"),
+        state=layouts["state"],
+        rows=tuple(rows),
         explanation=explanation,
         zero=over,
         zero_level=zero_level,
-        temporary_bytes=_temporary_bytes(tx, param_layout),
+        temporary_bytes=_temporary_bytes(tx, layouts["params"]),
     )
 
 
@@ -185,11 +189,63 @@ def _temporary_bytes(tx: Any, params: Layout) -> int | None:
     tell = getattr(tx, "temporary_bytes", None)
     if not callable(tell):
         return None
-    return int(tell([jax.ShapeDtypeStruct(x.shard_shape, x.dtype) for x in _leaves(params)]))
+    return int(tell([jax.ShapeDtypeStruct(leaf.shard_shape, leaf.dtype) for leaf in params.rows]))
 
 
-def _leaves(layout: Layout) -> list[LeafLayout]:
-    return jax.tree.leaves(layout.leaves, is_leaf=lambda leaf: isinstance(leaf, LeafLayout))
+def _rows(
+    kind: Kind,
+    layout: Layout,
+    axes: Sequence[tuple[Any, ...]],
+    parameters: Sequence[str | None],
+    fields: Sequence[str],
+    *,
+    rules: Sequence[tuple[str, Any]],
+    zero: Sequence[str],
+    group_by: Callable[[str], str],
+) -> Iterator[PlanRow]:
+    """Yields the rows of one tree: the cost of every leaf, and why it is not sharded further."""
+    manual = manual_axes(layout.mesh)
+    sizes = {axis: n for axis, n in layout.mesh.shape.items() if n > 1 and axis not in manual}
+    ways = math.prod(sizes.values())
+    sharded = {name for name, to in rules if mesh_axes_of(to)}
+    usable = {axis for _, to in rules for axis in mesh_axes_of(to)}.union(zero)
+
+    def reason(leaf: LeafLayout, names: tuple[Any, ...]) -> str:
+        used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
+        free = [axis for axis in sizes if axis not in used]
+        where = f"not over {named_sizes(layout.mesh, free)}"
+        if not leaf.shape:
+            return f"{where}: a scalar"
+        whole = [name for entry in names for name in mesh_axes_of(entry) if name not in sharded]
+        why = list(leaf.notes)
+        if whole:
+            why.append("no rule shards " + ", ".join(map(repr, dict.fromkeys(whole))))
+        if not any(names):
+            why.append("no dimension has a logical name")
+        if not used.intersection(zero):
+            why += leaf.actions
+        if idle := [axis for axis in free if axis not in usable]:
+            why.append("no rule uses " + ", ".join(map(repr, idle)))
+        return f"{where}: {'; '.join(why)}" if why else where
+
+    for leaf, names, parameter, field in zip(layout.rows, axes, parameters, fields, strict=True):
+        group: object = NO_PARAMETER if parameter is None else group_by(parameter)
+        if not isinstance(group, str):
+            raise TypeError(
+                "`group_by` must return a string, the name of a group, for every parameter path; "
+                f"for {parameter!r} it returned {group!r}, a {type(group).__name__}"
+            )
+        waste = leaf.bytes_per_device - -(-leaf.bytes // ways)
+        yield PlanRow(
+            kind,
+            leaf,
+            names,
+            parameter,
+            group,
+            field,
+            waste,
+            reason(leaf, names) if waste else "",
+        )
 
 
 def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> tuple[str, ...]:
@@ -211,11 +267,16 @@ def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> 
 
 def _check_dtype(argument: str, asked: Any) -> None:
     """Raises `ValueError` if gradients cannot have a dtype."""
-    if asked is not None and not jax.numpy.issubdtype(asked, np.inexact):
-        raise ValueError(
-            f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found "
-            f"{jax.numpy.dtype(asked)}"
-        )
+    if asked is None:
+        return
+    dtype = asked
+    with contextlib.suppress(TypeError):  # of a name that NumPy does not know
+        dtype = jax.numpy.dtype(asked)
+        if jax.numpy.issubdtype(dtype, np.inexact):
+            return
+    raise ValueError(
+        f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found {dtype}"
+    )
 
 
 def _extend(layout: Layout, axes: tuple[str, ...], min_bytes: int) -> Layout:

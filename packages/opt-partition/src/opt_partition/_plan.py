@@ -7,14 +7,17 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from opt_partition._axes.explain import Explanation
 from opt_partition._display import dtype_name
-from opt_partition._memory.tables import plan_text
-from opt_partition._mesh.copies import OnMesh
-from opt_partition._mesh.layout import Layout, LeafLayout
-from opt_partition._mesh.specs import AnyMesh
+from opt_partition._layout import Layout, LeafLayout
+from opt_partition._plan_text import plan_text
+from opt_partition._plot import plot_plan
+from opt_partition._specs import AnyMesh
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Kind = Literal["params", "grads", "accumulators", "state"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "accumulators", "state")
@@ -69,14 +72,13 @@ class GroupBytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan(OnMesh):
+class MemoryPlan:
     """The layout and memory of a training step; prints on one screen.
 
     `print` shows totals, the largest groups and the three leaves with the most waste; `to_data` and
-    the command line's `--all` have everything.
+    the command line's `--all` have everything, and `plot` draws the groups.
 
-    Byte counts are exact integers. Copies share the mesh; a pickle has an `AbstractMesh` with the
-    same axes instead, also in the layouts.
+    Byte counts are exact integers.
 
     Attributes:
       mesh: the mesh.
@@ -212,6 +214,21 @@ class MemoryPlan(OnMesh):
             "notes": list(self.notes),
             "rows": [_row_dict(row) for row in self.rows],
         }
+
+    def plot(self) -> Figure:
+        """Draws a bar for each group: its parameters, gradients, accumulators and state.
+
+        Below each bar, a thin one is the waste among these bytes: what each device holds beyond an
+        equal share. Equal groups, such as layers, are one bar. The background is transparent and
+        the colours are readable on light and on dark pages.
+
+        Returns:
+          The figure; `plan.plot().savefig('plan.png')` writes it.
+
+        Raises:
+          ImportError: matplotlib is not installed: `pip install 'opt-partition[plot]'`.
+        """
+        return plot_plan(self)
 
     def __str__(self) -> str:
         return plan_text(self)

@@ -1,0 +1,282 @@
+"""Conversion of logical axes to mesh axes by a table of rules.
+
+Tables have the form and semantics of those of T5X and Flax: rules take precedence over dimensions.
+In addition, a rule that does not divide a dimension evenly is skipped, and every dimension that
+stays unsharded although it has rules gets a note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from opt_partition._align import align, brief
+from opt_partition._layout import Layout, LeafLayout
+from opt_partition._specs import (
+    AnyMesh,
+    manual_axes,
+    named_sizes,
+    shape_and_dtype,
+    shard_shape,
+    spec_of,
+    spec_str,
+)
+from opt_partition._trees import leaves_with_paths
+from opt_partition.errors import AxesError, IndivisibleError
+
+MeshAxes = str | Sequence[str] | None
+LogicalAxisRules = Sequence[tuple[str, MeshAxes]] | Mapping[str, MeshAxes]
+# `None`, a memory kind, a prefix tree of both, or a function of the path and the leaf.
+MemoryKinds = Any
+
+
+def logical_to_mesh(
+    axes: Any,
+    rules: LogicalAxisRules,
+    mesh: AnyMesh,
+    shapes: Any,
+    *,
+    on_indivisible: Literal["replicate", "error"] = "replicate",
+    on_unknown: Literal["error", "replicate"] = "error",
+    memory_kinds: MemoryKinds = None,
+) -> Layout:
+    """Lays out leaves with logical axes on a mesh.
+
+    Rules are applied in order. A rule applies to a dimension with its name if no earlier rule has
+    decided the dimension, none of its mesh axes is used by another dimension of the leaf, and the
+    product of their sizes divides the dimension; otherwise a later rule for the same name may
+    apply. A rule with several mesh axes applies as a whole or not at all. If a name occurs twice in
+    a leaf, as in the factors of Shampoo, the first dimension takes precedence.
+
+    Args:
+      axes: a `PartitionSpec` of logical names per leaf. An entry is a name, `None`, or, for a
+        merged dimension, a tuple of names, each of which may contribute mesh axes. Dimensions
+        beyond the end of a spec are not sharded; `None` instead of a spec replicates the leaf.
+      rules: pairs of a logical name and a mesh axis, several mesh axes, or `None`, which leaves the
+        dimension unsharded. Can be a mapping if there is one rule per name.
+      mesh: a `Mesh` or `AbstractMesh`; rules with a `Manual` axis do not apply.
+      shapes: a tree with the structure of `axes`, of arrays or `jax.ShapeDtypeStruct`s.
+      on_indivisible: `'error'` raises an error if a dimension stays unsharded because it is not
+        divisible, unless a rule with `None` applies to it.
+      on_unknown: `'replicate'` leaves dimensions without any rule for their name unsharded, with a
+        note.
+      memory_kinds: a memory kind for all leaves, a tree of them with the structure of `shapes` or a
+        prefix of it, or a function of the path and the leaf; `None` for the device's default.
+
+    Returns:
+      The layout. The `notes` of a leaf list every dimension that stays unsharded although it has
+      rules with mesh axes, and why.
+
+    Raises:
+      AxesError: `axes`, `rules`, `mesh` and `shapes` do not match.
+      IndivisibleError: see `on_indivisible`.
+
+    Examples:
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> layout = logical_to_mesh(
+      ...     {'wi': P('embed', 'mlp'), 'bias': P('mlp')},
+      ...     [('mlp', 'model'), ('embed', 'data')],
+      ...     AbstractMesh((4, 2), ('data', 'model')),
+      ...     {'wi': jax.ShapeDtypeStruct((8, 6), 'float32'),
+      ...      'bias': jax.ShapeDtypeStruct((7,), 'float32')},
+      ... )
+      >>> [(leaf.path, tuple(leaf.spec), leaf.shard_shape) for leaf in layout.rows]
+      [('bias', (None,), (7,)), ('wi', ('data', 'model'), (2, 3))]
+      >>> layout.notes
+      ("bias: dimension 0 ('mlp', 7) is not divisible by model=2",)
+    """
+    _check_choice("on_indivisible", on_indivisible, ("replicate", "error"))
+    _check_choice("on_unknown", on_unknown, ("error", "replicate"))
+    pairs = _parse_rules(rules, mesh)
+    entries = align(axes, shapes, "axes")
+    kinds = _memory_kinds(memory_kinds, shapes)
+
+    placements: dict[Any, _Placement] = {}
+    leaves: list[LeafLayout] = []
+    misfits: list[str] = []
+    unknown: dict[str, list[str]] = {}
+    indivisible: list[str] = []
+    for (path, leaf), entry, kind in zip(leaves_with_paths(shapes), entries, kinds, strict=True):
+        try:
+            shape, dtype = shape_and_dtype(leaf)
+            dims = _parse_axes(entry, len(shape))
+        except (TypeError, ValueError) as error:
+            misfits.append(f"{path}: {error}")
+            continue
+        placed = placements.get((dims, shape))
+        if placed is None:
+            placed = placements[dims, shape] = _place(dims, shape, pairs, mesh)
+        for name in placed.unknown:
+            unknown.setdefault(name, []).append(path)
+        indivisible += [f"{path}: {note}" for note in placed.indivisible]
+        leaves.append(
+            LeafLayout(path, shape, dtype, placed.spec, placed.shard_shape, kind, placed.notes)
+        )
+    if unknown and on_unknown == "error":
+        misfits += [f"{name!r}, of {', '.join(at)}: no rule" for name, at in unknown.items()]
+        misfits.append("Add `(name, None)` to `rules` or pass `on_unknown='replicate'`")
+    if misfits:
+        raise AxesError("\n  ".join(["`axes` do not match `shapes` and `rules`:", *misfits]))
+    if indivisible and on_indivisible == "error":
+        head = "dimensions are not divisible by the mesh axes that `rules` assign to them:"
+        tail = "Add another rule or `(name, None)`, or pass `on_indivisible='replicate'`"
+        raise IndivisibleError("\n  ".join([head, *indivisible, tail]))
+    return Layout(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+
+
+class _Placement(NamedTuple):
+    """What the rules make of a shape with logical names."""
+
+    spec: PartitionSpec
+    shard_shape: tuple[int, ...]
+    notes: tuple[str, ...]
+    indivisible: tuple[str, ...]  # those of the notes that are about divisibility alone
+    unknown: tuple[str, ...]  # names without a rule
+
+
+@dataclasses.dataclass
+class _Slot:
+    """A logical name of a dimension, the mesh axes that it got, and why earlier rules failed."""
+
+    dimension: int
+    name: str
+    axes: tuple[str, ...] | None = None
+    refusals: list[str] = dataclasses.field(default_factory=list)
+    divides: bool = True
+
+
+_Rules = Sequence[tuple[str, tuple[str, ...]]]
+
+
+def _place(
+    dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], rules: _Rules, mesh: AnyMesh
+) -> _Placement:
+    """Applies the rules, in order, to a shape whose dimensions have the names `dims`."""
+    slots = [_Slot(dim, name) for dim, names in enumerate(dims) for name in names]
+    used: dict[str, int] = {}  # mesh axis to dimension, in order of assignment
+    for name, axes in rules:
+        for slot in slots:
+            if slot.name == name and slot.axes is None:
+                _try(axes, slot, shape[slot.dimension], used, mesh)
+    spec = spec_of(
+        [axis for slot in slots if slot.dimension == dim for axis in slot.axes or ()]
+        for dim in range(len(shape))
+    )
+    refused = [slot for slot in slots if not slot.axes and slot.refusals]
+    notes = [
+        f"dimension {slot.dimension} ({slot.name!r}, {shape[slot.dimension]}) "
+        + " and ".join(slot.refusals)
+        for slot in refused
+    ]
+    with_rule = {name for name, _ in rules}
+    unknown = [slot for slot in slots if slot.name not in with_rule]
+    return _Placement(
+        spec,
+        shard_shape(shape, spec, mesh),
+        (*notes, *(f"dimension {slot.dimension}: no rule for {slot.name!r}" for slot in unknown)),
+        tuple(
+            note
+            for slot, note in zip(refused, notes, strict=True)
+            if slot.axes is None and not slot.divides
+        ),
+        tuple(dict.fromkeys(slot.name for slot in unknown)),
+    )
+
+
+def _try(
+    axes: tuple[str, ...], slot: _Slot, size: int, used: dict[str, int], mesh: AnyMesh
+) -> None:
+    """Assigns `axes` to a slot, or records why not."""
+    manual = [axis for axis in axes if axis in manual_axes(mesh)]
+    taken = [axis for axis in axes if axis in used]
+    # A merged dimension gets the mesh axes of all its names.
+    together = [axis for axis, dim in used.items() if dim == slot.dimension] + list(axes)
+    if manual:
+        slot.refusals.append(f"cannot use {manual[0]}: it is Manual")
+    elif taken:
+        slot.refusals.append(f"cannot use {taken[0]}: dimension {used[taken[0]]} uses it")
+    elif axes and size % math.prod(mesh.shape[axis] for axis in together):
+        slot.refusals.append(f"is not divisible by {named_sizes(mesh, together)}")
+        slot.divides = False
+    else:
+        slot.axes = axes
+        used.update(dict.fromkeys(axes, slot.dimension))
+
+
+def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> _Rules:
+    """Returns pairs of a name and mesh axes in `mesh`; `()` for `None`."""
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    parsed: list[tuple[str, tuple[str, ...]]] = []
+    for pair in pairs:
+        match pair:
+            case (str(name), None):
+                parsed.append((name, ()))
+            case (str(name), str(axis)):
+                parsed.append((name, (axis,)))
+            case (str(name), [*several]) if all(isinstance(axis, str) for axis in several):
+                parsed.append((name, tuple(several)))
+            case _:
+                raise AxesError(
+                    "`rules` must be pairs of a logical name and a mesh axis, a tuple of mesh axes "
+                    f"or None; found {pair!r}"
+                )
+    for name, axes in parsed:
+        absent = [axis for axis in axes if axis not in mesh.shape]
+        if absent:
+            raise AxesError(
+                f"`rules` map {name!r} to the mesh axes {', '.join(map(repr, absent))}, which are "
+                f"not in `mesh`: it has {named_sizes(mesh, mesh.axis_names)}. Rename the axes, or "
+                "omit the rule for this mesh."
+            )
+        if len(set(axes)) < len(axes):
+            raise AxesError(f"`rules` map {name!r} to the same mesh axis twice: {axes!r}")
+    return parsed
+
+
+def _parse_axes(entry: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the names of each of `rank` dimensions."""
+    if entry is None:
+        return ((),) * rank
+    if not isinstance(entry, PartitionSpec):
+        raise AxesError(f"expected a PartitionSpec of logical names or None, found {brief(entry)}")
+    dims: list[tuple[str, ...]] = []
+    entries: tuple[Any, ...] = tuple(entry)
+    for names in entries:
+        several = () if names is None else names if isinstance(names, tuple) else (names,)
+        if not all(isinstance(name, str) for name in several):
+            raise AxesError(f"expected names, tuples of names or None, found {spec_str(entry)}")
+        dims.append(several)
+    if len(dims) > rank:
+        raise AxesError(
+            f"expected at most {rank} entries, one per dimension; found {spec_str(entry)}"
+        )
+    return (*dims, *[()] * (rank - len(dims)))
+
+
+def _memory_kinds(memory_kinds: MemoryKinds, shapes: Any) -> list[str | None]:
+    """Returns the memory kind of each leaf."""
+    if callable(memory_kinds):
+        choose: Callable[[str, Any], str | None] = memory_kinds
+        kinds: list[Any] = [choose(path, leaf) for path, leaf in leaves_with_paths(shapes)]
+    else:
+        kinds = align(memory_kinds, shapes, "memory_kinds", prefix=True)
+    wrong = [
+        f"{path}: found {kind!r}"
+        for (path, _), kind in zip(leaves_with_paths(shapes), kinds, strict=True)
+        if not isinstance(kind, str | None)
+    ]
+    if wrong:
+        raise AxesError("\n  ".join(["`memory_kinds` must be strings or None:", *wrong]))
+    return kinds
+
+
+def _check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"`{argument}` must be one of {', '.join(map(repr, choices))}; got {value!r}"
+        )

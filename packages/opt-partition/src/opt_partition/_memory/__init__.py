@@ -1,1 +1,0 @@
-"""Memory of a training step per device."""

@@ -1,1 +1,0 @@
-"""Layouts of trees on a mesh, from their logical axes."""

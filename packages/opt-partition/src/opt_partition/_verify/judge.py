@@ -1,0 +1,397 @@
+"""Verdicts on the collectives of a step: state that is communicated, gradients summed in full.
+
+State alone: it is an error if a device receives its shard of a leaf, or more. State mixed with
+parameters or gradients: it is an error if a device receives more than the shards of the parameters
+that it belongs to, as then moments travel, or what was gathered is sliced and gathered again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from opt_partition._specs import itemsize
+from opt_partition._verify.collectives import Collective, collectives
+from opt_partition._verify.hlo import Module
+from opt_partition._verify.leaves import Leaf, Owners, mesh_shape
+from opt_partition._verify.moved import Moved, moved_arrays
+from opt_partition._verify.report import Finding, Severity, Unjudged
+
+Gradients = Literal["auto", "reduce-scatter", "any"]
+StateGathers = Literal["error", "any"]
+
+# XLA for TPUs all-reduces anything smaller, whatever the program says, since it takes fewer rounds.
+# Measured on v5e with libtpu 0.0.42: 16 KiB were all-reduced, 64 KiB were not.
+_SMALL = 64 * 1024
+
+
+class Judged(NamedTuple):
+    """The judged collectives of a step; see `Report` for the fields."""
+
+    collectives: tuple[Collective, ...]
+    findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...]
+
+
+def judge_collectives(
+    module: Module,
+    inputs: Sequence[Leaf],
+    outputs: Sequence[Leaf],
+    platform: str,
+    *,
+    gradients: Gradients = "auto",
+    state_gathers: StateGathers = "error",
+) -> Judged:
+    """Judges the collectives of a compiled step."""
+    mesh = mesh_shape([*inputs, *outputs])
+    moved = moved_arrays(module, inputs, outputs, mesh)
+    if moved is None:
+        rows = tuple(collectives(module, mesh))
+        unjudged = tuple(Unjudged(row, "its origin is unknown") for row in rows)
+        return Judged(rows, (_UNTRACED,), unjudged)
+    state = _StateMoves(moved, inputs, "error" if state_gathers == "error" else "note")
+    findings = (
+        *state.findings(),
+        *_gradient_findings(moved, mesh, *_gradient_severities(gradients, platform)),
+    )
+    return Judged(tuple(array.row for array in moved), findings, tuple(state.unjudged))
+
+
+_UNTRACED = Finding(
+    "not traced",
+    "warning",
+    None,
+    "the parameters of the compiled program do not match the arguments of the step: the origin "
+    "of its collectives is unknown, and gathers and all-reduces are not checked",
+)
+
+
+class _StateMoves:
+    """The communication of state in a step, assigned to leaves or parameters.
+
+    Attributes:
+      of_leaves: per leaf, the arrays that depend on state only, with the number of its elements
+        that they communicate.
+      of_params: the arrays that depend on state and on parameters or gradients, with the parameters
+        whose budget they share.
+      reductions: those of `of_leaves` that are reduced over devices into the leaf itself.
+      unjudged: the arrays that depend on state and belong to neither.
+    """
+
+    def __init__(self, moved: Sequence[Moved], inputs: Sequence[Leaf], severity: Severity) -> None:
+        owners = Owners([leaf for leaf in inputs if leaf.role == "params"])
+        self.owner: Callable[[Leaf], Leaf | None] = functools.cache(owners.of)
+        self.severity = severity
+        self.of_leaves: defaultdict[Leaf, dict[Moved, int]] = defaultdict(dict)
+        self.of_params: dict[Moved, tuple[Leaf, ...]] = {}
+        self.reductions: list[Moved] = []
+        self.unjudged: list[Unjudged] = []
+        self._owners = functools.cache(self._owners_of)
+        for array in moved:
+            if array.state and array.size > 1 and array.row.group_size > 1:
+                self._sort(array)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields findings on state, or values derived from it, that is communicated too often."""
+        for leaf, shares in self.of_leaves.items():
+            yield from self._judge_leaf(leaf, shares)
+        for arrays, params in _sharing(self.of_params):
+            yield from self._judge_updates(arrays, params)
+
+    def _is_factor(self, leaf: Leaf) -> bool:
+        """Whether a leaf is smaller than its parameter, e.g. the rows of a factored moment."""
+        owner = self.owner(leaf)
+        return owner is not None and leaf.size < owner.size
+
+    def _owners_of(self, leaves: tuple[Leaf, ...], but_factors: bool) -> tuple[Leaf, ...]:
+        """Returns the parameters of leaves."""
+        kept = (leaf for leaf in leaves if not (but_factors and self._is_factor(leaf)))
+        return tuple(dict.fromkeys(p for p in map(self.owner, kept) if p is not None))
+
+    def _sort(self, array: Moved) -> None:
+        if not array.is_move and not self._is_gather(array):
+            return
+        if array.directly and (array.alone or all(map(self._is_factor, array.state))):
+            self._count(array, array.state)
+            return
+        params = self._owners(array.state, array.directly)
+        if not array.directly:
+            params = tuple(p for p in params if p.shard_size == array.elements)
+        if params:
+            self.of_params[array] = params
+        elif array.is_move:
+            self._pass(array, _NO_OWNER if array.directly else _NO_SIZE)
+
+    def _is_gather(self, reduce: Moved) -> bool:
+        """Whether a reduction over devices is a gather of state; sorts it otherwise.
+
+        Elements of different shards that are reduced into each other are no longer that state, so
+        this is right only for what a device has reduced before: norms, means and factors.
+        """
+        ends = [leaf for leaf in reduce.reaches if leaf.role == "state"]
+        if reduce.directly:
+            names = {leaf.name for leaf in ends}
+            into = tuple(leaf for leaf in reduce.state if leaf.name in names)
+            if into and (reduce.alone or any(_is_divided(leaf, reduce) for leaf in into)):
+                self._count(reduce, into)
+                self.reductions.append(reduce)
+                return False
+            if not into and self._gathers(reduce):
+                return True
+            self._pass(reduce, _REPLICAS if into else _ELSEWHERE)
+        elif any(reduce.elements >= leaf.shard_size for leaf in ends if not self._is_factor(leaf)):
+            self._pass(reduce, _SUMS if reduce.reduced else _PRODUCTS)
+        return False
+
+    def _gathers(self, reduce: Moved) -> bool:
+        """Whether a sum over devices is a gather of shards, each padded with zeros."""
+        if reduce.placed:
+            return True
+        # The number of elements of each leaf that a gather would bring to a device.
+        owned = ((leaf, self.owner(leaf)) for leaf in reduce.state)
+        limits = [min(leaf.size, owner.shard_size) if owner else leaf.size for leaf, owner in owned]
+        held = sum(leaf.shard_size for leaf in reduce.state)
+        return reduce.alone and reduce.elements > held and reduce.elements in (*limits, sum(limits))
+
+    def _count(self, array: Moved, leaves: Sequence[Leaf]) -> None:
+        """Adds an array to the sums of leaves, with the number of elements of each."""
+        shards = [leaf.shard_size for leaf in leaves]
+        together = array.operand_elements > max(shards)
+        for leaf, shard in zip(leaves, shards, strict=True):
+            share = array.elements * shard // sum(shards) if together else array.elements
+            self.of_leaves[leaf][array] = share
+
+    def _pass(self, array: Moved, reason: str) -> None:
+        self.unjudged.append(Unjudged(array.row, reason))
+
+    def _judge_leaf(self, leaf: Leaf, shares: Mapping[Moved, int]) -> Iterator[Finding]:
+        """Judges a leaf that is communicated by itself.
+
+        It is an error from the size of its shard; for a factor, above the size of its parameter.
+        """
+        total = _most_at_once(shares, shares.__getitem__)
+        owner = self.owner(leaf)
+        factor = owner is not None and leaf.size < owner.size
+        excused = total <= owner.size if owner and factor else total < leaf.shard_size
+        reduced = [array for array in shares if array in self.reductions]
+        if excused:
+            for array in shares:
+                if array.row.per_iteration and not factor:
+                    self._pass(array, _NO_COUNT)
+            for array in reduced:
+                if not array.row.per_iteration:
+                    self._pass(array, _PART)
+            if not any(array.alone for array in shares):
+                return
+        what = "reduced over devices, shard by shard" if reduced else "communicated by itself"
+        yield self._finding(
+            leaf,
+            excused,
+            f"{leaf.path} is {what}: a device receives {total:,} elements per step of "
+            f"a leaf of {leaf.size:,}, of which it holds {leaf.shard_size:,}, by "
+            f"{_listed(list(shares))}",
+        )
+
+    def _judge_updates(self, arrays: Sequence[Moved], params: Sequence[Leaf]) -> Iterator[Finding]:
+        """Judges values derived from state of `params`: only the update may be moved, and once."""
+        regions: defaultdict[tuple[str, ...], list[Moved]] = defaultdict(list)
+        for array in _without_stages(arrays):
+            regions[array.step_loops].append(array)
+        total, kept = max(
+            ((_most_at_once(inside, lambda m: m.elements), inside) for inside in regions.values()),
+            key=operator.itemgetter(0),
+        )
+        leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
+        direct = all(m.directly for m in arrays)
+        budget = sum(p.shard_size for p in params if not (direct and self._is_alike(p, leaves)))
+        if total <= budget:
+            for array in kept:
+                if array.row.per_iteration:
+                    self._pass(array, _NO_COUNT)
+            return
+        enough = min((leaf.shard_size for leaf in leaves), default=1)
+        named = leaves or list(arrays[0].state)
+        yield self._finding(
+            named[0],
+            total - budget < enough,
+            f"values derived from {_listed([leaf.path for leaf in named])} are communicated too "
+            f"often: a device receives {total:,} elements per step, where {budget:,} of the new "
+            f"parameter or its update would suffice, by {_listed(kept)}",
+        )
+
+    def _is_alike(self, param: Leaf, leaves: Sequence[Leaf]) -> bool:
+        """Whether state is sharded like its parameter: no device needs another's update."""
+        return all(
+            leaf.shape == param.shape and leaf.mesh_axes == param.mesh_axes
+            for leaf in leaves
+            if self.owner(leaf) is param
+        )
+
+    def _finding(self, leaf: Leaf, excused: bool, said: str) -> Finding:
+        severity: Severity = "note" if excused else self.severity
+        if severity == "error":
+            said += _WHOLE_MUON if leaf.muon else _WHOLE
+        return Finding("state gather", severity, leaf.path, said)
+
+
+def _sharing(
+    of_params: Mapping[Moved, tuple[Leaf, ...]],
+) -> Iterator[tuple[list[Moved], list[Leaf]]]:
+    """Yields the arrays that share parameters, with these; one budget is theirs."""
+    shared: dict[Leaf, tuple[list[Moved], dict[Leaf, None]]] = {}
+    for array, params in of_params.items():
+        arrays, members = [], dict[Leaf, None]()
+        for other, others in {id(s): s for s in map(shared.get, params) if s}.values():
+            arrays += other
+            members |= others
+        arrays.append(array)
+        members |= dict.fromkeys(params)
+        shared |= dict.fromkeys(members, (arrays, members))
+    for arrays, members in {id(s): s for s in shared.values()}.values():
+        yield arrays, list(members)
+
+
+def _without_stages(arrays: Sequence[Moved]) -> list[Moved]:
+    """Keeps only the largest of several stages that bring an update to its parameter.
+
+    XLA gathers over one mesh axis after another, and may permute the parts before or after. Values
+    that go back to the state are not such stages, nor are those gathered and sliced again.
+    """
+    by_number = {array.number: array for array in arrays}
+    dropped: set[Moved] = set()
+    for array in arrays:
+        for before in filter(None, map(by_number.get, array.follows)):
+            permutes = {array.row.kind, before.row.kind} == {"collective-permute"}
+            back = any(leaf.role == "state" for leaf in (*array.reaches, *before.reaches))
+            if not permutes and not back and array.operand_elements >= before.elements:
+                dropped.add(before if before.elements <= array.elements else array)
+    return [array for array in arrays if array not in dropped]
+
+
+def _most_at_once(arrays: Iterable[Moved], size: Callable[[Moved], int], depth: int = 0) -> int:
+    """Returns the sum of sizes in one run: of each `conditional`, the branch with the largest."""
+    total = 0
+    branches: defaultdict[tuple[str, int], list[Moved]] = defaultdict(list)
+    for array in arrays:
+        if len(array.site.branches) > depth:
+            branches[array.site.branches[depth]].append(array)
+        else:
+            total += size(array)
+    most: dict[str, int] = {}
+    for (conditional, _), inside in branches.items():
+        of_branch = _most_at_once(inside, size, depth + 1)
+        most[conditional] = max(most.get(conditional, 0), of_branch)
+    return total + sum(most.values())
+
+
+def _is_divided(leaf: Leaf, reduce: Moved) -> bool:
+    """Whether the devices of a reduction hold different shards of a leaf."""
+    if leaf.mesh_axes is None or reduce.row.axes is None:
+        return True
+    return not set(reduce.row.axes).isdisjoint(axis for axes in leaf.mesh_axes for axis in axes)
+
+
+def _listed(things: Sequence[object], most: int = 4) -> str:
+    more = f" and {len(things) - most} more" * (len(things) > most)
+    return ", ".join(map(str, things[:most])) + more
+
+
+_WHOLE = (
+    "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon and GaLore"
+)
+_WHOLE_MUON = (
+    "; Muon needs whole matrices: write `opt_matrix.muon(learning_rate, plan=...)` with a plan of "
+    "`opt_matrix.plan_matrices`, which hands them out, and pass `state_gathers='any'`"
+)
+_NO_OWNER = "the state that it is derived from belongs to no parameter according to its path"
+_NO_SIZE = "derived from state, but not elementwise, and not of the size of a parameter"
+_NO_COUNT = "in a loop of unknown length"
+_ELSEWHERE = "a reduction over devices of state, which does not end in that state"
+_PART = "a reduction over devices of a part of the state, or of a factor"
+_PRODUCTS = "a sum over devices of products of state, which ends in the state"
+_REPLICAS = "a reduction over devices that hold the same state, mixed with other values"
+_SUMS = "a reduction over devices of sums of state, which ends in the state"
+
+
+def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
+    """Returns the severities of an all-reduce of a matrix, and of a vector or a small array."""
+    if gradients != "auto":
+        severity: Severity = "note" if gradients == "any" else "error"
+        return severity, "warning" if platform == "tpu" and severity == "error" else severity
+    return "warning" if platform == "cpu" else "error", "warning"
+
+
+def _gradient_findings(
+    moved: Sequence[Moved], mesh: Mapping[str, int], severity: Severity, of_small: Severity
+) -> Iterator[Finding]:
+    """Yields the all-reduces and gathers of gradients of which each device uses only a part.
+
+    A gather of whole gradients, one of each device, which are then summed on the device, brings
+    more to it than an all-reduce. `of_small` is for vectors, or less than `_SMALL` bytes.
+    """
+    for reduce in moved:
+        if reduce.row.kind != "all-reduce" or reduce.size == 1 or not reduce.from_inputs:
+            continue
+        for leaf in reduce.reaches:
+            ways = 1 if leaf.role == "other" else _ways(reduce, leaf, mesh)
+            if ways > 1 and leaf.shard_size * ways in _in_loops(reduce, reduce.size):
+                is_vector = sum(size > 1 for size in reduce.row.shape) < 2
+                small = is_vector or _operand_bytes(reduce, leaf) < _SMALL
+                kind = of_small if small else severity
+                yield _gradient_finding(reduce, leaf, ways, kind, "all-reduces", "half")
+                break
+    # Gathers whose result, or its sums on a device, end in a leaf.
+    gathers: defaultdict[Leaf, list[Moved]] = defaultdict(list)
+    for gather in moved:
+        if gather.row.kind == "all-gather" and gather.from_inputs and not gather.directly:
+            for leaf in gather.adds_to:
+                if leaf.role != "other":
+                    gathers[leaf].append(gather)
+    for leaf, (first, *rest) in gathers.items():
+        # In the loops that the first of them is in: those add up in each iteration.
+        together = [first, *(gather for gather in rest if gather.site.loops == first.site.loops)]
+        size = sum(math.prod(gather.row.operand_shape) for gather in together)
+        ways = _ways(first, leaf, mesh)
+        if ways > 1 and leaf.shard_size * ways in _in_loops(first, size):
+            kind = of_small if _operand_bytes(first, leaf) < _SMALL else severity
+            does, share = "gathers the summands of", f"1/{first.row.group_size}"
+            yield _gradient_finding(first, leaf, ways, kind, does, share)
+
+
+def _in_loops(moved: Moved, size: int) -> set[int]:
+    """Returns the elements moved in one iteration, in all of the innermost loop, of the next, ...
+
+    Layers of a stack are inner loops; microbatches and whole steps are outer ones.
+    """
+    trips = [times for _, times in reversed(moved.site.loops)]
+    return set(itertools.accumulate(trips, operator.mul, initial=size))
+
+
+def _operand_bytes(moved: Moved, leaf: Leaf) -> int:
+    return math.prod(moved.row.operand_shape) * itemsize(leaf.dtype)
+
+
+def _ways(moved: Moved, leaf: Leaf, mesh: Mapping[str, int]) -> int:
+    """Returns the number of devices of a group that `leaf` is sharded over."""
+    if moved.row.axes is None or leaf.mesh_axes is None:
+        return moved.row.group_size
+    divided = {axis for axes in leaf.mesh_axes for axis in axes}
+    return math.prod(mesh[axis] for axis in moved.row.axes if axis in divided)
+
+
+def _gradient_finding(
+    moved: Moved, leaf: Leaf, ways: int, severity: Severity, does: str, share: str
+) -> Finding:
+    sent = moved.row.bytes * moved.count
+    return Finding(
+        "gradient all-reduce",
+        severity,
+        leaf.path,
+        f"{moved} {does} a gradient of which {leaf.path} uses only 1/{ways} per device: a "
+        f"reduce-scatter would send {share} of these {sent:,} bytes per device and step",
+    )
