@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import opt_optax_bridge as opt
 import opt_partition
 import optax  # type: ignore[import-untyped]
-from opt_core import FROZEN, MultiOptimizer, Optimizer, describe
+from opt_core import FROZEN, MultiOptimizer, Optimizer, describe, freeze, regroup
 from opt_optax_bridge import t5x
 
 Params = dict[str, jax.Array]
@@ -50,6 +50,8 @@ groups = groups.apply_gradient(grads, weight_decay=0.1, group_overrides=by_group
 pairs = MultiOptimizer(("w", opt.adamw(1e-3)), ("b", FROZEN))
 pairs = MultiOptimizer([("w", opt.lion(1e-3)), ("b", FROZEN)])
 bias = MultiOptimizer.from_rules([("b", opt.lion(1e-3))], rest=FROZEN).create(params)
+frozen, plan = freeze(optimizer, "b")
+weight = plan.apply().params["w"] + regroup(frozen, opt.sgd(0.1))[0].params["w"]
 print(describe(groups), opt.resolve_hyper_params(groups), optimizer.step + 1)
 tx = opt.as_transformation(MultiOptimizer.from_rules(rules))
 updates, state = tx.update(grads, tx.init(params), params)
@@ -132,6 +134,9 @@ MultiOptimizer.from_rules([("w", 1e-3)])
 MultiOptimizer.from_rules([("matrices", "w", opt.adamw)], rest=FROZEN)
 MultiOptimizer.from_rules([("matrices", "w", "extra", opt.adamw(1e-3))])
 MultiOptimizer(("w", opt.adamw))
+frozen.params.kernel
+regroup(optimizer, opt.adamw)
+regroup(frozen, opt.sgd(0.1))[0].params.kernel
 MultiOptimizer([("w", opt.adamw(1e-3)), ("b", "frozen")])
 opt_partition.explain(1.0, params, None)
 train_step(opt.adam(1e-3).create([jnp.ones(2)]), grads, jnp.float32(0.1))

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_core import Optimizer, StateDescription, describe_state
+from opt_core import Optimizer, StateDescription, describe_state, regroup
+from opt_core.errors import SurgeryError
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -21,8 +22,8 @@ def params() -> dict[str, Any]:
     return {"b": jnp.arange(3.0), "w": jnp.arange(6.0).reshape(2, 3)}
 
 
-def wrapped(tx: Any, of: Any = None) -> Optimizer:
-    return OptaxWrapper(tx).create(params() if of is None else of)
+def wrapped(tx: Any) -> Optimizer:
+    return OptaxWrapper(tx).create(params())
 
 
 def of(tx: Any) -> StateDescription:
@@ -140,19 +141,40 @@ def test_an_update_that_is_wrapped_keeps_the_names() -> None:
     assert acting(clipped(adam)) == [f"{MINE}.clipped", "adam", "scale"]
 
 
+def halved(updates: Any, state: Any, params: Any = None) -> Any:
+    return jax.tree.map(lambda u: 0.5 * u, updates), state
+
+
+def signed(updates: Any, state: Any, params: Any = None) -> Any:
+    return jax.tree.map(jnp.sign, updates), state
+
+
+def velocity(update: Any) -> Any:
+    def init_fn(tree: Any) -> Any:
+        return {"v": jax.tree.map(jnp.zeros_like, tree)}
+
+    return optax.GradientTransformation(lambda tree: init_fn(tree), update)
+
+
+def around_adam(update: Any) -> Any:
+    base = optax.scale_by_adam()
+    return optax.GradientTransformation(lambda tree: base.init(tree), update)
+
+
+@pytest.mark.parametrize(
+    ("make", "made"), [(velocity, f"{MINE}.velocity"), (around_adam, "adam")], ids=["own", "adam"]
+)
+def test_an_update_behind_a_lambda_that_calls_another_init_is_named(make: Any, made: str) -> None:
+    assert acting(make(halved)) == [f"{MINE}.halved", made]
+    with pytest.raises(SurgeryError, match=f"`{MINE}.signed`, which acts before `{made}`, is new"):
+        regroup(wrapped(make(halved)), OptaxWrapper(make(signed)))
+
+
 def test_one_init_with_two_updates_says_which() -> None:
     base = optax.scale_by_adam()
-
-    def other_updates() -> Any:
-        def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
-            return updates, state
-
-        return optax.GradientTransformation(base.init, update_fn)
-
-    (made,) = of(other_updates()).transformations
-    assert made.name == "adam"
-    assert made.settings["update"] == f"{MINE}.other_updates"
-    assert made.effect("update") == "refused"
+    (adam,) = of(optax.GradientTransformation(base.init, halved)).transformations
+    assert (adam.name, adam.settings["update"]) == ("adam", f"{MINE}.halved")
+    assert adam.effect("update") == "refused"
     assert "update" not in of(base).transformations[0].settings
 
 

@@ -14,42 +14,22 @@ Equality of definitions, their settings and what made a state are read off `open
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
 import re
 import sys
 import types
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-__all__ = [
-    "Opened",
-    "Unassigned",
-    "attributes",
-    "cells",
-    "closure_vars",
-    "code_of",
-    "definer_of",
-    "factory_of",
-    "globals_read",
-    "opened",
-    "origin_of",
-    "own_name",
-    "package_of",
-    "qualified",
-    "reached",
-    "rebound_names",
-    "slots",
-    "snake_case",
-    "unwrapped",
-]
-
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "functools", "flax"})
+_FLAT = frozenset({"optax", "jax", "numpy"})  # their factories are functions of a module
 _ONE_NAMESPACE = frozenset(
     {
         *("optax", "opt_accumulate", "opt_adafactor", "opt_checkpoint", "opt_core"),
@@ -59,10 +39,6 @@ _ONE_NAMESPACE = frozenset(
 )
 _MAIN = ("__main__", "__mp_main__")
 _PLAIN = (tuple, list, dict, set, frozenset)
-
-
-class Unassigned:
-    """Stands for the value of an unassigned variable; a class, so that it is pickled by name."""
 
 
 def unwrapped(function: Any) -> Any:
@@ -84,24 +60,13 @@ def code_of(function: Any) -> types.CodeType | None:
     return code if isinstance(code, types.CodeType) else None
 
 
-def cells(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the values of a function's captured variables, some possibly unassigned.
-
-    Examples:
-      >>> def scale(factor):
-      ...     return lambda x: factor * x
-      >>> cells(scale(2.0))
-      {'factor': 2.0}
-    """
-    names = function.__code__.co_freevars
-    return dict(zip(names, map(_content, function.__closure__ or ()), strict=True))
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # captured before it was assigned
-        return Unassigned
+def _cells(function: types.FunctionType) -> dict[str, Any]:
+    """The values of a function's captured variables that have been assigned."""
+    held = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # captured before it was assigned
+            held[name] = cell.cell_contents
+    return held
 
 
 class Opened(NamedTuple):
@@ -134,19 +99,20 @@ def opened(value: Any) -> Opened | None:
             return None
         case types.FunctionType():
             kind = types.FunctionType, value.__module__, value.__qualname__, value.__code__
-            held = [(name, x) for name, x in cells(value).items() if x is not Unassigned]
-            held += [("__defaults__", value.__defaults__), ("__kwdefaults__", value.__kwdefaults__)]
-            return Opened(kind, [*held, *sorted(vars(value).items())])
+            held = _cells(value) | {
+                "__defaults__": value.__defaults__,
+                "__kwdefaults__": value.__kwdefaults__,
+            }
+            return Opened(kind, [*held.items(), *sorted(vars(value).items())])
         case types.MethodType():
             both = [("__self__", value.__self__), ("__func__", value.__func__)]
             return Opened((types.MethodType,), both)
         case types.BuiltinMethodType():
             return Opened((type(value), value.__name__), [("__self__", value.__self__)])
         case functools.partial():
-            given = [*_numbered(value.args), *value.keywords.items()]
-            return Opened(
-                (type(value),), [("func", value.func), *given, *attributes(value).items()]
-            )
+            arguments = [*_numbered(value.args), *value.keywords.items()]
+            children = [("func", value.func), *arguments, *attributes(value).items()]
+            return Opened((type(value),), children)
         case tuple() | list() | set() | frozenset():
             return Opened((type(value),), [*_numbered(value), *attributes(value).items()])
         case Mapping():
@@ -167,15 +133,15 @@ def attributes(value: Any) -> dict[str, Any]:
         return {}
     names = [name for base in type(value).__mro__ for name in slots(base)]
     kept = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    own = getattr(value, "__dict__", None)
-    kept |= own if isinstance(own, dict) else {}
+    in_dict = getattr(value, "__dict__", None)
+    kept |= in_dict if isinstance(in_dict, dict) else {}
     return {name: kept[name] for name in sorted(kept) if not _is_cache(type(value), name)}
 
 
 def slots(cls: type) -> tuple[str, ...]:
     """Returns the names of the slots that a class itself defines."""
-    found = cls.__dict__.get("__slots__", ())
-    names = (found,) if isinstance(found, str) else tuple(found)
+    listed = cls.__dict__.get("__slots__", ())
+    names = (listed,) if isinstance(listed, str) else tuple(listed)
     private = f"_{cls.__name__.lstrip('_')}"
     return tuple(
         private + name if name.startswith("__") and not name.endswith("__") else name
@@ -203,7 +169,7 @@ def closure_vars(function: Any) -> dict[str, Any]:
         case types.MethodType() as method:
             return attributes(method.__self__) | bound
         case types.FunctionType() as plain:
-            return {k: v for k, v in cells(plain).items() if v is not Unassigned} | bound
+            return _cells(plain) | bound
     return bound
 
 
@@ -227,10 +193,10 @@ def origin_of(value: Any) -> str:
     """
     plain = unwrapped(value)
     module = str(getattr(getattr(plain, "__func__", plain), "__module__", None) or "unknown")
-    if module in _MAIN and (found := sys.modules.get(module)) is not None:
-        if (spec := getattr(found, "__spec__", None)) is not None:
+    if module in _MAIN and (script := sys.modules.get(module)) is not None:
+        if (spec := getattr(script, "__spec__", None)) is not None:
             module = spec.name
-        elif file := getattr(found, "__file__", None):
+        elif file := getattr(script, "__file__", None):
             module = Path(file).stem
     return module.partition(".")[0]
 
@@ -258,12 +224,8 @@ def snake_case(name: str) -> str:
     return re.sub(words, "_", name).lower().removesuffix("_state").strip("_") or name
 
 
-def factory_of(function: Any, known: Container[str] = ()) -> str:
+def factory_of(function: Any) -> str:
     """Returns the name of the function that a function was defined in, or of its object's class.
-
-    Args:
-      function: anything that can be called.
-      known: packages whose factories are module-level functions, whatever is nested in them.
 
     Examples:
       >>> def scale(factor):
@@ -274,20 +236,20 @@ def factory_of(function: Any, known: Container[str] = ()) -> str:
     plain = unwrapped(function)
     if isinstance(plain, types.MethodType):
         return type(plain.__self__).__name__
-    return definer_of(function, known)
+    return definer_of(function)
 
 
-def definer_of(function: Any, known: Container[str] = ()) -> str:
+def definer_of(function: Any) -> str:
     """Returns the same, but for a method the class that defines it, not a subclass."""
     code = code_of(function)
     if code is None:
         return type(function).__name__
-    scopes = code.co_qualname.split(".<locals>.")
-    if "." in scopes[-1]:
-        return scopes[-1].split(".")[-2]
-    if len(scopes) == 1:
-        return scopes[0]
-    scope = scopes[0] if package_of(function) in known else scopes[-2]
+    *outer, name = code.co_qualname.split(".<locals>.")
+    if "." in name:  # of a class
+        return name.split(".")[-2]
+    if not outer:
+        return name
+    scope = outer[0] if package_of(function) in _FLAT else outer[-1]
     return scope.rpartition(".")[2]
 
 

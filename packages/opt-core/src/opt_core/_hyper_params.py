@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
+from opt_core._text import listed
 from opt_core.errors import HyperParamError
 
 
@@ -35,7 +35,10 @@ def replace_hyper_params(hyper_params: Any, **overrides: Any) -> Any:
     names = hyper_param_names(hyper_params)
     unknown = [name for name in overrides if name not in names]
     if unknown:
-        raise HyperParamError(unknown_names_message(unknown, names))
+        raise HyperParamError(
+            f"no such hyper-parameter: {listed(unknown)}; this optimizer has "
+            f"{listed(names, none='none to override')}"
+        )
     return dataclasses.replace(hyper_params, **overrides)
 
 
@@ -50,11 +53,3 @@ def check_missing(missing: str) -> None:
     """Raises a `HyperParamError` for anything but `'error'` and `'ignore'`."""
     if missing not in ("error", "ignore"):
         raise HyperParamError(f"`missing` must be 'error' or 'ignore'; got {missing!r}")
-
-
-def unknown_names_message(unknown: Iterable[str], names: Iterable[str]) -> str:
-    """Returns the message for overrides of unknown names."""
-    listed = ", ".join(f"`{name}`" for name in names)
-    return f"no such hyper-parameter: {', '.join(f'`{name}`' for name in unknown)}; " + (
-        f"this optimizer has {listed}" if listed else "this optimizer has none to override"
-    )

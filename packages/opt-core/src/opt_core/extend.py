@@ -22,20 +22,22 @@ from opt_core._closures import (
     snake_case,
     unwrapped,
 )
+from opt_core._description.describe import role_by_type
 from opt_core._description.follow import (
     StateLeaf,
     around,
     is_placeholder,
+    is_plain,
     leaves_of,
     on_placeholders,
     placeholders,
     places,
 )
+from opt_core._description.values import TransformationKey
 from opt_core._fingerprint import fingerprint
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._hyper_params import replace_hyper_params
-from opt_core._json_records import read_record, record_data
-from opt_core._json_settings import json_settings
+from opt_core._json import json_settings, read_record, record_data
 from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str, split_path
 from opt_core._plan.leaves import (
     HasShardings,
@@ -58,7 +60,7 @@ from opt_core._plan.leaves import (
 )
 from opt_core._plan.match import Request, make_plan
 from opt_core._plan.placement import with_placement
-from opt_core._plan.plan import Plan, Row, aligned, leaf_bytes
+from opt_core._plan.plan import Plan, Row, leaf_bytes
 from opt_core._plan.rules import (
     KINDS,
     Map,
@@ -72,6 +74,7 @@ from opt_core._plan.rules import (
     check_allowances,
     key_kind,
 )
+from opt_core._text import aligned, listed
 
 __all__ = [
     "KINDS",
@@ -91,6 +94,7 @@ __all__ = [
     "Source",
     "Stack",
     "StateLeaf",
+    "TransformationKey",
     "Unstack",
     "View",
     "abstract",
@@ -109,6 +113,7 @@ __all__ = [
     "fingerprint",
     "flatten_with_paths",
     "is_placeholder",
+    "is_plain",
     "is_wide",
     "json_settings",
     "key_kind",
@@ -118,6 +123,7 @@ __all__ = [
     "leaf_name",
     "leaf_path",
     "leaves_of",
+    "listed",
     "local",
     "make_plan",
     "named_leaves",
@@ -138,6 +144,7 @@ __all__ = [
     "read_record",
     "record_data",
     "replace_hyper_params",
+    "role_by_type",
     "shown",
     "snake_case",
     "split_path",

@@ -2,17 +2,21 @@
 
 A hyper-parameter is an argument that is a float or a schedule. `adam(0.1)` has `learning_rate`,
 `b1`, `b2`, `eps` and `eps_root`; its `nesterov` is structural, as is an argument that is an integer
-by design.
+by design. They are the fields of a frozen dataclass; those of two parts are called `part.name`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import itertools
+import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,52 +80,118 @@ def _admits_schedule(annotation: Any) -> bool:
     return float in members and any(typing.get_origin(m) is Callable for m in members)
 
 
+def map_argument(fn: Callable[[str | None, Any], Any], value: Any, keyword: str | None) -> Any:
+    """Returns an argument with `fn(keyword, item)` for every item of its containers."""
+    if type(value) is dict:
+        return {key: map_argument(fn, item, str(key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_argument(fn, item, None) for item in value)
+    return fn(keyword, value)
+
+
 def snapshot(value: Any) -> Any:
     """Returns copies of containers and NumPy arrays."""
+    return map_argument(_copied, value, None)
+
+
+def _copied(_: str | None, value: Any) -> Any:
     if isinstance(value, Iterator):
         raise TypeError("an argument is an iterator, which can be used only once; pass a list")
-    if type(value) is dict:
-        return {key: snapshot(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(snapshot, value))
     return value.copy() if type(value) in (set, np.ndarray) else value
 
 
-def definitions_in(value: Any, keyword: str | None) -> Iterator[tuple[str | None, OptimizerDef]]:
-    """Yields the definitions in an argument, each with its keyword."""
-    if isinstance(value, OptimizerDef):
-        yield keyword, value
-    elif type(value) is dict:
-        for key, item in value.items():
-            yield from definitions_in(item, str(key))
-    elif type(value) in (list, tuple):
-        for item in value:
-            yield from definitions_in(item, None)
+def definitions_in(arguments: Mapping[str, Any]) -> dict[str, OptimizerDef]:
+    """Returns the definitions among arguments by unique names.
 
+    These are the keyword, or else the constructor's name (`adam`, `adam_1`).
+    """
+    pairs: list[tuple[str | None, OptimizerDef]] = []
 
-def replace_definitions(value: Any, replacements: Iterator[Any]) -> Any:
-    """Returns an argument with the next of `replacements` for each of `definitions_in` it."""
-    if isinstance(value, OptimizerDef):
-        return next(replacements)
-    if type(value) is dict:
-        return {key: replace_definitions(item, replacements) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(replace_definitions(item, replacements) for item in value)
-    return value
+    def collect(keyword: str | None, value: Any) -> None:
+        if isinstance(value, OptimizerDef):
+            pairs.append((keyword, value))
 
-
-def part_names(definitions: Iterable[tuple[str | None, OptimizerDef]]) -> list[str]:
-    """Returns unique names: the keyword, or else the constructor's name (`adam`, `adam_1`)."""
-    pairs = list(definitions)
-    used = {keyword for keyword, _ in pairs if keyword is not None}
-    names = []
+    for name, value in arguments.items():
+        map_argument(collect, value, name)
+    named: dict[str, OptimizerDef] = {}
+    taken = {keyword for keyword, _ in pairs if keyword is not None}
     for keyword, definition in pairs:
-        name = keyword
-        if name is None:
-            recipe = getattr(definition, "recipe", None)
-            base = recipe.name if recipe else type(definition).__name__
-            numbered = (f"{base}_{n}" for n in itertools.count(1))
-            name = next(name for name in itertools.chain([base], numbered) if name not in used)
-            used.add(name)
-        names.append(name)
-    return names
+        name = _unused(definition, taken) if keyword is None or keyword in named else keyword
+        taken.add(name)
+        named[name] = definition
+    return named
+
+
+def _unused(definition: OptimizerDef, taken: Iterable[str]) -> str:
+    recipe = getattr(definition, "recipe", None)
+    base = recipe.name if recipe else type(definition).__name__
+    numbered = (f"{base}_{n}" for n in itertools.count(1))
+    return next(name for name in itertools.chain([base], numbered) if name not in taken)
+
+
+def make_hyper_params(
+    class_name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Any:
+    """Returns a frozen dataclass and pytree; its constructor fills in missing `defaults`."""
+    cls = _hyper_params_class(class_name, tuple(values), tuple((defaults or {}).items()))
+    return cls(**values)
+
+
+@functools.cache
+def _hyper_params_class(
+    class_name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
+) -> type:
+    body = {
+        **dict(defaults),
+        "__annotations__": dict.fromkeys(fields, Any),
+        "__doc__": "The arguments that can be overridden at run time.",
+        "__module__": __name__,
+    }
+    cls = types.new_class(class_name, (_HyperParams,), {}, lambda ns: ns.update(body))
+    return flax.struct.dataclass(cls, kw_only=True, init=False, repr=False, eq=False)
+
+
+class _HyperParams:
+    """What `dataclasses` would generate as source, where field names cannot contain a dot."""
+
+    def __init__(self: Any, **values: Any) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        values = {**self._defaults(), **values}
+        if values.keys() != set(names):
+            raise TypeError(f"{type(self).__name__} has the fields {names}; got {[*values]}")
+        vars(self).update({name: values[name] for name in names})
+
+    def _defaults(self: Any) -> dict[str, Any]:
+        fields = dataclasses.fields(self)
+        return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({values})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).items()))
+
+    def __reduce__(self) -> Any:
+        return make_hyper_params, (type(self).__name__, dict(vars(self)), self._defaults())
+
+
+def changed_fields(defaults: Any, hyper_params: Any) -> dict[str, Any]:
+    """Returns the fields of `hyper_params` that differ from those of `defaults`."""
+    return {
+        name: value
+        for name, value in field_values(hyper_params).items()
+        if not _is_same(getattr(defaults, name), value)
+    }
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, float) and isinstance(b, float) and a == b)
+
+
+def field_values(record: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass by name."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

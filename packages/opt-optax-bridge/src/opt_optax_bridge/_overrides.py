@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from opt_core import OptimizerState
 from opt_core.errors import HyperParamError, OptimizerError
+from opt_core.extend import listed
 
-from opt_optax_bridge._arguments import is_number
-from opt_optax_bridge._fields import changed_fields, field_values
+from opt_optax_bridge._arguments import changed_fields, field_values, is_number
 from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._signatures import accepted_keywords
 from opt_optax_bridge._stable_state import check_shapes
@@ -105,10 +105,10 @@ class Update:
     def _checked(self, overrides: Mapping[str, Any], schedules: Mapping[str, Any]) -> Program:
         """The traced update; every override must have an effect. Values of schedules are named."""
         self._check_values(overrides)
-        tx = self.definition.optax_optimizer
-        accepted = accepted_keywords(tx.update, self.extra_args)
-        if unknown := self.extra_args.keys() - accepted:
-            raise self.definition.unknown_names_error(sorted(unknown))
+        if self.extra_args:
+            update = self.definition.optax_optimizer.update
+            if unknown := self.extra_args.keys() - accepted_keywords(update, self.extra_args):
+                raise self.definition.unknown_names_error(sorted(unknown))
         if overrides or schedules:
             self.definition.check_recipe()
         try:
@@ -225,11 +225,6 @@ def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
         return Update(definition, params, state, params).overridable()
     except Exception:
         return tuple(field_values(definition.built_with))
-
-
-def listed(names: Iterable[str], none: str = "none") -> str:
-    """Returns names as a list for messages."""
-    return ", ".join(f"`{name}`" for name in names) or none
 
 
 def _is_traceable(value: Any) -> bool:

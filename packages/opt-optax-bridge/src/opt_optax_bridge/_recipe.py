@@ -10,6 +10,7 @@ hyper-parameters are then hyper-parameters of the whole:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -24,11 +25,10 @@ from opt_core.errors import HyperParamError
 from opt_optax_bridge._arguments import (
     definitions_in,
     is_hyper_param,
-    part_names,
-    replace_definitions,
+    make_hyper_params,
+    map_argument,
     snapshot,
 )
-from opt_optax_bridge._fields import make_hyper_params
 from opt_optax_bridge._transformation import as_optax
 
 _Path = tuple[str, ...]
@@ -59,12 +59,11 @@ class Recipe:
 
     def __reduce__(self) -> Any:
         # The name of a constructor that was decorated leads to what the decorator returned.
-        name = ":".join(
-            getattr(self.constructor, attribute, "") for attribute in ("__module__", "__qualname__")
-        )
-        exported = _exported(name)
-        if exported is not self.constructor and inspect.unwrap(exported) is self.constructor:
-            return _recipe_by_name, (name, self.args, self.kwargs)
+        module, name = (getattr(self.constructor, x, "") for x in ("__module__", "__qualname__"))
+        with contextlib.suppress(ValueError, ImportError, AttributeError):
+            exported = pkgutil.resolve_name(f"{module}:{name}")
+            if exported is not self.constructor and inspect.unwrap(exported) is self.constructor:
+                return _recipe_by_name, (f"{module}:{name}", self.args, self.kwargs)
         return Recipe, (self.constructor, self.args, self.kwargs)
 
     @property
@@ -75,29 +74,22 @@ class Recipe:
 
     @functools.cached_property
     def _bound(self) -> inspect.BoundArguments | None:
+        """Every argument of the signature, defaults included."""
         try:
-            return inspect.signature(self.constructor).bind(*self.args, **self.kwargs)
+            bound = inspect.signature(self.constructor).bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):  # no signature, or arguments that the call will reject
             return None
+        bound.apply_defaults()
+        return bound
 
     @property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return self._bound.signature.parameters if self._bound else {}
 
     @functools.cached_property
-    def _complete(self) -> dict[str, Any]:
-        """Every argument of the signature, defaults included."""
-        if self._bound is None:
-            return {}
-        bound = copy.copy(self._bound)
-        bound.arguments = copy.copy(bound.arguments)
-        bound.apply_defaults()
-        return dict(bound.arguments)
-
-    @functools.cached_property
     def arguments(self) -> Mapping[str, Any]:
         """Every named argument with its value, defaults included."""
-        named = dict(self._complete)
+        named = dict(self._bound.arguments) if self._bound else {}
         for name, parameter in self._parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named |= named.pop(name)
@@ -108,9 +100,7 @@ class Recipe:
     @functools.cached_property
     def parts(self) -> Mapping[str, OptimizerDef]:
         """The definitions among the arguments."""
-        arguments = self._bound.arguments if self._bound else {}
-        pairs = [pair for name, value in arguments.items() for pair in definitions_in(value, name)]
-        return {name: part for name, (_, part) in zip(part_names(pairs), pairs, strict=True)}
+        return definitions_in(self._bound.arguments if self._bound else {})
 
     @functools.cached_property
     def _recipes(self) -> Mapping[str, Recipe]:
@@ -198,7 +188,7 @@ class Recipe:
         """Equal for recipes of the same transformation, however their arguments were passed."""
         if self._bound is None:
             return self.constructor, self.args, self.kwargs
-        return self.constructor, self._complete
+        return self.constructor, dict(self._bound.arguments)
 
     def build(self, **overrides: Any) -> Any:
         """Calls the constructor, with some arguments replaced.
@@ -223,7 +213,9 @@ class Recipe:
         # In the order of `parts`: the same walk over the arguments finds and replaces them.
         parts = iter([self._build_part(name, overrides) for name in self.parts])
         for name, value in bound.arguments.items():
-            bound.arguments[name] = replace_definitions(value, parts)
+            bound.arguments[name] = map_argument(
+                lambda _, item: next(parts) if isinstance(item, OptimizerDef) else item, value, name
+            )
         return self.constructor(*bound.args, **{**bound.kwargs, **replaced})
 
     def _build_part(self, name: str, overrides: Mapping[_Path, Any]) -> Any:
@@ -233,14 +225,6 @@ class Recipe:
         return as_optax(
             recipe._build({path[1:]: v for path, v in overrides.items() if path[0] == name})
         )
-
-
-def _exported(name: str) -> Any:
-    """What a name leads to, `module:function`; `None` if nothing."""
-    try:
-        return pkgutil.resolve_name(name)
-    except (ValueError, ImportError, AttributeError):
-        return None
 
 
 def _recipe_by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:

@@ -7,16 +7,14 @@ objects that `update` has captured are read, no update is called.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import jax
 from opt_core import MultiOptimizer, OptimizerDef
 from opt_core.errors import HyperParamError
-from opt_core.extend import reached
+from opt_core.extend import listed, reached
 
 
 def taken_keywords(update: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
@@ -52,35 +50,23 @@ def accepted_keywords(update: Callable[..., Any], extra_args: Mapping[str, Any])
     return taken_keywords(update, extra_args) | (extra_args.keys() & passed_on)
 
 
-@contextlib.contextmanager
-def required_keywords_named(update: Callable[..., Any]) -> Iterator[None]:
-    """Raises a `HyperParamError` that names an extra argument which is missing."""
-    try:
-        yield
-    except TypeError as error:
-        words = str(error)
-        missing = sorted(
-            {
-                parameter.name
-                for parameter in _extra_parameters(update)
-                if parameter.kind is parameter.KEYWORD_ONLY
-                and parameter.default is parameter.empty
-                and repr(parameter.name) in words
-            }
-        )
-        if not missing or "missing" not in words:
-            raise
-        names = ", ".join(f"`{name}`" for name in missing)
-        example = ", ".join(f"{name}=..." for name in missing)
-        raise HyperParamError(
-            f"{names}: the update of this transformation needs it; call "
-            f"`apply_gradient(grads, {example})`"
-        ) from error
-
-
-def captured_arrays(function: Callable[..., Any]) -> list[jax.Array]:
-    """Returns the arrays that `function` captured, such as a PRNG key for noise."""
-    return [value for value in reached(function) if isinstance(value, jax.Array)]
+def missing_keywords(update: Callable[..., Any], error: TypeError) -> HyperParamError | None:
+    """Returns an error that names the extra arguments which a call of an update lacked, if any."""
+    words = str(error)
+    missing = {
+        parameter.name
+        for parameter in _extra_parameters(update)
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and parameter.default is parameter.empty
+        and repr(parameter.name) in words
+    }
+    if not missing or "missing" not in words:
+        return None
+    example = ", ".join(f"{name}=..." for name in sorted(missing))
+    return HyperParamError(
+        f"{listed(sorted(missing))}: the update of this transformation needs it; call "
+        f"`apply_gradient(grads, {example})`"
+    )
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:

@@ -21,17 +21,16 @@ from opt_core import (
     to_state_dict,
 )
 from opt_core.errors import HyperParamError
-from opt_core.extend import fingerprint, unalias
+from opt_core.extend import fingerprint, listed, reached, unalias
 from opt_core.protocols import Transformation, UpdatesParams, WrapsTransformation
 
+from opt_optax_bridge._arguments import changed_fields, field_values, make_hyper_params
 from opt_optax_bridge._description.describe import describe_optax
-from opt_optax_bridge._fields import changed_fields, field_values, make_hyper_params
 from opt_optax_bridge._opaque import dumps, how_to_override
-from opt_optax_bridge._overrides import Update, listed, overridable_in_general, resolve
+from opt_optax_bridge._overrides import Update, overridable_in_general, resolve
 from opt_optax_bridge._recipe import Recipe
 from opt_optax_bridge._signatures import (
-    captured_arrays,
-    required_keywords_named,
+    missing_keywords,
     taken_keywords,
     takes_any_keyword,
 )
@@ -169,7 +168,8 @@ class OptaxWrapper(OptimizerDef):
             shapes: OptimizerState = jax.eval_shape(self.init_state, params)
             return shapes
         init = self.optax_optimizer.init
-        captured = captured_arrays(init)  # captured arrays must survive donation of the state
+        # Captured arrays, such as a key for noise, must survive donation of the state.
+        captured = [value for value in reached(init) if isinstance(value, jax.Array)]
         param_states = unalias(init(params), apart_from=captured)
         return OptimizerState(
             step=jnp.zeros((), jnp.int32), param_states=stable_leaves(param_states)
@@ -212,12 +212,8 @@ class OptaxWrapper(OptimizerDef):
     ) -> tuple[Any, OptimizerState]:
         """Returns what `apply_gradient` adds to the parameters, and the new state.
 
-        Args:
-          hyper_params: see `apply_gradient`.
-          params: pytree of parameters; `None` for a transformation that does not need them.
-          state: the state that belongs to them.
-          grads: see `apply_gradient`.
-          **extra_args: arguments of the transformation's `update`.
+        Takes the arguments of `apply_gradient`; `params` may be `None` for a transformation that
+        does not need them.
         """
         update = Update(self, grads, state.param_states, params, extra_args)
         return self._run(update, hyper_params, state)
@@ -230,13 +226,17 @@ class OptaxWrapper(OptimizerDef):
         if params is not None and not self.takes_per_example_grads(params, state, grads):
             check_gradients(params, grads)
         overrides = changed_fields(self.built_with, self._acting(hyper_params))
-        with required_keywords_named(tx.update):
+        try:
             if overrides or update.extra_args:
                 result, param_states = update.run(overrides)
             elif update.applies:
                 result, param_states = tx.apply(params, state.param_states, grads)
             else:
                 result, param_states = tx.update(grads, state.param_states, params)
+        except TypeError as error:
+            if (named := missing_keywords(tx.update, error)) is None:
+                raise
+            raise named from error
         return result, OptimizerState(
             step=increment_step(state.step),
             param_states=keep_avals(state.param_states, param_states),
@@ -293,10 +293,12 @@ class OptaxWrapper(OptimizerDef):
                 f"`hyper_params` must be a {type(self.hyper_params).__name__}; got "
                 f"{type(hyper_params).__name__}. Use `optimizer_def.hyper_params.replace(...)`."
             )
+        if not overrides:
+            return hyper_params
         overrides = self.recipe.by_field(overrides) if self.recipe else overrides
         unknown = overrides.keys() - field_values(self.hyper_params).keys()
         if structural := [
-            name for name in overrides if name in unknown and self._has_argument(name)
+            name for name in overrides if name in unknown and self._is_argument(name)
         ]:
             raise HyperParamError(
                 f"{listed(structural)} cannot be overridden at run time: only arguments that are "
@@ -304,7 +306,7 @@ class OptaxWrapper(OptimizerDef):
             )
         if unknown:
             raise self.unknown_names_error([name for name in overrides if name in unknown])
-        return dataclasses.replace(hyper_params, **overrides) if overrides else hyper_params
+        return dataclasses.replace(hyper_params, **overrides)
 
     def unknown_names_error(self, names: Collection[str]) -> HyperParamError:
         """Returns the error for keywords that nothing in this definition takes."""
@@ -318,9 +320,6 @@ class OptaxWrapper(OptimizerDef):
             f"extra argument that its transformation takes{hint}"
         )
 
-    def _has_argument(self, name: str) -> bool:
-        return self.recipe is not None and self.recipe.has_argument(name)
-
     def has_hyper_param(self, name: str) -> bool:
         """Returns whether `name` is a hyper-parameter, possibly of several parts of a chain."""
         is_of_parts = self.recipe is not None and self.recipe.has_hyper_param(name)
@@ -331,11 +330,7 @@ class OptaxWrapper(OptimizerDef):
     ) -> Any:
         """Returns the hyper-parameters of an update; see `opt_optax_bridge.resolve_hyper_params`.
 
-        Args:
-          hyper_params: like `self.hyper_params`; fields that differ from it are overrides.
-          params: pytree of parameters.
-          state: the state that belongs to them.
-          **extra_args: arguments of the transformation's `update`.
+        Takes the arguments of `apply_gradient` but for the gradients.
         """
         return resolve(self, self._acting(hyper_params), params, state, extra_args)
 
@@ -345,16 +340,17 @@ class OptaxWrapper(OptimizerDef):
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that the transformation's `update` takes."""
         update = self.optax_optimizer.update
-        asked = frozenset(name for name in names if not self._is_own(name)) - _RESERVED
+        asked = frozenset(name for name in names if not self._is_argument(name)) - _RESERVED
         if not asked:
             return asked
         taken = taken_keywords(update, asked)
         # What a line search does not take itself it passes on to its function.
         return asked if taken & _FUNCTIONS and takes_any_keyword(update) else taken
 
-    def _is_own(self, name: str) -> bool:
+    def _is_argument(self, name: str) -> bool:
         """Whether a name is that of an argument of the constructor, and so not of the update."""
-        return self.has_hyper_param(name) or self._has_argument(name)
+        is_structural = self.recipe is not None and self.recipe.has_argument(name)
+        return is_structural or self.has_hyper_param(name)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns the state dict in T5X's layout: containers without leaves vanish from `state`."""
@@ -374,30 +370,16 @@ class OptaxWrapper(OptimizerDef):
 
         Returns:
           An `Optimizer`: the axes as its target, `None` as its step. Each dimension of a leaf of
-          the state has the name of the parameter dimension that it indexes; a leaf that does not
-          follow a parameter has `None`.
+          the state has the name of the parameter dimension that it keeps (`describe_state`); a leaf
+          that does not follow a parameter has `None`.
 
         Raises:
           opt_partition.errors.AxesError: `param_axes` do not fit the parameters.
         """
-        # Imported lazily: the import takes 0.1 s.
-        from opt_partition import explain, normalise_param_axes
+        from opt_partition import normalise_param_axes  # the import takes 0.1 s
 
-        explanation = explain(self.optax_optimizer, optimizer.target, param_axes)
-        structure: Any = jax.tree.structure(optimizer.state.param_states)
-        expected: Any = jax.tree.structure(explanation.state)
-        if structure != expected:
-            raise ValueError(
-                "the state of `optimizer` is not the one that its transformation makes for its "
-                f"parameters.\n  expected {expected}\n  found {structure}"
-            )
-        # Mirrors have the given axes; an empty `PartitionSpec()` becomes `None`.
-        axes = [
-            row.parameter_axes if row.is_mirror else row.spec or None for row in explanation.rows
-        ]
-        state = OptimizerState(step=None, param_states=jax.tree.unflatten(structure, axes))
-        target = normalise_param_axes(optimizer.target, param_axes, pad=False)
-        return Optimizer(optimizer_def=self, state=state, target=target)
+        axes = normalise_param_axes(optimizer.target, param_axes, pad=False)
+        return super().derive_logical_axes(optimizer, axes)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns what every leaf of the state means.
@@ -405,7 +387,8 @@ class OptaxWrapper(OptimizerDef):
         A table describes Optax's transformations; others are described as far as functions, types
         and shapes tell (`LeafDescription.source` is `'types'`). A transformation is named after the
         function or class that makes its state: `scale_by_adam` is `adam`. If no function tells, as
-        with a `lambda` for `init`, it is named after the type of its state.
+        with a `lambda` for `init`, it is named after the type of its state, or if that is another
+        transformation's, after its update function.
 
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.

@@ -146,12 +146,12 @@ class MultiOptimizer(opt_core.MultiOptimizer):
           **overrides: likewise.
         """
         updated = super().update_hyper_params(missing=missing, **overrides)
-        given = overrides.get("hyper_params") or (None,) * len(updated)
+        replaced = overrides.get("hyper_params") or (None,) * len(updated)
         by_group = overrides.get("group_overrides") or {}
         acting = []
-        rows = zip(self.group_names, self.sub_optimizers, updated, given, strict=True)
-        for name, definition, hyper_params, own in rows:
-            rate = by_group.get(name, {}).get("learning_rate", getattr(own, "learning_rate", None))
+        rows = zip(self.group_names, self.sub_optimizers, updated, replaced, strict=True)
+        for name, definition, hyper_params, new in rows:
+            rate = by_group.get(name, {}).get("learning_rate", getattr(new, "learning_rate", None))
             acting.append(_with_rate(name, definition, hyper_params, rate))
         return tuple(acting)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
@@ -13,14 +14,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from opt_core._closures import origin_of, qualified, snake_case
-from opt_core._description.follow import StateLeaf, follow
+from opt_core._description.follow import follow
 from opt_core._description.values import (
     LeafDescription,
     LeafRole,
     StateDescription,
     TransformationDescription,
 )
-from opt_core._json_settings import json_settings
+from opt_core._json import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import Names, flatten_with_paths
 from opt_core.errors import DescriptionError
@@ -76,16 +77,16 @@ def describe_state(
         raise TypeError("`state`: pass an optimizer, or a definition, parameters and a state")
     key = _key(definition, params, state)
     with _lock:
-        if key is not None and (found := _cache.get(key)) is not None:
+        if key is not None and (cached := _cache.get(key)) is not None:
             _cache.move_to_end(key)
-            return found
-    found = _describe(definition, params, state)
+            return cached
+    description = _describe(definition, params, state)
     if key is not None:
         with _lock:
-            _cache[key] = found
+            _cache[key] = description
             while len(_cache) > _KEPT:
                 _cache.popitem(last=False)
-    return found
+    return description
 
 
 def _key(definition: OptimizerDef, params: Any, state: OptimizerState) -> Any:
@@ -101,25 +102,24 @@ def _key(definition: OptimizerDef, params: Any, state: OptimizerState) -> Any:
 
 def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
     # The properties of an array take five times as long as those of its `aval`.
-    found = [getattr(leaf, "aval", leaf) for leaf in leaves]
+    avals = [getattr(leaf, "aval", leaf) for leaf in leaves]
     try:
         # Not a tuple per leaf: thousands of new objects set off the garbage collector.
-        return tuple([x.shape for x in found]), tuple([x.dtype for x in found])
+        return tuple([x.shape for x in avals]), tuple([x.dtype for x in avals])
     except AttributeError:  # of a Python number
-        return tuple([np.shape(x) for x in found]), tuple(
-            [getattr(x, "dtype", type(x)) for x in found]
-        )
+        kinds = [getattr(x, "dtype", type(x)) for x in avals]
+        return tuple([np.shape(x) for x in avals]), tuple(kinds)
 
 
 def _describe(definition: OptimizerDef, params: Any, state: OptimizerState) -> StateDescription:
-    found = definition.describe_state(params, state)
+    description = definition.describe_state(params, state)
     count = len(jax.tree.leaves(state.param_states))
-    if len(found.leaves) != count:
+    if len(description.leaves) != count:
         raise DescriptionError(
             f"`describe_state` of {type(definition).__name__}: expected {count} leaves, one per "
-            f"leaf of `state.param_states`, found {len(found.leaves)}"
+            f"leaf of `state.param_states`, found {len(description.leaves)}"
         )
-    return found
+    return description
 
 
 def describe_by_types(
@@ -134,67 +134,54 @@ def describe_by_types(
     )
     leaves = jax.tree.leaves(state.param_states)
     axes = _derived_axes(definition, params, state)
-    nodes: dict[str, list[Names]] = {}
+    places: dict[str, list[Names]] = {}
     described = []
     for at, leaf, spec in zip(followed, leaves, axes, strict=True):
-        node, name, field = _record_of(at, whole, origin)
-        alike = nodes.setdefault(name, [])
-        if node not in alike:
-            alike.append(node)
+        # Records are their definition's, whichever package has their classes.
+        depth = at.record
+        place = () if depth is None else at.outer[:depth]
+        name = whole if depth is None else qualified(snake_case(at.kinds[depth].__name__), origin)
+        alike = places.setdefault(name, [])
+        if place not in alike:
+            alike.append(place)
         shape = None if at.parameter is None else shapes[at.parameter]
+        dims = _dimensions(np.shape(leaf), shape, spec)
         described.append(
             LeafDescription(
                 path=at.path,
                 group=(),
                 transformation=name,
-                number=alike.index(node) + 1,
-                field=field,
+                number=alike.index(place) + 1,
+                field=at.field[len(place) :],
                 parameter=at.parameter,
-                dimensions=_dimensions(leaf, shape, spec),
-                role=role_by_type(leaf, shape),
+                dimensions=dims,
+                role=role_by_type(leaf, shape, dims),
                 source="types",
             )
         )
-    settings = json_settings(definition.hyper_params)
-    return StateDescription(tuple(described), _transformations(whole, settings, nodes))
-
-
-def _transformations(
-    whole: str, settings: Mapping[str, Any], places: Mapping[str, Sequence[Names]]
-) -> tuple[TransformationDescription, ...]:
-    """The definition itself, and the records in its state."""
-    others = [
+    records = [
         TransformationDescription(name, number)
-        for name, nodes in places.items()
-        for number in range(1, len(nodes) + 1)
+        for name, alike in places.items()
+        for number in range(1, len(alike) + 1)
         if (name, number) != (whole, 1)
     ]
-    return TransformationDescription(whole, settings=settings), *others
+    settings = json_settings(definition.hyper_params)
+    transformations = TransformationDescription(whole, settings=settings), *records
+    return StateDescription(tuple(described), transformations)
 
 
-def _record_of(leaf: StateLeaf, whole: str, origin: str) -> tuple[Names, str, Names]:
-    """The place and the name of the innermost record around a leaf, and its field.
-
-    Plain containers, and what is inside the place of a parameter, are not records. Records are
-    their definition's, whichever package has their classes.
-    """
-    for k in reversed(range(len(leaf.outer))):
-        kind = leaf.kinds[k]
-        if kind not in (tuple, list, dict) and not issubclass(kind, Mapping):
-            name = qualified(snake_case(kind.__name__), origin)
-            return leaf.outer[:k], name, (*leaf.outer[k:], *leaf.inner)
-    return (), whole, leaf.field
-
-
-def role_by_type(leaf: Any, param_shape: tuple[int, ...] | None) -> LeafRole:
+def role_by_type(
+    leaf: Any, param_shape: tuple[int, ...] | None, dims: tuple[int | None, ...] | None
+) -> LeafRole:
     """Returns the role of a leaf as far as its type and shape show.
 
     Args:
       leaf: only dtype and shape are read.
       param_shape: that of the parameter it follows, if any.
+      dims: the dimensions of the parameter that it keeps, if known.
 
     Examples:
-      >>> role_by_type(jnp.int32(0), None), role_by_type(jnp.zeros(3), (3,))
+      >>> role_by_type(jnp.int32(0), None, ()), role_by_type(jnp.zeros(3), (3,), (0,))
       ('count', 'moment')
     """
     dtype, shape = jnp.result_type(leaf), np.shape(leaf)
@@ -206,8 +193,8 @@ def role_by_type(leaf: Any, param_shape: tuple[int, ...] | None) -> LeafRole:
         return "other"
     if shape == param_shape:
         return "moment"
-    is_part = 0 < len(shape) < len(param_shape) and next(embeddings(shape, param_shape), None)
-    return "factored" if is_part else "other"
+    has_some = any(d is not None for d in dims) if dims else _embeddings(shape, param_shape)
+    return "factored" if 0 < len(shape) < len(param_shape) and has_some else "other"
 
 
 def _derived_axes(definition: OptimizerDef, params: Any, state: OptimizerState) -> Sequence[Any]:
@@ -222,42 +209,18 @@ def _derived_axes(definition: OptimizerDef, params: Any, state: OptimizerState) 
 
 
 def _dimensions(
-    leaf: Any, param_shape: tuple[int, ...] | None, axes: Any
+    shape: tuple[int, ...], param_shape: tuple[int, ...] | None, axes: Any
 ) -> tuple[int | None, ...] | None:
-    shape = np.shape(leaf)
+    """The dimensions that a leaf keeps: as derived, or if its sizes determine them."""
     if param_shape is None:
         return (None,) * len(shape)
     if isinstance(axes, PartitionSpec) and len(axes) == len(shape):
         return tuple(None if axis is None else int(str(axis)) for axis in axes)
-    return dimensions_by_shape(shape, param_shape)
+    ways = _embeddings(shape, param_shape)
+    return ways[0] if len(ways) == 1 else None
 
 
-def dimensions_by_shape(
-    shape: tuple[int, ...], param_shape: tuple[int, ...]
-) -> tuple[int | None, ...] | None:
-    """Returns the parameter dimensions that a leaf keeps, if the sizes determine them.
-
-    Examples:
-      >>> dimensions_by_shape((2, 3), (2, 3)), dimensions_by_shape((3,), (2, 3))
-      ((0, 1), (1,))
-      >>> dimensions_by_shape((3,), (3, 3)) is None
-      True
-    """
-    if shape == param_shape:
-        return tuple(range(len(shape)))
-    ways = embeddings(shape, param_shape)
-    first, second = next(ways, None), next(ways, None)
-    return first if second is None else None
-
-
-def embeddings(
-    shape: tuple[int, ...], param_shape: tuple[int, ...], start: int = 0
-) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to find the sizes of a leaf among those of its parameter, in order."""
-    if not shape:
-        yield ()
-        return
-    for dim in range(start, len(param_shape)):
-        if param_shape[dim] == shape[0]:
-            for rest in embeddings(shape[1:], param_shape, dim + 1):
-                yield (dim, *rest)
+def _embeddings(shape: tuple[int, ...], param_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The ways to find the sizes of a leaf among those of its parameter, in order."""
+    ways = itertools.combinations(range(len(param_shape)), len(shape))
+    return [dims for dims in ways if tuple(param_shape[dim] for dim in dims) == shape]

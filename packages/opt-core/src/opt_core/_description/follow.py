@@ -58,16 +58,9 @@ def on_placeholders(init: Callable[[Any], Any], tree: Any) -> Any | None:
 def places(
     placed: Any, names: Sequence[Names], at: Names = ()
 ) -> Iterator[tuple[Names, tuple[Names, Names]]]:
-    """Yields the places of parameters in a state.
+    """Yields the places of parameters in what `init` made of placeholders, at a path of the state.
 
-    Args:
-      placed: what `init` made of placeholders.
-      names: the paths of the parameters.
-      at: the path of `placed` in the state.
-
-    Yields:
-      The path of each placeholder; the path of its parameter; and the path around the containers of
-      the parameters: without the names at its end that are those of the parameter.
+    With each the path of its parameter, and the path around the containers of the parameters.
     """
     for path, node in jax.tree_util.tree_leaves_with_path(placed, is_leaf=is_placeholder):
         if is_placeholder(node):
@@ -110,14 +103,20 @@ class StateLeaf(NamedTuple):
         """Its path without that of the parameter."""
         return (*self.outer, *self.inner)
 
+    @property
+    def record(self) -> int | None:
+        """The depth of the innermost node outside the parameters that is no plain container."""
+        depths = reversed(range(len(self.outer)))
+        return next((k for k in depths if not is_plain(self.kinds[k])), None)
+
+
+def is_plain(kind: type) -> bool:
+    """Whether nodes of a class are containers and not records."""
+    return kind in (tuple, list, dict) or issubclass(kind, Mapping)
+
 
 def leaves_of(state: Any, followed: Mapping[Names, tuple[Names, Names]]) -> list[StateLeaf]:
-    """Returns the leaves of a state in the order of JAX.
-
-    Args:
-      state: anything.
-      followed: by place in the state the parameter there, and the path around its containers.
-    """
+    """Returns the leaves of a state in the order of JAX; `followed` is a dict of `places`."""
     return [_leaf(path, kinds, followed) for path, kinds in _walk(state, (), ())]
 
 
@@ -143,13 +142,7 @@ def _walk(
 
 
 def follow(init: Callable[[Any], Any], params: Any, state: Any) -> list[StateLeaf]:
-    """Returns the leaves of a state, with the parameters that placeholders show them to follow.
-
-    Args:
-      init: makes a state of parameters.
-      params: arrays, or anything that has shapes.
-      state: what `init` has made of them, as it is now.
-    """
+    """Returns the leaves of a state that `init` made, with the parameters that they follow."""
     names = [path for path, leaf in flatten_with_paths(params) if leaf is not None]
     placed = on_placeholders(init, placeholders(params))
     return leaves_of(state, dict(places(placed, names)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opt_core._paths import path_str
+from opt_core._text import aligned
 
 if TYPE_CHECKING:
     from opt_core._description.values import LeafDescription, TransformationDescription
@@ -26,12 +27,11 @@ def table(
       leaves: the leaves of a state.
       transformations: all transformations, with or without state.
     """
-    rows = [_cells(leaf) for leaf in leaves]
+    rows = [_HEAD, *map(_cells, leaves)]
     widths = _widths(rows)
-    lines = ["  ".join(name.ljust(w) for name, w in zip(_HEAD, widths, strict=True)).rstrip()]
-    lines += [_line(row, widths) for row in rows]
-    settings = [line for made in transformations for line in _settings(made)]
-    return "\n".join([*lines, "", *settings] if settings else lines)
+    short = [[_shortened(*pair) for pair in zip(row, widths, strict=True)] for row in rows]
+    settings = [line for transformation in transformations for line in _settings(transformation)]
+    return "\n".join([*aligned(short, "<<<<<<"), *([""] if settings else []), *settings])
 
 
 def _cells(leaf: LeafDescription) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def _name(group: Sequence[str], name: str, number: int) -> str:
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(_HEAD)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     free = _COLUMNS - 2 * (len(_HEAD) - 1)
     while sum(widths) > free:
         wide = [i for i in _PATHS if widths[i] > len(_HEAD[i])]
@@ -66,24 +66,18 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return widths
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    shown = (_shortened(cell, width) for cell, width in zip(cells, widths, strict=True))
-    padded = (cell.ljust(width) for cell, width in zip(shown, widths, strict=True))
-    return "  ".join(padded).rstrip()
-
-
 def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
 
 
-def _settings(made: TransformationDescription) -> Iterator[str]:
-    shown = [
-        f"{name}={_value(value)}" + (f" ({made.effect(name)})" if name in made.bearing else "")
-        for name, value in made.settings.items()
+def _settings(of: TransformationDescription) -> Iterator[str]:
+    cells = [
+        f"{name}={_value(value)}" + (f" ({of.effect(name)})" if name in of.bearing else "")
+        for name, value in of.settings.items()
     ]
-    if made.parameters is not None:
-        shown.append(f"acts on {', '.join(map(path_str, made.parameters)) or 'nothing'}")
-    line = f"{_name(made.group, made.name, made.number)}: {', '.join(shown)}".rstrip(": ")
+    if of.parameters is not None:
+        cells.append(f"acts on {', '.join(map(path_str, of.parameters)) or 'nothing'}")
+    line = f"{_name(of.group, of.name, of.number)}: {', '.join(cells)}".rstrip(": ")
     yield from textwrap.wrap(line, _COLUMNS, subsequent_indent="    ")
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 from flax.core import FrozenDict
 
 from opt_core._description.table import table
-from opt_core._json_records import read_record, record_data
+from opt_core._json import json_value, read_record, record_data
 from opt_core._paths import Names
 from opt_core.errors import DescriptionError
 
@@ -201,12 +199,12 @@ class TransformationDescription:
 
         Examples:
           >>> steps = Bearing('window', ('mini_step',))
-          >>> made = TransformationDescription('multi_steps', bearing={'every_k_schedule': steps})
-          >>> made.effect('every_k_schedule'), made.effect('use_grad_mean')
+          >>> window = TransformationDescription('multi_steps', bearing={'every_k_schedule': steps})
+          >>> window.effect('every_k_schedule'), window.effect('use_grad_mean')
           ('window', 'nothing')
         """
-        found = self.bearing.get(setting)
-        return "nothing" if found is None else found.effect
+        bearing = self.bearing.get(setting)
+        return "nothing" if bearing is None else bearing.effect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,31 +284,3 @@ class StateDescription:
         except ValueError as error:
             raise DescriptionError(f"`text` is not JSON: {error}") from None
         return cls.from_data(data)
-
-
-def json_value(value: Any, where: str) -> Any:
-    """Returns a value as hashable JSON: mappings are `FrozenDict`s, sequences tuples.
-
-    Numbers that JSON lacks become the strings `'nan'`, `'inf'` and `'-inf'`.
-
-    Raises:
-      DescriptionError: the value holds something else; says where.
-
-    Examples:
-      >>> json_value([1, {'a': np.float32(0.5)}], 'settings'), json_value(math.inf, 'eps')
-      ((1, FrozenDict({
-          a: 0.5,
-      })), 'inf')
-    """
-    match value:
-        case None | bool() | str() | int():
-            return value
-        case float():
-            return value if math.isfinite(value) else str(value)
-        case np.bool_() | np.integer() | np.floating():
-            return json_value(value.item(), where)
-        case tuple() | list():
-            return tuple(json_value(x, f"{where}/{i}") for i, x in enumerate(value))
-        case Mapping():
-            return FrozenDict({str(k): json_value(x, f"{where}/{k}") for k, x in value.items()})
-    raise DescriptionError(f"`{where}`: expected a JSON value, found a {type(value).__name__}")

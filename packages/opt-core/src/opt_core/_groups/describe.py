@@ -15,6 +15,7 @@ from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.patterns import Rest, has_shape, pattern_str
 from opt_core._optimizer import Optimizer
 from opt_core._paths import path_str
+from opt_core._text import aligned
 from opt_core.errors import OptimizerError
 
 _WIDEST = 60
@@ -64,15 +65,7 @@ class GroupTable:
         if any(row.precision for row in self.rows):
             stored = ["precision", *(row.precision for row in self.rows), ""]
             lines = [[*line[:-1], cell, line[-1]] for line, cell in zip(lines, stored, strict=True)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        right = (2, 3, 4)
-        return "\n".join(
-            "  ".join(
-                cell.rjust(w) if i in right else cell.ljust(w)
-                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return "\n".join(aligned(lines, "<<>>>" + "<" * (len(lines[0]) - 5)))
 
     def _total(self) -> list[str]:
         leaves = sum(len(row.paths) for row in self.rows)

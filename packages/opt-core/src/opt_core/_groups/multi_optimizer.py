@@ -18,16 +18,14 @@ from opt_core._description.values import (
     TransformationDescription,
 )
 from opt_core._gradients import gradient_leaves
-from opt_core._groups.axes import with_axes
 from opt_core._groups.division import Division, GroupStates
-from opt_core._groups.extra_args import check_used, taken_args
 from opt_core._groups.overrides import (
     RESERVED,
     check_group_overrides,
     check_length,
     known_names,
-    listed,
     naming,
+    taken_args,
 )
 from opt_core._groups.patterns import LogicalAxes, Rest, logical_axes_by_path
 from opt_core._groups.table import (
@@ -39,12 +37,14 @@ from opt_core._groups.table import (
     divide,
     groups_of_pairs,
     groups_of_rules,
+    with_axes,
 )
 from opt_core._hyper_params import check_missing
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import flatten_with_paths, parts_at
 from opt_core._report import RestoreReport
 from opt_core._state_dict import to_state_dict
+from opt_core._text import listed
 from opt_core.errors import GroupError, HyperParamError
 
 
@@ -64,6 +64,7 @@ class MultiOptimizer(OptimizerDef):
 
     Attributes:
       groups: the table, frozen groups included.
+      group_names: the names of the groups that are not frozen, in order.
       sub_optimizers: the definitions, in order, of the groups that are not frozen.
       traversals: their patterns.
       hyper_params: their hyper-parameters, a tuple.
@@ -88,6 +89,7 @@ class MultiOptimizer(OptimizerDef):
     """
 
     groups: tuple[Group, ...]
+    group_names: tuple[str, ...]
     sub_optimizers: tuple[OptimizerDef, ...]
     traversals: tuple[Any, ...]
     param_axes: LogicalAxes | None
@@ -142,6 +144,7 @@ class MultiOptimizer(OptimizerDef):
         vars(self).pop("_fingerprint_cache", None)
         vars(self).update(
             groups=tuple(groups),
+            group_names=tuple(group.name for group in trained),
             sub_optimizers=definitions,
             traversals=tuple(group.pattern for group in trained),
             hyper_params=tuple(definition.hyper_params for definition in definitions),
@@ -164,11 +167,6 @@ class MultiOptimizer(OptimizerDef):
     def __repr__(self) -> str:
         rows = ", ".join(f"{group}: {group.definition!r}" for group in self.groups)
         return f"{type(self).__name__}({rows})"
-
-    @property
-    def group_names(self) -> tuple[str, ...]:
-        """The names of the groups that are not frozen, in order."""
-        return tuple(group.name for group in self.groups if not group.is_frozen)
 
     # Who belongs where.
 
@@ -199,10 +197,10 @@ class MultiOptimizer(OptimizerDef):
         names = [group.name for group in self.groups]
         is_grouped = isinstance(states, GroupStates)
         if not is_grouped or set(states) != set(self.group_names):
-            found = f"groups {list(states)}" if is_grouped else f"a {type(states).__name__}"
+            kind = f"groups {list(states)}" if is_grouped else f"a {type(states).__name__}"
             raise GroupError(
                 f"`param_states`: expected `GroupStates` of the groups {list(self.group_names)}, "
-                f"found {found}. Create the optimizer with this definition, carry its state over "
+                f"found {kind}. Create the optimizer with this definition, carry its state over "
                 "with `regroup`, or read a state dict with `restore_state`."
             )
         division: Division = states.division
@@ -285,15 +283,7 @@ class MultiOptimizer(OptimizerDef):
     ) -> tuple[Any, OptimizerState]:
         """Returns what `apply_gradient` adds to the parameters, and the new state.
 
-        Args:
-          hyper_params: see `apply_gradient`, as all of them.
-          params: pytree of parameters.
-          state: the state that belongs to them.
-          grads: pytree like `params`; frozen leaves may be `None` or missing.
-          **extra_args: passed to the definitions that use them.
-
-        Returns:
-          A tree like the parameters, zeros where they are frozen; the new state.
+        Takes the arguments of `apply_gradient`. The updates of frozen parameters are zeros.
         """
         return self._update("compute_updates", hyper_params, params, state, grads, extra_args)
 
@@ -306,8 +296,8 @@ class MultiOptimizer(OptimizerDef):
         grads: Any,
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, OptimizerState]:
-        check_length(hyper_params, self.group_names)
-        division, parts = self.division(state), self.split(Optimizer(self, state, params))
+        calls = self._calls(hyper_params, params, state, extra_args)
+        division = self.division(state)
         gradients = division.treedef.unflatten(
             gradient_leaves(params, grads, optional=frozenset(division.frozen))
         )
@@ -316,19 +306,31 @@ class MultiOptimizer(OptimizerDef):
             for i in division.frozen:
                 results[i] = jnp.zeros_like(results[i])
         states: dict[str, Any] = {}
-        used = frozenset[str]()
-        for (name, part), hyper in zip(parts.items(), hyper_params, strict=True):
-            definition = part.optimizer_def
+        for name, part, hyper, taken in calls:
             operands = hyper, part.target, part.state, division.cut(name, gradients)
             with naming(name):
-                taken = taken_args(definition, extra_args, division, name)
-                new, new_state = getattr(definition, method)(*operands, **taken)
-            used |= taken.keys()
+                new, new_state = getattr(part.optimizer_def, method)(*operands, **taken)
             division.paste(name, new, results)
             states[name] = new_state.param_states
-        check_used(extra_args, used)
         new_state = OptimizerState(increment_step(state.step), GroupStates(states, division))
         return division.treedef.unflatten(results), new_state
+
+    def _calls(
+        self, hyper_params: Any, params: Any, state: OptimizerState, extra_args: Mapping[str, Any]
+    ) -> list[tuple[str, Optimizer, Any, dict[str, Any]]]:
+        """For every group its optimizer, its hyper-parameters and the extra arguments it takes."""
+        check_length(hyper_params, self.group_names)
+        division, parts = self.division(state), self.split(Optimizer(self, state, params))
+        calls = [
+            (name, part, hyper, taken_args(part.optimizer_def, extra_args, division, name))
+            for (name, part), hyper in zip(parts.items(), hyper_params, strict=True)
+        ]
+        used = {name for *_, taken in calls for name in taken}
+        if unused := sorted(extra_args.keys() - used):
+            raise HyperParamError(
+                f"{listed(unused)}: neither a hyper-parameter nor an extra argument of any group"
+            )
+        return calls
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that some definition takes in its update and none overrides."""
@@ -361,7 +363,8 @@ class MultiOptimizer(OptimizerDef):
         by_group = overrides.pop("group_overrides", None) or {}
         if hyper_params is not None:
             check_length(hyper_params, self.group_names)
-        check_group_overrides(by_group, hyper_params, self.groups)
+        if by_group:
+            check_group_overrides(by_group, hyper_params, self.groups)
         self._check_reach(overrides, missing)
         updated = []
         for i, (name, definition) in enumerate(
@@ -398,26 +401,14 @@ class MultiOptimizer(OptimizerDef):
     ) -> dict[str, Any]:
         """Returns the hyper-parameters that an update uses, by group, schedules as numbers.
 
-        Args:
-          hyper_params: one dataclass per group that is not frozen, in order.
-          params: pytree of parameters.
-          state: the state that belongs to them.
-          **extra_args: passed to the definitions that use them.
+        See `OptimizerDef.resolve_hyper_params`, with arguments as for `apply_gradient`.
         """
-        check_length(hyper_params, self.group_names)
-        division = self.division(state)
-        parts = self.split(Optimizer(self, state, params))
         resolved: dict[str, Any] = {}
-        used = frozenset[str]()
-        for (name, part), hyper in zip(parts.items(), hyper_params, strict=True):
-            definition = part.optimizer_def
+        for name, part, hyper, taken in self._calls(hyper_params, params, state, extra_args):
             with naming(name):
-                taken = taken_args(definition, extra_args, division, name)
-                resolved[name] = definition.resolve_hyper_params(
+                resolved[name] = part.optimizer_def.resolve_hyper_params(
                     hyper, part.target, part.state, **taken
                 )
-            used |= taken.keys()
-        check_used(extra_args, used)
         return resolved
 
     # Axes and meaning.
@@ -448,16 +439,8 @@ class MultiOptimizer(OptimizerDef):
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns the optimizer with every leaf replaced by its logical axes.
 
-        Args:
-          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
-          param_axes: a tree like the parameters with a `PartitionSpec`, or `None`, per leaf. Dicts
-            and FrozenDicts are interchangeable.
-
-        Returns:
-          An `Optimizer`: the axes as its target, `None` as its step.
-
-        Raises:
-          TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
+        See `OptimizerDef.derive_logical_axes`. Dicts and FrozenDicts are interchangeable in
+        `param_axes`.
         """
         division = self.division(optimizer.state)
         axes = division.treedef.unflatten(axes_of_leaves(division.paths, param_axes))
@@ -470,12 +453,7 @@ class MultiOptimizer(OptimizerDef):
         return Optimizer(self, OptimizerState(None, GroupStates(states, division)), axes)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
-        """Returns what the state of every group means, as described by its definition.
-
-        Args:
-          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-          state: the state that belongs to them.
-        """
+        """Returns what the state of every group means; see `OptimizerDef.describe_state`."""
         paths = (path for path, x in flatten_with_paths(state.param_states) if x is not None)
         leaves: list[LeafDescription] = []
         transformations: list[TransformationDescription] = []
@@ -498,10 +476,6 @@ class MultiOptimizer(OptimizerDef):
         If every group keeps an entry per parameter, `param_states` has the parameters' paths, with
         `None` for frozen ones, as in Flax and T5X; otherwise it has an entry per group by name,
         which its definition writes, omitting groups with nothing to write.
-
-        Args:
-          target: the parameters.
-          state: the state that belongs to them.
         """
         merged = self._merged(state)
         written = {"step": to_state_dict(state.step)}

@@ -1,14 +1,19 @@
-"""Overrides of hyper-parameters by group: what may be given, and errors that name the group."""
+"""What an update of groups is given: overrides and extra arguments, with errors that name them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
+from opt_core._groups.division import Division
 from opt_core._groups.table import Group
 from opt_core._hyper_params import hyper_param_names
-from opt_core.errors import HyperParamError
+from opt_core._optimizer import OptimizerDef
+from opt_core._text import listed
+from opt_core.errors import GroupError, HyperParamError
 
 RESERVED = frozenset({"hyper_params", "group_overrides", "missing"})
 
@@ -17,10 +22,10 @@ def check_length(hyper_params: Any, names: Sequence[str]) -> None:
     """Raises a `HyperParamError` unless there is one entry per group."""
     is_sequence = isinstance(hyper_params, Sequence) and not isinstance(hyper_params, str)
     if not is_sequence or len(hyper_params) != len(names):
-        found = str(len(hyper_params)) if is_sequence else f"a {type(hyper_params).__name__}"
+        got = str(len(hyper_params)) if is_sequence else f"a {type(hyper_params).__name__}"
         raise HyperParamError(
             f"`hyper_params` must have {len(names)} entries, one for each of {listed(names)}; got "
-            f"{found}"
+            f"{got}"
         )
 
 
@@ -68,6 +73,18 @@ def naming(group: str) -> Iterator[None]:
         raise HyperParamError(f"group `{group}`: {error}") from error
 
 
-def listed(names: Iterable[str]) -> str:
-    """Returns names as a list for messages."""
-    return ", ".join(f"`{name}`" for name in names) or "none"
+def taken_args(
+    definition: OptimizerDef, extra_args: Mapping[str, Any], division: Division, group: str
+) -> dict[str, Any]:
+    """Returns the extra arguments that the definition of a group takes."""
+    taken = {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
+    if len(division.members[group]) == len(division.owners):
+        return taken
+    for name, value in taken.items():
+        if callable(value) or jax.tree.structure(value) == division.treedef:
+            raise GroupError(
+                f"group `{group}`: `{name}` is about all parameters, and this group has some of "
+                "them. A line search works on all parameters of a definition: make one definition, "
+                "with `optax.partition` for the directions and the search after it."
+            )
+    return taken

@@ -1,11 +1,14 @@
-"""The table of groups: how it is written, and how its patterns divide a tree."""
+"""The table of groups: how it is written, how it divides a tree, and who knows logical axes."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
+
+import jax
 
 from opt_core._groups.division import Division
 from opt_core._groups.patterns import (
@@ -19,10 +22,12 @@ from opt_core._groups.patterns import (
     pattern_str,
 )
 from opt_core._optimizer import OptimizerDef
+from opt_core._paths import Names, flatten_with_paths
 from opt_core.errors import GroupError
 from opt_core.protocols import Transformation
 
 _LISTED = 50
+_NO_ARRAY: Any = object()
 _ADVICE = (
     "A pattern must match the whole path of a leaf. Every leaf needs exactly one group: make the "
     "patterns disjoint, or say `rest=FROZEN` or `rest=` a definition."
@@ -181,3 +186,52 @@ def _no_definition(value: Any) -> str:
         "for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` for `optax.chain(...)`)"
     )
     return f"a {type(value).__name__} for a definition{hint * is_transformation}"
+
+
+def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> list[Group]:
+    """Returns the table with copies of definitions that take axes, which now know them.
+
+    A group whose pattern reads the shape of leaves gets the axes of all leaves that it may have:
+    those that paths and axes assign to no other group.
+    """
+    axes = dict(flatten_with_paths(param_axes))
+    tree = jax.tree.map(lambda _: _NO_ARRAY, param_axes, is_leaf=lambda x: x is None)
+    leaves, treedef = described(tree)
+    decided = [_decided(group, treedef, leaves, known) for group in groups]
+    taken = frozenset[int]().union(*(members for members in decided if members is not None))
+    free = frozenset(range(len(leaves))) - taken
+    informed = []
+    for group, members in zip(groups, decided, strict=True):
+        # No method with a default: T5X's trainer asks `hasattr`, and then the model must have axes.
+        if hasattr(group.definition, "set_param_axes"):
+            names = [leaves[i].names for i in sorted(free if members is None else members)]
+            definition = copy.copy(group.definition)
+            definition.set_param_axes(_nested(names, axes))
+            group = dataclasses.replace(group, definition=definition)
+        informed.append(group)
+    return informed
+
+
+def _decided(
+    group: Group, treedef: Any, leaves: Sequence[Leaf], known: LogicalAxes
+) -> frozenset[int] | None:
+    """The matches of a pattern; `None` if paths and axes do not determine them."""
+    if isinstance(group.pattern, Rest):
+        return None
+    try:
+        return matched(group.pattern, treedef, leaves, known)
+    except GroupError:
+        return None
+
+
+def _nested(paths: Iterable[Names], axes: Mapping[Names, Any]) -> Any:
+    """Nested dicts, whatever the containers of the parameters."""
+    root: dict[str, Any] = {}
+    for names in paths:
+        if not names:
+            return axes[names]
+        node = root
+        for name in names[:-1]:
+            node = node.setdefault(name, {})
+        node[names[-1]] = axes[names]
+    return root

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from opt_core._groups.edit import group_of, with_group
 from opt_core._groups.table import FROZEN, Group
-from opt_core._optimizer import Optimizer, OptimizerDef
+from opt_core._optimizer import Optimizer, OptimizerDef, Params
 from opt_core._plan.leaves import HeldState, View, named_state
 from opt_core._plan.match import Request, Schedules, make_plan
 from opt_core._plan.plan import Plan
@@ -20,14 +20,14 @@ from opt_core.errors import GroupError, LeafError
 
 
 def regroup(
-    optimizer: Optimizer,
+    optimizer: Optimizer[Params],
     definition: OptimizerDef,
     *,
     allow: Iterable[str] = (),
     rules: Sequence[Rule] = (),
     schedules: Schedules = "continue",
     placement: Any = None,
-) -> tuple[Optimizer, Plan[Optimizer]]:
+) -> tuple[Optimizer[Params], Plan[Optimizer[Params]]]:
     """Continues with another definition, keeping every leaf of the state that has the same meaning.
 
     Leaves are the same thing if their descriptions agree (`describe_state`): transformation, field,
@@ -82,8 +82,8 @@ def regroup(
 
 
 def freeze(
-    optimizer: Optimizer, pattern: Any, *, name: str = "frozen", allow: Iterable[str] = ()
-) -> tuple[Optimizer, Plan[Optimizer]]:
+    optimizer: Optimizer[Params], pattern: Any, *, name: str = "frozen", allow: Iterable[str] = ()
+) -> tuple[Optimizer[Params], Plan[Optimizer[Params]]]:
     """Stops updating the leaves that a pattern matches, and drops their state.
 
     Dropping is implied by freezing, so nothing needs to be allowed; the plan lists what was
@@ -112,14 +112,14 @@ def freeze(
 
 
 def unfreeze(
-    optimizer: Optimizer,
+    optimizer: Optimizer[Params],
     pattern: Any,
     definition: OptimizerDef,
     *,
     name: str = "unfrozen",
     schedules: Schedules = "continue",
     placement: Any = None,
-) -> tuple[Optimizer, Plan[Optimizer]]:
+) -> tuple[Optimizer[Params], Plan[Optimizer[Params]]]:
     """Starts updating frozen leaves.
 
     Args:
@@ -144,8 +144,8 @@ def unfreeze(
 
 
 def reset(
-    optimizer: Optimizer, group: str, *, placement: Any = None
-) -> tuple[Optimizer, Plan[Optimizer]]:
+    optimizer: Optimizer[Params], group: str, *, placement: Any = None
+) -> tuple[Optimizer[Params], Plan[Optimizer[Params]]]:
     """Reinitialises the state of one group; parameters, `step` and counts of schedules stay.
 
     So do settings recorded in the state, such as a learning rate set at run time, and the number of

@@ -24,6 +24,7 @@ from opt_core._plan.rules import (
     Unstack,
     function_name,
 )
+from opt_core._text import aligned
 from opt_core.errors import SurgeryError
 
 Outcome: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
@@ -354,14 +355,6 @@ def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:
 def _with_words(text: str, words: Sequence[str]) -> str:
     asked = ", ".join(f"'{word}'" for word in words)
     return f"{text} (allow: {asked})" if asked else text
-
-
-def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
-    """Yields the lines of a table; `sides` aligns columns: `<` to the left, `>` to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        columns = zip(row, sides, widths, strict=True)
-        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in columns).rstrip()
 
 
 def leaf_bytes(leaf: LeafInfo) -> int:

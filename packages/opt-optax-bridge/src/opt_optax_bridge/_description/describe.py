@@ -11,37 +11,44 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from opt_core import Bearing, LeafDescription, StateDescription, TransformationDescription
-from opt_core.extend import StateLeaf, flatten_with_paths, leaves_of, origin_of, path_str, qualified
-
-from opt_optax_bridge._description.known import KNOWN, PASS_ON, VARIANTS, Known
-from opt_optax_bridge._description.makers import find_states
-from opt_optax_bridge._description.nodes import (
+from opt_core.extend import (
     Names,
+    StateLeaf,
+    TransformationKey,
+    flatten_with_paths,
+    leaves_of,
+    origin_of,
+    path_str,
+    qualified,
+    role_by_type,
+)
+
+from opt_optax_bridge._description.known import (
+    KNOWN,
+    PASS_ON,
+    VARIANTS,
+    Dims,
+    Known,
+    Shape,
+    stated_dimensions,
+)
+from opt_optax_bridge._description.states import States, traced_places
+from opt_optax_bridge._description.transformations import (
+    UPDATED_BY,
     Node,
     open_transformation,
+    settings_of,
     transformation_name,
-)
-from opt_optax_bridge._description.settings import UPDATED_BY, settings_of
-from opt_optax_bridge._description.tracing import (
-    Dims,
-    Shape,
-    explained,
-    stated_dimensions,
-    traced_places,
 )
 
 if TYPE_CHECKING:
     from opt_partition import Row  # the import takes 0.1 s
 
 Source: TypeAlias = Literal["stated", "derived", "types"]
-Numbered: TypeAlias = tuple[Names, str, int]
-"""The group, the name and the number of a transformation."""
 
-_PLAIN = (tuple, list, dict)
-_PARTITION_STATES = frozenset({"PartitionState", "MultiTransformState"})
 _WHOLE = "optax_wrapper"
-_IN_UNITS = frozenset({"moment", "second_moment", "factored"})
 
 
 class _Slot(NamedTuple):
@@ -80,19 +87,13 @@ class _Slot(NamedTuple):
 
 
 def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
-    """Returns what every leaf of a state means, and the transformations that keep them.
-
-    Args:
-      tx: the transformation.
-      params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
-      param_states: the state that belongs to them; likewise.
-    """
+    """Returns what every leaf of a state means, and the transformations that keep them."""
     params, state = (jax.tree.map(_abstract, tree) for tree in (params, param_states))
     shapes = {path: leaf.shape for path, leaf in flatten_with_paths(params) if leaf is not None}
     root = open_transformation(tx)
-    states = find_states(root, params, state)
+    states = States(root, params, state)
     leaves = jax.tree.leaves(state)
-    explain = functools.cache(functools.partial(explained, tx, params, leaves))
+    explain = functools.cache(functools.partial(_explained, tx, params, leaves))
 
     def slots_of(followed: Mapping[Names, tuple[Names, Names]]) -> list[_Slot]:
         pairs = zip(leaves_of(state, followed), leaves, strict=True)
@@ -106,11 +107,15 @@ def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
     for slot in slots:
         if slot.node is not None and not slot.node.declared:
             slot.node.declared = _declared(_kind(slot))
+    keepers = {id(slot.node) for slot in slots}
+    for node in root.walk():
+        # One whose `init` is a lambda around another's keeps nothing, and is named by its update.
+        node.is_stateless |= id(node) not in keepers
     numbers = _numbered(root, slots)
     described = tuple(_described_leaves(root, slots, numbers, shapes, explain))
     parameters = _concatenated(described, numbers, states.shown, len(shapes))
     transformations = (
-        dataclasses.replace(x, parameters=parameters.get((x.group, x.name, x.number)))
+        dataclasses.replace(x, parameters=parameters.get(x.key))
         for x in _transformations(root, slots, numbers)
     )
     return StateDescription(described, tuple(transformations))
@@ -118,13 +123,13 @@ def describe_optax(tx: Any, params: Any, param_states: Any) -> StateDescription:
 
 def _concatenated(
     described: Sequence[LeafDescription],
-    numbers: Mapping[Any, Numbered],
+    numbers: Mapping[Any, TransformationKey],
     shown: Mapping[int, Sequence[Names]],
     count: int,
-) -> dict[Numbered, tuple[Names, ...]]:
+) -> dict[TransformationKey, tuple[Names, ...]]:
     """The parameters of transformations whose arrays do not say them, if these are not all."""
-    arrays = {(x.group, x.transformation, x.number) for x in described if x.dimensions}
-    arrays -= {(x.group, x.transformation, x.number) for x in described if x.parameter is not None}
+    arrays = {leaf.kept_by for leaf in described if leaf.dimensions}
+    arrays -= {leaf.kept_by for leaf in described if leaf.parameter is not None}
     return {
         numbers[key]: tuple(paths)
         for key, paths in shown.items()
@@ -137,31 +142,29 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
+def _explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | None:
+    """The provenance of leaves in `init`; `None` if the state has grown since."""
+    from opt_partition import explain
+
+    numbers = jax.tree.map(lambda leaf: PartitionSpec(*map(str, range(len(leaf.shape)))), params)
+    rows = explain(tx, params, numbers).rows
+    return rows if [row.shape for row in rows] == [leaf.shape for leaf in leaves] else None
+
+
 def _slot(at: StateLeaf, leaf: jax.ShapeDtypeStruct, nodes: Mapping[Names, Node]) -> _Slot:
     """The innermost state made by a named transformation, or else the innermost record."""
-    outer = at.outer
-    above = [outer[:k] for k in range(len(outer), -1, -1)]
-    for place in above:
-        node = nodes.get(place)
-        if node is not None and node.name:
-            return _Slot(at, leaf, place, node.group, node.name, node)
-    node = next((nodes[place] for place in above if place in nodes), None)
-    for k in range(len(outer) - 1, -1, -1):
-        kind = at.kinds[k]
-        if kind not in _PLAIN and not issubclass(kind, Mapping):
-            maker = kind if node is None else node.tx.init
-            name = qualified(transformation_name(kind.__name__), origin_of(maker))
-            return _Slot(at, leaf, outer[:k], _labels(at, k), name, node)
-    return _Slot(at, leaf, (), (), _WHOLE, node)
-
-
-def _labels(at: StateLeaf, depth: int) -> Names:
-    """The groups of `optax.partition` around a place, by the path to it."""
-    return tuple(
-        at.path[k + 1]
-        for k in range(depth - 1)
-        if at.kinds[k].__name__ in _PARTITION_STATES and at.path[k] == "inner_states"
-    )
+    above = [at.outer[:k] for k in range(len(at.outer), -1, -1)]
+    enclosing = [(place, nodes[place]) for place in above if place in nodes]
+    for place, named in enclosing:
+        if named.name:
+            return _Slot(at, leaf, place, named.group, named.name, named)
+    node = enclosing[0][1] if enclosing else None
+    if (depth := at.record) is None:
+        return _Slot(at, leaf, (), (), _WHOLE, node)
+    kind = at.kinds[depth]
+    origin = origin_of(kind if node is None else node.tx.init)
+    name = qualified(transformation_name(kind.__name__), origin)
+    return _Slot(at, leaf, at.outer[:depth], () if node is None else node.group, name, node)
 
 
 def _kind(slot: _Slot) -> type | None:
@@ -177,41 +180,41 @@ def _is_unclear(slot: _Slot, opaque: Sequence[Names]) -> bool:
     return _known(slot.node) is None or any(slot.place[: len(at)] == at for at in opaque)
 
 
-def _numbered(root: Node, slots: Sequence[_Slot]) -> dict[Any, Numbered]:
+def _numbered(root: Node, slots: Sequence[_Slot]) -> dict[Any, TransformationKey]:
     """The names of all transformations, by `_Slot.key`, numbered as states are made."""
     named = (x for x in root.made_in_order() if not x.is_container and x.name)
     keys = [(id(node), node.group, _base(node)) for node in named]
     keys += [(slot.key, slot.group, slot.name) for slot in slots]
     counts: Counter[tuple[Names, str]] = Counter()
-    numbers: dict[Any, Numbered] = {}
+    numbers: dict[Any, TransformationKey] = {}
     for key, group, name in keys:
         if key not in numbers:
             counts[group, name] += 1
-            numbers[key] = group, name, counts[group, name]
+            numbers[key] = TransformationKey(group, name, counts[group, name])
     return numbers
 
 
 def _transformations(
-    root: Node, slots: Sequence[_Slot], numbers: Mapping[Any, Numbered]
+    root: Node, slots: Sequence[_Slot], numbers: Mapping[Any, TransformationKey]
 ) -> Iterator[TransformationDescription]:
     """Yields them in the order in which they act, those known only by type last."""
     for node in root.walk():
         if id(node) in numbers:
             yield _described(node, numbers[id(node)])
     described: set[int] = set()
-    for key, maker in {slot.key: slot.node for slot in slots if not slot.is_named}.items():
+    for slot_key, maker in {slot.key: slot.node for slot in slots if not slot.is_named}.items():
+        key = numbers[slot_key]
         if maker is None or id(maker) in described:
-            group, name, number = numbers[key]
-            yield TransformationDescription(name, number, group)
+            yield TransformationDescription(key.name, key.number, key.group)
         else:
             # The record has no name of its own; its settings are those of the transformation.
             described.add(id(maker))
-            yield _described(maker, numbers[key])
+            yield _described(maker, key)
 
 
-def _described(node: Node, numbered: Numbered) -> TransformationDescription:
+def _described(node: Node, key: TransformationKey) -> TransformationDescription:
     settings = settings_of(node)
-    if node.is_own:
+    if node.is_optax:
         switches = {v: v == node.name for v, of in VARIANTS.items() if node.name in (v, of)}
         settings = switches | settings
     known = _known(node)
@@ -222,24 +225,26 @@ def _described(node: Node, numbered: Numbered) -> TransformationDescription:
     if is_definition and str(settings.get("definition", "")).startswith("<"):
         bearing["definition"] = Bearing("refused")  # nothing else says what it keeps
     source: Source = "types" if known is None else "stated"
-    group, name, number = numbered
-    is_listed = node.is_own and node.name in PASS_ON
+    is_listed = node.is_optax and node.name in PASS_ON
     passes_on = is_definition or is_listed or bool(node.declared.get("passes_on"))
-    return TransformationDescription(name, number, group, settings, bearing, source, passes_on)
+    return TransformationDescription(
+        key.name, key.number, key.group, settings, bearing, source, passes_on
+    )
 
 
 def _base(node: Node) -> str:
     """The name of a transformation; that of the base for a variant (`amsgrad` is `adam`)."""
-    return VARIANTS.get(node.name, node.name) if node.is_own else node.name
+    return VARIANTS.get(node.name, node.name) if node.is_optax else node.name
 
 
 def _known(node: Node | None) -> Known | None:
     if node is None:
         return None
     if node.declared:
-        bearing = {name: Bearing(**made) for name, made in node.declared.get("bearing", {}).items()}
+        declared = node.declared.get("bearing", {})
+        bearing = {name: Bearing(**effect) for name, effect in declared.items()}
         return Known(node.declared.get("roles", {}), bearing)
-    return KNOWN.get(node.name) if node.is_own else None
+    return KNOWN.get(node.name) if node.is_optax else None
 
 
 def _declared(kind: type | None) -> Mapping[str, Any]:
@@ -251,7 +256,7 @@ def _declared(kind: type | None) -> Mapping[str, Any]:
 def _described_leaves(
     root: Node,
     slots: Sequence[_Slot],
-    numbers: Mapping[Any, Numbered],
+    numbers: Mapping[Any, TransformationKey],
     shapes: Mapping[Names, Shape],
     explain: Callable[[], Sequence[Row] | None],
 ) -> Iterator[LeafDescription]:
@@ -267,19 +272,19 @@ def _described_leaves(
             dims = (None,) * len(slot.leaf.shape)
         elif dims is None and row is not None and row.parameter in (None, path_str(parameter)):
             dims, is_derived = row.dims, True
-        known, (group, name, number) = _known(slot.node), numbers[slot.key]
+        known, key = _known(slot.node), numbers[slot.key]
         said = None if known is None else _said(slot, known, dims)
         shape = None if parameter is None else shapes[parameter]
         source: Source = "types" if said is None else "derived" if is_derived else "stated"
         yield LeafDescription(
             path=slot.at.path,
-            group=group,
-            transformation=name,
-            number=number,
+            group=key.group,
+            transformation=key.name,
+            number=key.number,
             field=slot.field,
             parameter=parameter,
             dimensions=dims,
-            role=_role(slot.leaf, shape, dims) if said is None else said,
+            role=role_by_type(slot.leaf, shape, dims) if said is None else said,
             source=source,
         )
 
@@ -288,7 +293,8 @@ def _stated(slot: _Slot, shapes: Mapping[Names, Shape]) -> Dims | None:
     """The dimensions of a leaf of a known transformation."""
     if slot.at.parameter is None or slot.node is None or _known(slot.node) is None:
         return None
-    return stated_dimensions(slot.node, slot.field, slot.leaf.shape, shapes[slot.at.parameter])
+    shape, param_shape = slot.leaf.shape, shapes[slot.at.parameter]
+    return stated_dimensions(slot.node.name, slot.node.held, slot.field, shape, param_shape)
 
 
 def _said(slot: _Slot, known: Known, dims: Dims | None) -> Any:
@@ -299,18 +305,3 @@ def _said(slot: _Slot, known: Known, dims: Dims | None) -> Any:
         return "schedule_count"
     is_filler = slot.name == "factored_rms" and dims == (None,)
     return "other" if is_filler else role
-
-
-def _role(leaf: jax.ShapeDtypeStruct, param_shape: Shape | None, dims: Dims | None) -> Any:
-    """The role of a leaf as far as its type and shape tell."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return "key"
-    if param_shape is None:
-        is_count = jnp.issubdtype(leaf.dtype, jnp.integer) and not leaf.shape
-        return "count" if is_count else "other"
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return "other"
-    if leaf.shape == param_shape:
-        return "moment"
-    kept = [dim for dim in dims or () if dim is not None]
-    return "factored" if kept and len(leaf.shape) < len(param_shape) else "other"

@@ -3,7 +3,7 @@
 Optax's containers say where they keep what. Elsewhere a nested transformation is found by what its
 own `init` makes of the parameters, or of placeholders for them: the first part of the state around
 it that has this structure is its state. Those of one structure are found in the order in which the
-function around them reads them.
+function around them reads them. Leaves that no placeholder comes through to are traced.
 """
 
 from __future__ import annotations
@@ -11,39 +11,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import optax
 from opt_core.extend import (
+    Names,
+    StateLeaf,
+    around,
     children,
     flatten_with_paths,
     is_placeholder,
+    is_plain,
     on_placeholders,
+    path_str,
     placeholders,
     places,
 )
 
-from opt_optax_bridge._description.nodes import Names, Node
+from opt_optax_bridge._description.transformations import Node
 
-_PLAIN = (tuple, list, dict)
-
-
-class States(NamedTuple):
-    """What is known about the places in a state.
-
-    Attributes:
-      nodes: by path the transformations that made what is there; the innermost of several.
-      followed: see `opt_core.extend.leaves_of`.
-      opaque: the paths of what no placeholder can be passed through.
-      shown: by identity of a transformation the paths of the parameters that its `init` is given.
-    """
-
-    nodes: dict[Names, Node]
-    followed: dict[Names, tuple[Names, Names]]
-    opaque: list[Names]
-    shown: dict[int, list[Names]]
+if TYPE_CHECKING:
+    from opt_partition import Row
 
 
 class _Inputs(NamedTuple):
@@ -60,8 +50,7 @@ class _Inputs(NamedTuple):
     def labelled(self, labels: Any, label: str) -> _Inputs:
         """What `optax.partition` passes on to one of its transformations."""
         labels = labels(self.params) if callable(labels) else labels
-        mask = jax.tree.map(lambda x: str(x) == label, labels)
-        return _Inputs(*(_masked(mask, tree) for tree in self))
+        return self.selected(jax.tree.map(lambda x: str(x) == label, labels))
 
 
 def _masked(mask: Any, tree: Any) -> Any:
@@ -75,92 +64,108 @@ class _Part(NamedTuple):
     state: Any
     placed: Any | None
 
+    @property
+    def is_record(self) -> bool:
+        """Whether it is of a class of its own."""
+        return not is_plain(type(self.state)) and children(self.state) is not None
+
     def inside(self, *names: str) -> _Part:
         """The part below; raises a `KeyError` if there is none."""
         placed = None if self.placed is None else _below(self.placed, names)
         return _Part((*self.at, *names), _below(self.state, names), placed)
 
+    def walk(self) -> Iterator[_Part]:
+        """Yields itself and everything inside, outermost first, down to the parameters."""
+        yield self
+        if is_placeholder(self.placed):
+            return
+        below = {} if self.placed is None else _children(self.placed)
+        for name, child in _children(self.state).items():
+            yield from _Part((*self.at, name), child, below.get(name)).walk()
+
+
+def _children(tree: Any) -> dict[str, Any]:
+    node = children(tree)
+    return {} if node is None else dict(node.children)
+
 
 def _below(tree: Any, names: Sequence[str]) -> Any:
-    for name in names:
-        opened = children(tree)
-        tree = dict(opened.children if opened is not None else ())[name]
-    return tree
+    return functools.reduce(lambda node, name: _children(node)[name], names, tree)
 
 
-def find_states(root: Node, params: Any, state: Any) -> States:
-    """Returns where the states of a transformation and of those nested in it are.
-
-    Sets `is_stateless` of all of them.
+class States:
+    """Where the states of a transformation and of those nested in it are.
 
     Args:
-      root: the transformation with everything nested in it.
+      root: the transformation with everything nested in it; `is_stateless` of all of them is set.
       params: the parameters, as shapes.
       state: what its `init` made of them, as shapes.
+
+    Attributes:
+      nodes: by path the transformations that made what is there; the innermost of several.
+      followed: see `opt_core.extend.places`.
+      opaque: the paths of what no placeholder can be passed through.
+      shown: by identity of a transformation the paths of the parameters that its `init` is given.
     """
-    names = [path for path, leaf in flatten_with_paths(params) if leaf is not None]
-    search = _Search(names)
-    search.put(root, _Part((), state, None), _Inputs(params, placeholders(params)))
-    return search.states
 
+    def __init__(self, root: Node, params: Any, state: Any) -> None:
+        self.nodes: dict[Names, Node] = {}
+        self.followed: dict[Names, tuple[Names, Names]] = {}
+        self.opaque: list[Names] = []
+        self.shown: dict[int, list[Names]] = {}
+        self._names = [path for path, leaf in flatten_with_paths(params) if leaf is not None]
+        self._put(root, _Part((), state, None), _Inputs(params, placeholders(params)))
 
-class _Search:
-    def __init__(self, names: Sequence[Names]) -> None:
-        self.states = States({}, {}, [], {})
-        self._names = names
-
-    def put(self, node: Node, part: _Part, inputs: _Inputs) -> None:
+    def _put(self, node: Node, part: _Part, inputs: _Inputs) -> None:
         """Notes that a part of the state is that of a transformation, and looks into it."""
         if part.placed is None:
             part = part._replace(placed=on_placeholders(node.tx.init, inputs.placed))
             if part.placed is None:
-                self.states.opaque.append(part.at)
+                self.opaque.append(part.at)
             else:
-                self.states.followed.update(places(part.placed, self._names, part.at))
+                self.followed.update(places(part.placed, self._names, part.at))
         node.is_stateless = not jax.tree.leaves(part.state)
         numbers = jax.tree.leaves(inputs.placed, is_leaf=is_placeholder)
-        self.states.shown[id(node)] = [self._names[x.number] for x in numbers if is_placeholder(x)]
+        self.shown[id(node)] = [self._names[x.number] for x in numbers if is_placeholder(x)]
         if not node.is_container:
-            self.states.nodes[part.at] = node
+            self.nodes[part.at] = node
         if node.shares_init:
-            self.put(node.children[0], part, inputs)
+            self._put(node.children[0], part, inputs)
             return
         try:
-            known = list(_known_places(node, inputs))
-            inner = [(child, part.inside(*names), kept) for child, names, kept in known]
+            stated = [
+                (child, part.inside(*names), kept) for child, names, kept in _stated(node, inputs)
+            ]
         except Exception:  # a mask or labels that do not fit, or a state of another release
-            inner = []
-        for child, below, kept in inner:
-            self.put(child, below, kept)
-        if not inner:
-            node.children += self._look_for(node, node.children, part, inputs)
+            stated = []
+        for child, below, kept in stated:
+            self._put(child, below, kept)
+        if node.children and not stated:
+            node.children += self._look_for(node, part, inputs)
 
-    def _look_for(
-        self, owner: Node, nested: Sequence[Node], part: _Part, inputs: _Inputs
-    ) -> list[Node]:
+    def _look_for(self, node: Node, part: _Part, inputs: _Inputs) -> list[Node]:
         """Finds the states of nested transformations; returns those that have further ones."""
-        free = [place for place in _parts(part) if jax.tree.leaves(place.state)]
-        examples = [_Example(node, inputs) for node in nested]
-        unclear = _unclear(examples, free) if _is_users(owner) else set[int]()
-        left, again = [x.node for x in examples if id(x.node) not in unclear], []
+        free = [inner for inner in part.walk() if jax.tree.leaves(inner.state)]
+        examples = [_Example(child, inputs) for child in node.children]
+        unclear = _unclear(examples, free) if _is_users(node) else set[int]()
+        left, placed = [x.node for x in examples if id(x.node) not in unclear], []
         while left:
-            node = left.pop(0)
-            example = _Example(node, inputs)
+            example = _Example(left.pop(0), inputs)
             place = next(itertools.chain(example.places(free), example.records(free)), None)
             if place is None:  # its `init` may be given other parameters, or not called at all
-                node.is_stateless = example.is_empty
-                left[:0] = node.children
+                example.node.is_stateless = example.is_empty
+                left[:0] = example.node.children
                 continue
-            self.put(node, place, inputs)
-            free = [other for other in free if not _is_inside(other, place)]
-            if not node.is_container:
-                again.append(example)
+            self._put(example.node, place, inputs)
+            free = [inner for inner in free if not _is_inside(inner, place)]
+            if not example.node.is_container:
+                placed.append(example)
         copies = []
-        for example in again:  # what is called twice keeps two states
-            while place := next(filter(_is_record, example.places(free)), None):
+        for example in placed:  # what is called twice keeps two states
+            while place := next((x for x in example.places(free) if x.is_record), None):
                 copies.append(dataclasses.replace(example.node, children=[]))
-                self.put(copies[-1], place, inputs)
-                free = [other for other in free if not _is_inside(other, place)]
+                self._put(copies[-1], place, inputs)
+                free = [inner for inner in free if not _is_inside(inner, place)]
         return copies
 
 
@@ -195,12 +200,12 @@ class _Example:
     def records(self, parts: Sequence[_Part]) -> Iterator[_Part]:
         """Yields those of its class: what is inside may have been made of other parameters."""
         kinds = {type(self._placed), type(self._shapes)}
-        yield from (x for x in parts if _is_record(x) and type(x.state) in kinds)
+        yield from (x for x in parts if x.is_record and type(x.state) in kinds)
 
 
 def _is_users(node: Node) -> bool:
     """Whether nobody knows in which order a transformation keeps the states of others."""
-    return not node.is_own and not node.package.startswith("opt_")
+    return not node.is_optax and not node.package.startswith("opt_")
 
 
 def _unclear(examples: Sequence[_Example], parts: Sequence[_Part]) -> set[int]:
@@ -217,11 +222,11 @@ def _unclear(examples: Sequence[_Example], parts: Sequence[_Part]) -> set[int]:
     return unclear
 
 
-def _known_places(node: Node, inputs: _Inputs) -> Iterator[tuple[Node, Names, _Inputs]]:
+def _stated(node: Node, inputs: _Inputs) -> Iterator[tuple[Node, Names, _Inputs]]:
     """The paths at which Optax's containers keep the states of what they contain."""
     if node.injects:
         yield from ((child, ("inner_state",), inputs) for child in node.children)
-    if not node.is_own:
+    if not node.is_optax:
         return
     if node.factory == "chain":
         yield from ((child, (str(i),), inputs) for i, child in enumerate(node.children))
@@ -236,12 +241,6 @@ def _known_places(node: Node, inputs: _Inputs) -> Iterator[tuple[Node, Names, _I
             label = child.group[-1]
             kept = inputs.labelled(node.held["param_labels"], label)
             yield child, ("inner_states", label, "inner_state"), kept
-
-
-def _is_record(part: _Part) -> bool:
-    """Whether a part of a state is of a class of its own."""
-    is_plain = type(part.state) in _PLAIN or isinstance(part.state, Mapping)
-    return not is_plain and children(part.state) is not None
 
 
 def _is_inside(part: _Part, outer: _Part) -> bool:
@@ -266,13 +265,54 @@ def _is_like_leaf(example: Any, part: Any) -> bool:
     return is_leaf and (part.shape, part.dtype) == (example.shape, example.dtype)
 
 
-def _parts(part: _Part) -> Iterator[_Part]:
-    """A part and everything inside it, outermost first, down to the places of parameters."""
-    yield part
-    if is_placeholder(part.placed):
-        return
-    opened = children(part.state)
-    below = None if part.placed is None else children(part.placed)
-    placed = dict(below.children) if below is not None else {}
-    for name, child in opened.children if opened is not None else ():
-        yield from _parts(_Part((*part.at, name), child, placed.get(name)))
+def traced_places(
+    leaves: Sequence[tuple[StateLeaf, int]],
+    unclear: Collection[int],
+    rows: Sequence[Row],
+    params: Sequence[Names],
+) -> dict[Names, tuple[Names, Names]]:
+    """Returns the places of parameters that tracing shows, of leaves whose numbers are `unclear`.
+
+    With each leaf goes the length of the path of its transformation.
+    """
+    by_name = {path_str(path): path for path in params}
+    owners = [
+        by_name.get(row.parameter or "") if i in unclear else leaf.parameter
+        for i, ((leaf, _), row) in enumerate(zip(leaves, rows, strict=True))
+    ]
+    entries = _entries(leaves, owners)
+    by_place = {}
+    for i in unclear:
+        path, owner = leaves[i][0].path, owners[i]
+        if owner is None:
+            continue
+        named = [k for k in range(len(path)) if owner and path[k : k + len(owner)] == owner]
+        entry = [k for k in range(len(path)) if path[:k] in entries]
+        if named:
+            by_place[path[: named[0] + len(owner)]] = owner, path[: named[0]]
+        elif entry:
+            by_place[path[: entry[0] + 1]] = owner, path[: entry[0]]
+        elif rows[i].source == "provenance":  # by sizes alone it may be one of several
+            by_place[path] = owner, around(path, owner)
+    return by_place
+
+
+def _entries(leaves: Sequence[tuple[StateLeaf, int]], owners: Sequence[Names | None]) -> set[Names]:
+    """The paths of lists and dicts that have one entry for each of some parameters."""
+    inside: dict[Names, dict[str, set[Names]]] = {}
+    lists: set[Names] = set()
+    for (leaf, start), owner in zip(leaves, owners, strict=True):
+        path, kinds = leaf.path, leaf.kinds
+        for k in range(start, len(path)):
+            if kinds[k] in (tuple, list, dict):
+                entry = inside.setdefault(path[:k], {}).setdefault(path[k], set())
+                entry |= set() if owner is None else {owner}
+            if kinds[k] in (tuple, list):
+                lists.add(path[:k])
+    return {
+        path
+        for path, entries in inside.items()
+        if all(len(each) == 1 for each in entries.values())
+        and len(set().union(*entries.values())) == len(entries)
+        and (len(entries) > 1 or path in lists)
+    }
