@@ -20,6 +20,7 @@ def shape(*sizes: int) -> jax.ShapeDtypeStruct:
 
 PARAMS = {"w": shape(256, 384), "b": shape(384)}
 AXES = {"w": P("embed", "mlp"), "b": P("mlp")}
+AXES_OF_W = {"w": P("embed", "mlp")}
 Sizes = tuple[int, ...]
 
 
@@ -43,7 +44,7 @@ def test_a_row_says_everything() -> None:
         P("embed", "mlp"),
     )
     assert (row.dims, row.axes, row.dropped, row.spec) == ((0,), ("embed",), ("mlp",), P("embed"))
-    assert (row.source, row.sources, row.is_disputed) == ("rule", ("rule",), False)
+    assert (row.source, row.sources, row.is_disputed) == ("symbols", ("symbols",), False)
     assert (rows["0/count"].source, rows["0/count"].spec) == ("scalar", P())
     assert rows["0/v/b"].is_mirror
     assert not row.is_mirror
@@ -52,13 +53,13 @@ def test_a_row_says_everything() -> None:
 def test_the_table_and_json() -> None:
     explanation = explain(optax.trace(0.9), PARAMS, AXES)
     assert str(explanation).splitlines() == [
-        "state    shape       dtype    parameter  axes          source      note",
-        "trace/b  (384,)      float32  b          (mlp)         provenance",
-        "trace/w  (256, 384)  float32  w          (embed, mlp)  provenance",
-        "2 leaves, 394,752 bytes; `init` evaluated 1 times",
+        "state    shape       dtype    parameter  axes          source   note",
+        "trace/b  (384,)      float32  b          (mlp)         symbols",
+        "trace/w  (256, 384)  float32  w          (embed, mlp)  symbols",
+        "2 leaves, 394,752 bytes; `init` evaluated 2 times",
     ]
     data = json.loads(explanation.to_json())
-    assert data["evaluations"] == 1
+    assert data["evaluations"] == 2
     row = data["rows"][1]
     assert row["axes"] == row["parameter_axes"] == ["embed", "mlp"]
     assert (row["dtype"], row["bytes"], row["dims"]) == ("float32", 4 * 256 * 384, [0, 1])
@@ -81,7 +82,7 @@ def test_sizes_tell_rows_from_columns(sizes: Sizes) -> None:
     ]:
         row = row_of(each(make), sizes, strict=True)
         assert row.axes == axes
-        assert set(row.sources) == {"differencing"}
+        assert set(row.sources) == {"symbols"}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,9 @@ def test_sizes_tell_rows_from_columns(sizes: Sizes) -> None:
             "grows with parameter dimension 0, but is not its size",
         ),
         (lambda s: (max(s),), (7, 8), ("b",), ""),
+        # On a tie, `init` takes the first.
+        (lambda s: (max(s),), (8, 8), ("a",), ""),
+        (lambda s: (s[0] ** 2,), (4, 7), (None,), "computed from parameter dimension 0"),
     ],
 )
 def test_what_is_computed_from_sizes(
@@ -106,6 +110,7 @@ def test_what_is_computed_from_sizes(
 
 
 BLOCKS = "counts blocks of parameter dimension"
+EQUAL = "`init` creates another shape if sizes are symbols, which are never equal"
 
 
 @pytest.mark.parametrize(
@@ -114,13 +119,8 @@ BLOCKS = "counts blocks of parameter dimension"
         # The scales of quantised moments; the last block may be a part of one.
         (lambda s: (s[0], -(-s[1] // 5)), (6, 10), ("a", None), f"dimension 1: {BLOCKS} 1"),
         (lambda s: (-(-s[0] // 4),), (9, 7), (None,), f"{BLOCKS} 0"),
-        # On a tie only the code of `init` knows which.
-        (
-            lambda s: (max(s),),
-            (8, 8),
-            (None,),
-            "changes of parameter dimension 0 give inconsistent results",
-        ),
+        (lambda s: (s[0] // 2, s[1]), (8, 8), (None, "b"), f"dimension 0: {BLOCKS} 0"),
+        (lambda s: (2,) if s[0] == s[1] else s[:1], (8, 8), (None,), EQUAL),
     ],
 )
 def test_what_nothing_decides_is_not_guessed(
@@ -128,8 +128,8 @@ def test_what_nothing_decides_is_not_guessed(
 ) -> None:
     row = row_of(each(make), sizes)
     assert (row.axes, row.note) == (axes, note)
-    assert row.sources[-1] == "fallback"
-    with pytest.raises(UndecidedError, match=note.removeprefix("dimension 1: ")):
+    assert "fallback" in row.sources
+    with pytest.raises(UndecidedError, match=note):
         row_of(each(make), sizes, strict=True)
 
 
@@ -145,52 +145,72 @@ def test_thresholds_are_not_crossed(size: int, other: int) -> None:
 def test_strict_lists_what_nothing_decided() -> None:
     params = {"square": shape(8, 8), "oblong": shape(8, 6), "cube": shape(4, 4, 4)}
     axes = {"square": ("a", "b"), "oblong": ("a", "b"), "cube": ("a", "b", "c")}
-    init = each(lambda s: (max(s),))
+    init = each(lambda s: (max(s),) if len({*s}) == len(s) else (2,))
     found = derive_logical_axes(init, params, axes)
     assert found == {"square": P(), "oblong": P("a"), "cube": P()}
     with pytest.raises(UndecidedError) as caught:
         derive_logical_axes(init, params, axes, strict=True)
     assert str(caught.value).splitlines() == [
         "the axes of these state leaves could not be determined:",
-        "  cube (4,): changes of parameter dimension 0 give inconsistent results",
-        "  square (8,): changes of parameter dimension 0 give inconsistent results",
+        f"  cube (2,): {EQUAL}",
+        f"  square (2,): {EQUAL}",
         "Pass a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`.",
     ]
 
 
-def test_an_alignment_keeps_the_doubt() -> None:
-    """Where `init` takes no other sizes only those it has can speak, if there is one way."""
+def test_what_needs_numbers_is_left_to_provenance() -> None:
+    """Values computed from parameters have names; arrays made of their sizes alone have none."""
 
     def init(params: Any) -> Any:
-        assert {p.shape for p in jax.tree.leaves(params)} <= {(8, 6), (8, 8)}, "no other"
-        return jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params)
+        def leaf(p: Any) -> Any:
+            return {"mu": jnp.zeros_like(p), "rows": jnp.zeros(int(p.shape[0])), "one": jnp.ones(1)}
 
-    params = {"w": shape(8, 6), "square": shape(8, 8)}
-    rows = {row.path: row for row in explain(init, params, dict.fromkeys(params, ("a", "b"))).rows}
-    assert rows["w"].axes == (None, "a", "b")
-    assert rows["w"].sources == ("fallback", "alignment", "alignment")
-    assert "dimension 1: sizes cannot be changed: AssertionError: no other" in rows["w"].note
-    assert rows["square"].axes == (None, None, None)
-    assert rows["square"].source == "fallback"
+        return jax.tree.map(leaf, params)
+
+    explanation = explain(init, {"w": shape(8, 8)}, {"w": ("a", "b")})
+    rows = {row.path: (row.axes, row.source) for row in explanation.rows}
+    assert rows == {
+        "w/mu": (("a", "b"), "provenance"),
+        "w/rows": ((None,), "fallback"),
+        "w/one": ((None,), "provenance"),
+    }
+    [note] = explanation.notes
+    assert note.startswith("no symbols: `init` cannot be evaluated on symbols (")
+    assert note in str(explanation)
+    with pytest.raises(UndecidedError, match=r"w/rows \(8,\): `init` cannot be evaluated"):
+        explain(init, {"w": shape(8, 8)}, {"w": ("a", "b")}, strict=True)
 
 
-def test_sizes_that_changes_do_not_bear_out_are_undecided() -> None:
+def test_what_neither_evaluates_is_undecided() -> None:
+    def init(params: Any) -> Any:
+        assert {p.shape for p in jax.tree.leaves(params)} <= {(8, 6)}, "no symbols"
+        flat = jnp.concatenate([p.ravel() for p in jax.tree.leaves(params)])
+        return {"flat": flat, "w": jnp.zeros((2, 8, 6))}
+
+    explanation = explain(init, {"w": shape(8, 6), "v": shape(8, 6)}, {"w": ("a", "b"), "v": None})
+    assert [row.source for row in explanation.rows] == ["fallback", "fallback"]
+    assert [note[:16] for note in explanation.notes] == ["no symbols: `ini", "no provenance: `"]
+
+
+def test_a_size_that_is_capped_has_no_name() -> None:
     """A projection whose rank is capped has, but does not index, the size of a dimension."""
-    init = each(lambda s: (s[0], min(64, *s)))
-    row = row_of(init, (1024, 64))
-    assert row.source == "alignment"
-    assert row.is_doubted
-    assert "changes of parameter dimension 1 give inconsistent results" in row.note
-    with pytest.raises(UndecidedError, match=r"w .1024, 64.: .* give inconsistent results"):
-        row_of(init, (1024, 64), strict=True)
+    for rank in (64, 100):
+        init = each(lambda s: (s[0], min(*s, rank)))  # noqa: B023
+        row = row_of(init, (1024, 64), strict=True)
+        assert (row.axes, row.is_doubted) == (("a", None), True)
+        assert row.note == f"dimension 1: parameter dimension 1 capped at {rank}"
 
 
-def test_sizes_that_must_divide() -> None:
+def test_an_init_that_takes_no_large_sizes() -> None:
+    """Then names are confirmed at other multiples of the sizes."""
+
     def init(params: Any) -> Any:
-        assert all(n % 8 == 0 for p in jax.tree.leaves(params) for n in p.shape)
-        return jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)
+        p = params["w"]
+        assert max(p.shape) < 300
+        return {"rows": jnp.zeros(p.shape[0]), "rank": jnp.zeros(min(128, p.shape[1]))}
 
-    assert row_of(init, (128, 128), strict=True).axes == ("b", "a")
+    rows = {row.path: row.axes for row in explain(init, {"w": shape(96, 128)}, AXES_OF_W).rows}
+    assert rows == {"rows": ("embed",), "rank": (None,)}
 
 
 def test_equal_shapes_may_be_treated_unlike_by_name() -> None:
@@ -231,22 +251,6 @@ def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
     assert [*found.values()] == [P("a"), P("b")] * 3
 
 
-def test_a_stack_of_parameters() -> None:
-    """It has names if all that it may follow have the same; a parameter of other sizes is none."""
-
-    def stack(params: Any) -> Any:
-        return {"mu": jnp.stack([params["q"], params["k"]])}
-
-    params = {"q": shape(64, 64), "k": shape(64, 64), "table": shape(48, 64)}
-    same, other = ("embed", "heads"), ("embed", "kv")
-    axes = {"q": same, "k": same, "table": ("vocab", "embed")}
-    assert derive_logical_axes(stack, params, axes, strict=True) == {
-        "mu": P(None, "embed", "heads")
-    }
-    with pytest.raises(UndecidedError, match="the parameter that it follows cannot be identified"):
-        derive_logical_axes(stack, params, {**axes, "k": other}, strict=True)
-
-
 def test_halves_of_the_parameters() -> None:
     """Lookahead keeps the state of one half of what it is given; its path does not tell which."""
     tx = optax.lookahead(optax.scale_by_factored_rms(min_dim_size_to_factor=2), 5, 0.5)
@@ -269,19 +273,17 @@ def test_disagreement_is_a_note_and_under_strict_an_error() -> None:
     assert row.axes == ("b", "a")
     assert row.is_disputed
     assert row.note == (
-        "dimension 0: rule says 1, provenance says 0; dimension 1: rule says 0, provenance says 1"
+        "dimension 0: rule says 1, symbols say 0; dimension 1: rule says 0, symbols say 1"
     )
-    with pytest.raises(UndecidedError, match="rule says 1, provenance says 0"):
+    with pytest.raises(UndecidedError, match="rule says 1, symbols say 0"):
         row_of(init, (5, 5), rules=rules, strict=True)
 
 
-def test_an_init_that_no_explicit_mesh_takes() -> None:
+def test_flattened_parameters() -> None:
     explanation = explain(optax.flatten(optax.adam(0.1)), PARAMS, AXES, strict=True)
-    [note] = explanation.notes
-    assert note.startswith("no provenance: `init` does not work on an Explicit mesh (")
-    assert note in str(explanation)
+    assert explanation.notes == ()
     mu = next(row for row in explanation.rows if row.path == "0/mu")
-    assert (mu.axes, mu.source) == ((None,), "differencing")
+    assert (mu.axes, mu.source) == ((None,), "symbols")
     assert mu.note.startswith("computed from the parameter dimensions 0, 1")
 
 
@@ -320,11 +322,18 @@ def test_nothing_is_computed_and_no_array_is_made() -> None:
 
 
 @pytest.mark.parametrize(
-    "tx", [optax.adamw(0.1), optax.adafactor(0.1), optax.sm3(0.1), optax.scale_by_lbfgs()]
+    ("tx", "number"),
+    [
+        (optax.adamw(0.1), 2),
+        (optax.adafactor(0.1), 2),  # it compares sizes with each other, and with less
+        (optax.adafactor(0.1, min_dim_size_to_factor=300), 4),
+        (optax.sm3(0.1), 2),
+        (optax.scale_by_lbfgs(), 2),
+    ],
 )
-def test_repeated_layers_cost_no_more_evaluations(tx: Any) -> None:
+def test_repeated_layers_cost_no_more_evaluations(tx: Any, number: int) -> None:
     def evaluations(layers: int) -> int:
         params = {f"layer_{i}": PARAMS for i in range(layers)}
         return explain(tx, params, {f"layer_{i}": AXES for i in range(layers)}).evaluations
 
-    assert evaluations(1) == evaluations(50) <= 12
+    assert evaluations(1) == evaluations(50) == number

@@ -81,7 +81,7 @@ STATISTICS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
 
 
 def of(name: str) -> Callable[[Any], jax.Array]:
-    # Made of nothing but the shape: the types of JAX do not tell where it came from.
+    # Made of nothing but the shape.
     return lambda parameter: jnp.zeros(STATISTICS[name](parameter.shape))
 
 
@@ -186,49 +186,3 @@ def test_sizes_at_a_limit(limit: int, other: tuple[int, ...]) -> None:
         }
 
     check(init, {"w": SQUARES}, limit)
-
-
-@pytest.mark.parametrize("size", [256, 260])
-def test_blocks_of_one_dimension_next_to_another(size: int) -> None:
-    """The parameter was found by order; the dimension that counts blocks is left undecided.
-
-    Small changes of 260 do not change the number of blocks.
-    """
-    params = {name: struct(size, 64) for name in ("v", "w")}
-
-    def init(params: Tree) -> Tree:
-        return [jnp.zeros((p.shape[0] // 8, p.shape[1])) for p in jax.tree.leaves(params)]
-
-    rows = explain(init, params, names(params)).rows
-    assert [row.axes for row in rows] == [(None, "v:1"), (None, "w:1")]
-    assert [row.sources for row in rows] == [("fallback", "differencing")] * 2
-    assert rows[0].note == "dimension 0: counts blocks of parameter dimension 0"
-
-
-@pytest.mark.parametrize(("left", "right"), [(True, False), ("²", "³")])
-def test_keys_that_are_not_numbers(left: Any, right: Any) -> None:
-    """A bool is an `int` to Python, and a superscript a digit; neither is the place in a list."""
-    params = {f"layers_{i}": struct(8, 8) for i in range(40)}
-
-    def init(params: Tree) -> Tree:
-        kept = enumerate(jax.tree.leaves(params))
-        return {f"x{i}": {left: jnp.zeros(p.shape[:1]), right: jnp.zeros(1)} for i, p in kept}
-
-    axes = dict.fromkeys(params, PartitionSpec("embed", "mlp"))
-    rows = explain(init, params, axes, strict=True).rows
-    assert {row.axes for row in rows} == {("embed",), (None,)}
-
-
-@pytest.mark.parametrize("layout", [lists, concatenated])
-def test_as_many_evaluations_as_there_are_kinds(layout: Any) -> None:
-    """However many layers there are."""
-
-    def evaluations(number: int) -> int:
-        shapes = {"wi": struct(64, 128), "query": struct(64, 64), "conv": struct(3, 64, 64)}
-        params = {f"layers_{i}": {**shapes, "norm": struct(64)} for i in range(number)}
-        axes = jax.tree.map(lambda p: ("layers", "embed", "mlp")[-p.ndim :], params)
-        kept = ["left", "right", "momentum"]
-        init = lambda p: layout(jax.tree.leaves(p), kept)  # noqa: E731
-        return explain(init, params, axes, strict=True).evaluations
-
-    assert evaluations(20) == evaluations(4) <= 6

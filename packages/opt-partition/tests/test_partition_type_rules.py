@@ -42,7 +42,7 @@ def test_a_rule_may_leave_dimensions_or_leaves_to_the_others() -> None:
     half = Rules({Gram: lambda leaf: (ASK, None)})
     [row] = explain(gram_init, PARAMS, AXES, rules=half).rows
     assert row.axes == ("embed", None)
-    assert row.sources == ("differencing", "rule")
+    assert row.sources == ("symbols", "rule")
     silent = Rules({Gram: lambda leaf: None})
     assert derive_logical_axes(gram_init, PARAMS, AXES, rules=silent).gram["w"] == P(
         "embed", "embed"

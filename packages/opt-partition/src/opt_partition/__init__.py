@@ -8,16 +8,16 @@ mesh.
 from importlib.metadata import version as _version
 
 from opt_partition import errors
-from opt_partition._axes.explain import Explanation, Row, derive_logical_axes, explain
-from opt_partition._axes.param_axes import Parameter, normalise_param_axes
-from opt_partition._axes.rules import ASK, DEFAULT_RULES, Rules, StateLeaf
-from opt_partition._axes.t5x import OptaxStatePartitionRules
+from opt_partition._explain import Explanation, Row, derive_logical_axes, explain
 from opt_partition._init_sharded import init_sharded
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._logical_to_mesh import logical_to_mesh
 from opt_partition._memory_plan import memory_plan
+from opt_partition._param_axes import Parameter, normalise_param_axes
 from opt_partition._plan import GroupBytes, MemoryPlan, PlanRow
+from opt_partition._rules import ASK, DEFAULT_RULES, Rules, StateLeaf
 from opt_partition._shard_optimizer_state import ZeroLayouts, shard_optimizer_state
+from opt_partition._t5x import OptaxStatePartitionRules
 from opt_partition._verify.collectives import Collective
 from opt_partition._verify.expected import Expected
 from opt_partition._verify.report import Finding, LeafReport, Report, Unjudged

@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from opt_partition._axes.explain import Explanation, Row, explain
 from opt_partition._cli_inputs import (
     InputError,
     foreign_code,
@@ -34,6 +33,7 @@ from opt_partition._display import (
     pattern,
     words,
 )
+from opt_partition._explain import Explanation, Row, explain
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._memory_plan import memory_plan
 from opt_partition._plan import MemoryPlan

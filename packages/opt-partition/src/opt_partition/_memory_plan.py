@@ -12,13 +12,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from opt_partition._axes.explain import explain
-from opt_partition._axes.param_axes import normalise_param_axes
-from opt_partition._axes.rules import DEFAULT_RULES, Rules
+from opt_partition._explain import explain
 from opt_partition._init import StateMaker, params_of
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
+from opt_partition._param_axes import normalise_param_axes
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
+from opt_partition._rules import DEFAULT_RULES, Rules
 from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
 from opt_partition._state_fields import state_fields
 from opt_partition._zero import extended, report_replicated

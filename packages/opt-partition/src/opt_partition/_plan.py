@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from opt_partition._axes.explain import Explanation
 from opt_partition._display import dtype_name
+from opt_partition._explain import Explanation
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._plan_text import plan_text
 from opt_partition._plot import plot_plan

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from opt_partition._axes.param_axes import unboxed
 from opt_partition._init import StateMaker
 from opt_partition._layout import Layout
 from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds
 from opt_partition._memory_plan import memory_plan
+from opt_partition._param_axes import unboxed
 from opt_partition._specs import AnyMesh
 from opt_partition._zero import extended, report_replicated
 from opt_partition.errors import ReplicatedWarning

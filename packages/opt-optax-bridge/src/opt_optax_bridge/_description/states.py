@@ -292,7 +292,7 @@ def traced_places(
             by_place[path[: named[0] + len(owner)]] = owner, path[: named[0]]
         elif entry:
             by_place[path[: entry[0] + 1]] = owner, path[: entry[0]]
-        elif rows[i].source == "provenance":  # by sizes alone it may be one of several
+        elif rows[i].source in ("symbols", "provenance"):
             by_place[path] = owner, around(path, owner)
     return by_place
 

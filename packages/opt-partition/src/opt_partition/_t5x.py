@@ -2,23 +2,75 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 
-from opt_partition._axes.attribution import attribute_by_structure
-from opt_partition._axes.explain import Row, to_explanation
-from opt_partition._axes.matching import match_leaves
-from opt_partition._axes.param_axes import Parameter, is_axes, parameters, read_axes
-from opt_partition._axes.rules import DEFAULT_RULES
+from opt_partition._matching import match_leaves
+from opt_partition._param_axes import Parameter, is_axes, parameters, read_axes
+from opt_partition._rules import Answer, Rules, StateLeaf, apply_rules
 from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
 from opt_partition.errors import AxesError
 
 _UNKNOWN = -1  # stands for an unknown size
+
+
+def align_shape(shape: Sequence[int], parameter: Sequence[int]) -> tuple[int | None, ...] | None:
+    """Returns the unique largest order-preserving match of sizes between two shapes.
+
+    Returns:
+      For each dimension of `shape` the matching parameter dimension or `None`; `None` if the match
+      is ambiguous.
+
+    Examples:
+      >>> align_shape((10, 256, 384), (256, 384)), align_shape((256,), (256, 256)) is None
+      ((None, 0, 1), True)
+    """
+    if tuple(shape) == tuple(parameter):
+        return tuple(range(len(parameter)))
+    for size in range(min(len(shape), len(parameter)), -1, -1):
+        ways = {
+            (here, there)
+            for here in itertools.combinations(range(len(shape)), size)
+            for there in itertools.combinations(range(len(parameter)), size)
+            if all(shape[i] == parameter[j] for i, j in zip(here, there, strict=True))
+        }
+        if len(ways) > 1:
+            return None
+        if ways:
+            [(here, there)] = ways
+            dims = dict(zip(here, there, strict=True))
+            return tuple(dims.get(axis) for axis in range(len(shape)))
+    return (None,) * len(shape)
+
+
+def factored_dimensions(leaf: StateLeaf) -> Answer:
+    """The rule for Adafactor: rows and columns lack the largest or second largest dimension.
+
+    If these two sizes are equal, their order decides, which shapes alone do not show.
+    """
+    parameter = leaf.parameter
+    if parameter is None or leaf.field not in ("v_row", "v_col", "v"):
+        return None
+    shape = parameter.shape
+    if leaf.shape == (1,) != shape:
+        return (None,)  # a placeholder
+    if leaf.field == "v" or len(shape) < 2:
+        return None
+    second, largest = np.argsort(shape)[-2:].tolist()
+    removed = largest if leaf.field == "v_row" else second
+    kept = tuple(dim for dim in range(len(shape)) if dim != removed)
+    return kept if leaf.shape == tuple(shape[dim] for dim in kept) else None
+
+
+_RULES = Rules({optax.FactoredState: factored_dimensions})
 
 
 class OptaxStatePartitionRules:
@@ -64,8 +116,24 @@ class OptaxStatePartitionRules:
         else:
             table = parameters(params, params_axes)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optax_state)
-        rows = to_explanation(attribute_by_structure(params, state, table, DEFAULT_RULES)).rows
-        unknown = [f"  {row.path} {row.shape}" for row in rows if _is_unknown(row)]
+        paths = [path for path, _ in flatten_with_paths(state)]
+        matches = match_leaves(params, state, paths, table)
+        owners = [table[match[0]] if match else None for match in matches]
+        answers = apply_rules(state, owners, _RULES)
+        specs: list[PartitionSpec | None] = []
+        unknown = []
+        for path, leaf, owner, answer in zip(
+            paths, jax.tree.leaves(state), owners, answers, strict=True
+        ):
+            specs.append(None)
+            if owner is None:
+                continue
+            dims: Any = align_shape(leaf.shape, owner.shape) if answer is None else answer
+            if dims is None or _UNKNOWN in owner.shape:
+                if math.prod(leaf.shape) > 1:
+                    unknown.append(f"  {path_str(path)} {leaf.shape}")
+            elif any(dim is not None for dim in dims):
+                specs[-1] = PartitionSpec(*(None if d is None else owner.axes[d] for d in dims))
         if unknown:
             raise AxesError(
                 "the axes of these state leaves cannot be inferred from their shapes:\n"
@@ -73,7 +141,6 @@ class OptaxStatePartitionRules:
                 + ("\nPass `params`, or use" if is_inferred else "\nUse")
                 + " `derive_logical_axes` with the transformation."
             )
-        specs = [row.spec if row.spec != PartitionSpec() else None for row in rows]
         return jax.tree.unflatten(jax.tree.structure(optax_state), specs)
 
     @classmethod
@@ -102,13 +169,6 @@ class OptaxStatePartitionRules:
         return jax.tree.unflatten(jax.tree.structure(optax_params), found)
 
 
-def _is_unknown(row: Row) -> bool:
-    """Whether a leaf belongs to a parameter in an unknown way."""
-    if row.parameter_shape is None or math.prod(row.shape) <= 1:
-        return False
-    return row.source == "fallback" or _UNKNOWN in row.parameter_shape
-
-
 def _at(axes: Any, path: KeyPath) -> tuple[bool, Any]:
     """Returns whether there are axes at a path, and the axes."""
     for key in path:
@@ -130,11 +190,12 @@ def _parameters_of_state(state: Any, params_axes: Any) -> tuple[Any, list[Parame
     nameless = [
         Parameter(path, (), None, axes) for (path, _), axes in zip(given, ranks, strict=True)
     ]
-    leaves = [leaf for _, leaf in flatten_with_paths(state)]
+    paths = [path for path, _ in flatten_with_paths(state)]
+    leaves = jax.tree.leaves(state)
     shapes = defaultdict(list)
-    for matches, leaf in zip(match_leaves(params, state, nameless), leaves, strict=True):
-        for match in matches[:1]:
-            shapes[match.parameter].append(tuple(leaf.shape))
+    for match, leaf in zip(match_leaves(params, state, paths, nameless), leaves, strict=True):
+        for index in match[:1]:
+            shapes[index].append(tuple(leaf.shape))
     table = [
         Parameter(p.key_path, _shape(shapes[index], len(p.axes)), None, p.axes)
         for index, p in enumerate(nameless)

@@ -13,14 +13,18 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from opt_partition._axes.attribution import SOURCES, Attribution, Attributions, attribute
-from opt_partition._axes.param_axes import Axis, parameters
-from opt_partition._axes.rules import DEFAULT_RULES, Rules
+from opt_partition._derivation import Derivation, Leaf, derive
 from opt_partition._display import format_table
 from opt_partition._init import StateMaker, init_of, params_of
+from opt_partition._param_axes import Axis, Parameter, parameters
+from opt_partition._rules import ASK, DEFAULT_RULES, Answer, Rules, apply_rules
 from opt_partition._specs import itemsize
+from opt_partition._symbols import Origin
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
+
+# From most to least trusted.
+_SOURCES = ("scalar", "rule", "symbols", "provenance", "fallback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +43,12 @@ class Row:
       axes: for each dimension its logical name, or `None`.
       dropped: names of parameter dimensions that the leaf does not have.
       sources: for each dimension the source that decided.
-      source: the least trusted of these: `'rule'`, `'provenance'`, `'differencing'`, `'alignment'`
-        or `'fallback'`; `'scalar'` for a leaf without dimensions.
+      source: the least trusted of these: `'rule'`, `'symbols'`, `'provenance'` or `'fallback'`;
+        `'scalar'` for a leaf without dimensions.
       note: additional explanation.
-      is_disputed: whether two sources disagree; the more trusted one decided.
-      is_doubted: whether a dimension was decided by equal sizes alone although changing sizes did
-        not confirm it; `note` says what was observed.
+      is_disputed: whether a rule and the derivation disagree; the rule decided.
+      is_doubted: whether a dimension has the size of a parameter dimension at these sizes alone,
+        such as a rank that is capped, and therefore no name.
     """
 
     path: str
@@ -100,11 +104,7 @@ class Explanation:
     @property
     def undecided(self) -> list[Row]:
         """The rows for which `strict=True` raises an error."""
-        return [
-            row
-            for row in self.rows
-            if row.source == "fallback" or row.is_disputed or row.is_doubted
-        ]
+        return [row for row in self.rows if row.source == "fallback" or row.is_disputed]
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns everything except the trees as JSON."""
@@ -157,8 +157,8 @@ def explain(
 
     Raises:
       AxesError: `param_axes` do not match `params`.
-      UndecidedError: with `strict`, some leaves were decided by the fallback only, by sources that
-        disagree, or by equal sizes alone against the evidence.
+      UndecidedError: with `strict`, the axes of some leaves could not be determined, or a rule and
+        the derivation disagree.
 
     Examples:
       >>> import optax
@@ -174,7 +174,7 @@ def explain(
         )
     table = parameters(params, param_axes)
     with _collector_paused():
-        explanation = to_explanation(attribute(init, params, table, rules))
+        explanation = _explanation(derive(init, params, table), rules)
     if strict and explanation.undecided:
         lines = [f"  {row.path} {row.shape}: {row.note}" for row in explanation.undecided]
         raise UndecidedError(
@@ -210,12 +210,6 @@ def derive_logical_axes(
     return explain(tx, params, param_axes, rules=rules, strict=strict).axes
 
 
-def to_explanation(found: Attributions) -> Explanation:
-    """Converts attributions to an `Explanation`."""
-    rows = [_row(attribution) for attribution in found.leaves]
-    return Explanation(found.state, rows, found.evaluations, found.notes)
-
-
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
     """Pauses garbage collection, as tracing creates many long-lived objects.
@@ -238,19 +232,37 @@ def _to_data(row: Row) -> dict[str, Any]:
     return data | {"dtype": str(row.dtype), "parameter_axes": None if axes is None else [*axes]}
 
 
-def _row(found: Attribution) -> Row:
-    shape, dtype = tuple(found.leaf.shape), found.leaf.dtype
-    parameter, dimensions = found.parameter, found.dimensions
-    sources = tuple(d.source for d in dimensions)
-    dims = tuple(d.dim for d in dimensions)
-    kept = {*dims}
+def _explanation(derivation: Derivation, rules: Rules) -> Explanation:
+    owners = [leaf.parameter for leaf in derivation.leaves]
+    answers = apply_rules(derivation.state, owners, rules)
+    rows = [_row(leaf, answer) for leaf, answer in zip(derivation.leaves, answers, strict=True)]
+    return Explanation(derivation.state, rows, derivation.evaluations, derivation.notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dimension:
+    """The dimension of the parameter that a dimension is, its name, and who decided."""
+
+    dim: int | None
+    axis: Axis
+    source: str
+    note: str = ""
+    is_disputed: bool = False
+
+
+def _row(leaf: Leaf, answer: Answer) -> Row:
+    shape, dtype, parameter = tuple(leaf.struct.shape), leaf.struct.dtype, leaf.parameter
+    decided = [_decide(leaf, axis, answer) for axis in range(len(shape))]
+    dims = tuple(each.dim for each in decided)
+    sources = tuple(each.source for each in decided)
     notes = [
-        f"dimension {axis}: {d.note}" if len(shape) > 1 else d.note
-        for axis, d in enumerate(dimensions)
-        if d.note
+        f"dimension {axis}: {each.note}" if len(shape) > 1 else each.note
+        for axis, each in enumerate(decided)
+        if each.note
     ]
+    dropped = (a for i, a in enumerate(parameter.axes) if i not in dims) if parameter else ()
     return Row(
-        path=path_str(found.key_path),
+        path=path_str(leaf.path),
         shape=shape,
         dtype=dtype,
         bytes=math.prod(shape) * itemsize(dtype),
@@ -258,16 +270,42 @@ def _row(found: Attribution) -> Row:
         parameter_shape=parameter.shape if parameter else None,
         parameter_axes=parameter.given if parameter else None,
         dims=dims,
-        axes=tuple(d.axis for d in dimensions),
-        dropped=tuple(a for i, a in enumerate(parameter.axes) if i not in kept and a is not None)
-        if parameter
-        else (),
+        axes=tuple(each.axis for each in decided),
+        dropped=tuple(axis for axis in dropped if axis is not None),
         sources=sources,
-        source=max(sources, key=SOURCES.index, default="scalar"),
+        source=max(sources, key=_SOURCES.index, default="scalar"),
         note="; ".join(dict.fromkeys(notes)),
-        is_disputed=any(d.is_disputed for d in dimensions),
-        is_doubted=any(d.is_doubted for d in dimensions),
+        is_disputed=any(each.is_disputed for each in decided),
+        is_doubted=any(origin.is_doubted for origin in leaf.origins),
     )
+
+
+def _decide(leaf: Leaf, axis: int, answer: Answer) -> _Dimension:
+    """Decides one dimension: by the answer of a rule, else by its origin."""
+    if isinstance(answer, PartitionSpec):
+        return _Dimension(None, answer[axis], "rule", "named by the rule")
+    origin, dim = leaf.origins[axis], leaf.dims[axis]
+    if answer is not None and (said := answer[axis]) != ASK:
+        assert not isinstance(said, str)
+        name = leaf.parameter.axes[said] if leaf.parameter and said is not None else None
+        # Rules exist for dimensions that follow nothing although their sizes do.
+        is_disputed = said is not None and origin.is_known and dim != said
+        verb = "say" if leaf.source == "symbols" else "says"
+        note = f"rule says {said}, {leaf.source} {verb} {dim}" if is_disputed else ""
+        return _Dimension(said, name, "rule", note, is_disputed)
+    if dim is not None and leaf.parameter is not None:
+        return _Dimension(dim, leaf.parameter.axes[dim], leaf.source)
+    note = origin.note.replace("{}", _names(origin, leaf.parameter)) if origin.keys else origin.note
+    if origin.key is not None:
+        return _Dimension(None, origin.key[0], leaf.source)
+    return _Dimension(None, None, leaf.source if origin.is_known else "fallback", note)
+
+
+def _names(origin: Origin, parameter: Parameter | None) -> str:
+    """Returns the parameter dimensions that a dimension is computed from."""
+    keys = [*zip(parameter.axes, parameter.shape, strict=True)] if parameter else []
+    dims = [str(dim) for dim, key in enumerate(keys) if key in origin.keys]
+    return ", ".join(dims + [repr(key[0]) for key in origin.keys if key not in keys])
 
 
 def _spec_str(axes: Sequence[Axis]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,29 +9,16 @@ from typing import Any
 import jax
 import optax
 
-from opt_partition._axes.param_axes import Parameter
-from opt_partition._trees import KeyPath, flatten_with_paths, is_index
+from opt_partition._param_axes import Parameter
+from opt_partition._trees import KeyPath, is_index
 
 _EMPTY_STATE = jax.tree.structure(optax.EmptyState())
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """The position of a parameter's path in the path of a state leaf.
-
-    Attributes:
-      parameter: index of the parameter.
-      start: where its path starts in that of the leaf.
-      stop: where its path stops.
-    """
-
-    parameter: int
-    start: int
-    stop: int
-
-
-def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tuple[Match, ...]]:
-    """Returns the parameters that each state leaf may belong to.
+def match_leaves(
+    params: Any, state: Any, paths: Sequence[KeyPath], table: Sequence[Parameter]
+) -> list[tuple[int, ...]]:
+    """Returns the indices of the parameters that each state leaf may belong to.
 
     A subtree with the containers and keys of the parameters is matched leaf by leaf; masked
     parameters may be empty nodes, and the state of a parameter may be a subtree. Outside of such
@@ -42,18 +28,17 @@ def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tu
     Args:
       params: the parameters.
       state: the state.
+      paths: the key paths of its leaves.
       table: the parameters in JAX's order.
     """
-    lengths = [len(parameter.key_path) for parameter in table]
-    matches = _match_mirrors(jax.tree.structure(params), jax.tree.structure(state), lengths)
-    paths = [path for path, _ in flatten_with_paths(state)]
-    result: list[tuple[Match, ...]] = [() if m is None else (m,) for m in matches]
-    if any(match is None for match in matches):
-        suffixes = _suffixes(table)
-        for index, (match, path) in enumerate(zip(matches, paths, strict=True)):
-            if match is None:
-                result[index] = _match_suffix(path, suffixes)
-    return result
+    matches = _match_mirrors(jax.tree.structure(params), jax.tree.structure(state))
+    if None not in matches:
+        return [(index,) for index in matches if index is not None]
+    suffixes = _suffixes(table)
+    return [
+        _match_suffix(path, suffixes) if index is None else (index,)
+        for path, index in zip(paths, matches, strict=True)
+    ]
 
 
 class _Params:
@@ -76,22 +61,22 @@ class _Params:
         return self.kind is None and self.num_leaves == 1
 
 
-def _match_mirrors(params: Any, state: Any, lengths: Sequence[int]) -> list[Match | None]:
-    """Returns, for each leaf of the tree definition `state`, its match in the outermost mirror."""
+def _match_mirrors(params: Any, state: Any) -> list[int | None]:
+    """Returns, for each leaf of the tree definition `state`, its parameter in a mirror."""
     root = _Params(params)
-    matches: list[Match | None] = []
+    matches: list[int | None] = []
 
-    def visit(node: Any, depth: int) -> None:
+    def visit(node: Any) -> None:
         mirrored = _mirror(root, node)
         if mirrored is not None:
-            matches.extend(Match(index, depth, depth + lengths[index]) for index in mirrored)
+            matches.extend(mirrored)
         elif not node.children():
             matches.extend([None] * node.num_leaves)
         else:
             for child in node.children():
-                visit(child, depth + 1)
+                visit(child)
 
-    visit(state, 0)
+    visit(state)
     return matches
 
 
@@ -133,24 +118,22 @@ def _holds_mirror(node: Any, root: _Params) -> bool:
     )
 
 
-def _suffixes(table: Sequence[Parameter]) -> Mapping[KeyPath, list[tuple[int, int]]]:
-    """Maps every suffix of a parameter path to the parameters and where it starts."""
-    suffixes: dict[KeyPath, list[tuple[int, int]]] = defaultdict(list)
+def _suffixes(table: Sequence[Parameter]) -> Mapping[KeyPath, list[int]]:
+    """Maps every suffix of a parameter path to the parameters."""
+    suffixes: dict[KeyPath, list[int]] = defaultdict(list)
     for index, parameter in enumerate(table):
         path = parameter.key_path
         for start in range(len(path)):
-            suffixes[path[start:]].append((index, start))
+            suffixes[path[start:]].append(index)
     return suffixes
 
 
-def _match_suffix(
-    path: KeyPath, suffixes: Mapping[KeyPath, list[tuple[int, int]]]
-) -> tuple[Match, ...]:
+def _match_suffix(path: KeyPath, suffixes: Mapping[KeyPath, list[int]]) -> tuple[int, ...]:
     for start, stop in _windows(len(path)):
         # Numeric keys alone are ambiguous: they occur in chains as well as in lists of parameters.
         is_named = not all(map(is_index, path[start:stop]))
-        if is_named and (found := suffixes.get(path[start:stop])):
-            return tuple(Match(index, start, stop) for index, _ in found)
+        if is_named and (indices := suffixes.get(path[start:stop])):
+            return tuple(indices)
     return ()
 
 

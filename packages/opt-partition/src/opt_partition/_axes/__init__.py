@@ -1,1 +1,0 @@
-"""Derivation of the logical axes of an optimizer state."""

@@ -1,0 +1,224 @@
+"""What every dimension of a state is computed from, and which parameter a leaf belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from opt_partition._matching import match_leaves
+from opt_partition._param_axes import Parameter
+from opt_partition._provenance import provenance
+from opt_partition._symbols import (
+    CONSTANT,
+    Evaluate,
+    Key,
+    Keys,
+    Origin,
+    Origins,
+    first_line,
+    symbolic_origins,
+)
+from opt_partition._trees import KeyPath, flatten_with_paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What is derived about one state leaf.
+
+    Attributes:
+      path: its key path.
+      struct: its shape and dtype.
+      parameter: the parameter that it belongs to, or `None`.
+      origins: what each of its dimensions is computed from.
+      dims: for each dimension the dimension of the parameter that it is, or `None`.
+      source: what decided, `'symbols'` or `'provenance'`.
+    """
+
+    path: KeyPath
+    struct: jax.ShapeDtypeStruct
+    parameter: Parameter | None
+    origins: Origins
+    dims: tuple[int | None, ...]
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivation:
+    """What is derived about a state.
+
+    Attributes:
+      state: the state, as `jax.ShapeDtypeStruct`s.
+      leaves: its leaves in JAX's order.
+      evaluations: number of abstract evaluations of `init`.
+      notes: what could not be evaluated.
+    """
+
+    state: Any
+    leaves: list[Leaf]
+    evaluations: int
+    notes: tuple[str, ...]
+
+
+def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) -> Derivation:
+    """Derives what every dimension of the state that `init` creates is computed from.
+
+    Args:
+      init: creates a state for parameters; only evaluated abstractly.
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      table: the parameters with their axes, in JAX's order.
+    """
+    treedef: Any = jax.tree.structure(params)
+    evaluations = 0
+
+    def evaluate(shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        nonlocal evaluations
+        evaluations += 1
+        # A new lambda each time, as JAX caches evaluations by function identity.
+        return jax.eval_shape(lambda tree: init(tree), treedef.unflatten(shapes))
+
+    state = _true_state(evaluate, table)
+    keys = [_keys(parameter) for parameter in table]
+    origins, sources, notes = _origins(evaluate, table, keys, state)
+    paths = [path for path, _ in flatten_with_paths(state)]
+    matches = match_leaves(params, state, paths, table)
+    owners = _owners(evaluate, table, keys, state, matches, origins)
+    structs = jax.tree.leaves(state)
+    dims_of = functools.cache(_dims)
+    leaves = []
+    for path, struct, owner, origin, source in zip(
+        paths, structs, owners, origins, sources, strict=True
+    ):
+        parameter = None if owner is None else table[owner]
+        is_alike = parameter is not None and struct.shape == parameter.shape
+        dims = dims_of(origin, () if owner is None else keys[owner], is_alike)
+        leaves.append(Leaf(path, struct, parameter, origin, dims, source))
+    return Derivation(state, leaves, evaluations, notes)
+
+
+@functools.cache
+def _key(axis: Any, size: int) -> Key:
+    return axis, size
+
+
+def _keys(parameter: Parameter) -> tuple[Key | None, ...]:
+    """Returns name and size of each dimension that has a name."""
+    return tuple(
+        None if axis is None else _key(axis, size)
+        for axis, size in zip(parameter.axes, parameter.shape, strict=True)
+    )
+
+
+def _true_state(evaluate: Evaluate, table: Sequence[Parameter]) -> Any:
+    try:
+        return evaluate([jax.ShapeDtypeStruct(p.shape, p.dtype) for p in table])
+    except Exception as error:
+        error.add_note(
+            "`init` must work under `jax.eval_shape`, on shapes without values. Make sure to "
+            "pass a transformation or its `init`, not a constructor that has not been called."
+        )
+        raise
+
+
+def _origins(
+    evaluate: Evaluate, table: Sequence[Parameter], keys: Keys, state: Any
+) -> tuple[list[Origins], list[str], tuple[str, ...]]:
+    """Returns the origins of every leaf by symbols, else by provenance; the sources; notes."""
+    symbolic, reason = symbolic_origins(evaluate, table, keys, state)
+    sources = ["provenance" if origins is None else "symbols" for origins in symbolic]
+    if "provenance" not in sources:
+        return [origins for origins in symbolic if origins is not None], sources, ()
+    notes: tuple[str, ...] = ()
+    why = "`init` creates another shape if sizes are symbols, which are never equal"
+    if reason:
+        why = f"`init` cannot be evaluated on symbols ({reason})"
+        notes = (f"no symbols: {why}",)
+    try:
+        tagged = provenance(evaluate, table, keys, why)
+    except Exception as error:  # it is a user's function: anything can happen
+        says = f"`init` does not work on an Explicit mesh ({first_line(error)})"
+        notes = (*notes, f"no provenance: {says}")
+        unknown = Origin(note=why, is_known=False)
+        tagged = [
+            tuple(CONSTANT if size < 2 else unknown for size in leaf.shape)
+            for leaf in jax.tree.leaves(state)
+        ]
+    origins = [b if a is None else a for a, b in zip(symbolic, tagged, strict=True)]
+    return origins, sources, notes
+
+
+def _owners(
+    evaluate: Evaluate,
+    table: Sequence[Parameter],
+    keys: Keys,
+    state: Any,
+    matches: Sequence[tuple[int, ...]],
+    origins: Sequence[Origins],
+) -> list[int | None]:
+    """Returns the index of the parameter of every leaf: by its path, checked against its origins.
+
+    If neither tells, `init` is evaluated with a symbol for each dimension of each parameter.
+    """
+    inside = [frozenset(row) for row in keys]
+    by_key: dict[Key | None, set[int]] = defaultdict(set)
+    for index, row in enumerate(keys):
+        for key in row:
+            by_key[key].add(index)
+
+    @functools.cache
+    def keys_of(leaf: Origins) -> frozenset[Key]:
+        return frozenset(key for origin in leaf for key in origin.keys)
+
+    @functools.cache
+    def anywhere(wanted: frozenset[Key]) -> tuple[int, ...]:
+        return tuple(sorted(set.intersection(*(by_key[key] for key in wanted))))
+
+    owners: list[int | None] = []
+    unclear = {}
+    for number, (match, leaf) in enumerate(zip(matches, origins, strict=True)):
+        wanted = keys_of(leaf)
+        able = tuple(index for index in match if wanted <= inside[index])
+        if not able and wanted:
+            able = anywhere(wanted)
+        is_same = len(able) == 1 or len({table[index].axes for index in able if able is match}) == 1
+        owners.append(able[0] if is_same else None)
+        if len(able) > 1 and wanted:
+            unclear[number] = able
+    if unclear:
+        single = [
+            tuple(key and ((index, dim), key[1]) for dim, key in enumerate(row))
+            for index, row in enumerate(keys)
+        ]
+        shown, _ = symbolic_origins(evaluate, table, single, state)
+        for number, able in unclear.items():
+            indices = {key[0][0] for origin in shown[number] or () for key in origin.keys}
+            if len(indices) == 1 and indices <= {*able}:
+                [owners[number]] = indices
+    return owners
+
+
+def _dims(origins: Origins, keys: tuple[Key | None, ...], is_alike: bool) -> tuple[int | None, ...]:
+    """Returns the dimension of a parameter with these keys that each dimension of a leaf is.
+
+    Args:
+      origins: the origins of the dimensions of the leaf.
+      keys: the keys of the dimensions of the parameter.
+      is_alike: whether both have the same shape.
+    """
+    if is_alike and all(map(_may_be, origins, keys)):
+        return tuple(range(len(keys)))
+    dims: list[int | None] = []
+    for origin in origins:
+        same = [dim for dim, key in enumerate(keys) if key is not None and key == origin.key]
+        unused = [dim for dim in same if dim not in dims]
+        dims.append(next(iter([*unused, *same]), None))
+    return tuple(dims)
+
+
+def _may_be(origin: Origin, key: Key | None) -> bool:
+    """Whether a dimension may be that with a key; one without a name is a number."""
+    return origin.key == key if origin.keys else origin.is_known and (key is None or key[1] < 2)

@@ -1,0 +1,365 @@
+"""States that users write, of which it is known what each dimension is.
+
+Each case is the state of one parameter, in the containers that optimizers have. Most are made of
+nothing but integers, with sizes that are equal by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from opt_partition import explain
+from opt_partition.errors import UndecidedError
+
+Tree = Any
+Names = tuple[str | None, ...]
+
+# The sizes of constants below (64, 48, 16, 4) are sizes of parameters, too.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "wide": (48, 80),
+    "tall": (80, 48),
+    "square": (64, 64),
+    "large": (512, 256),
+    "expert": (4, 16, 64),
+    "again": (64, 64),
+    "bias": (64,),
+}
+PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+AXES = {name: tuple(f"{name}{d}" for d in range(len(s))) for name, s in SHAPES.items()}
+LAYERS = {f"layer_{i}": {"w": PARAMS["square"], "b": PARAMS["bias"]} for i in range(3)}
+LAYER_AXES = {name: {"w": ("embed", "heads"), "b": ("heads",)} for name in LAYERS}
+UNDECIDED = "undecided"
+
+
+def zeros(*shape: Any) -> jax.Array:
+    return jnp.zeros(shape)
+
+
+def normal(*shape: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), shape)
+
+
+def longer(p: Any) -> int:
+    return 0 if p.shape[0] >= p.shape[-1] else -1
+
+
+def by_order(p: Any) -> list[int]:
+    return [int(i) for i in np.argsort(p.shape)]
+
+
+# Each: a function of a parameter, and the names of its result. In the functions of names, `p` has
+# the shape as well, as what a state keeps may depend on it.
+class P:
+    """A parameter with names in the place of its sizes."""
+
+    def __init__(self, name: str) -> None:
+        self.shape, self.names = SHAPES[name], AXES[name]
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+
+
+Case = tuple[Callable[[Any], Any], Callable[[P], Any]]
+MATRICES: dict[str, Case] = {
+    # Projections.
+    "left": (lambda p: zeros(p.shape[0], 4), lambda p: (p.names[0], None)),
+    "right": (lambda p: zeros(4, p.shape[-1]), lambda p: (None, p.names[-1])),
+    "rank of a size": (lambda p: zeros(p.shape[0], 64), lambda p: (p.names[0], None)),
+    "capped rank": (
+        lambda p: zeros(p.shape[0], min(96, *p.shape)),
+        lambda p: (p.names[0], None),
+    ),
+    "longer side": (
+        lambda p: zeros(p.shape[longer(p)], 4),
+        lambda p: (p.names[longer(p)], None),
+    ),
+    "projected moments": (
+        lambda p: zeros(4, p.shape[-1]) if longer(p) == 0 else zeros(p.shape[0], 4),
+        lambda p: (None, p.names[-1]) if longer(p) == 0 else (p.names[0], None),
+    ),
+    "orthogonal": (
+        lambda p: jnp.linalg.qr(normal(p.shape[0], 4))[0],
+        lambda p: (p.names[0], None),
+    ),
+    "LoRA": (
+        lambda p: {"A": normal(p.shape[0], 8), "B": zeros(8, p.shape[-1])},
+        lambda p: {"A": (p.names[0], None), "B": (None, p.names[-1])},
+    ),
+    "LoRA of a size": (
+        lambda p: {"A": normal(p.shape[0], 48), "B": zeros(48, p.shape[-1])},
+        lambda p: {"A": (p.names[0], None), "B": (None, p.names[-1])},
+    ),
+    # Kronecker factors.
+    "gram": (lambda p: zeros(p.shape[0], p.shape[0]), lambda p: (p.names[0], p.names[0])),
+    "unfolded": (
+        lambda p: p.reshape(p.shape[0], -1).T,
+        lambda p: (p.names[1] if p.ndim == 2 else None, p.names[0]),
+    ),
+    "product": (
+        lambda p: (x := p.reshape(-1, p.shape[-1])).T @ x,
+        lambda p: (p.names[-1], p.names[-1]),
+    ),
+    "factors": (lambda p: [zeros(n, n) for n in p.shape], lambda p: [(n, n) for n in p.names]),
+    "identities": (lambda p: [jnp.eye(n) for n in p.shape], lambda p: [(n, n) for n in p.names]),
+    "eigenvectors": (
+        lambda p: tuple(jnp.linalg.eigh(jnp.eye(n)) for n in p.shape),
+        lambda p: tuple([(n,), (n, n)] for n in p.names),
+    ),
+    "small factors": (
+        lambda p: [zeros(n, n) if n <= 64 else zeros(1) for n in p.shape],
+        lambda p: [(a, a) if n <= 64 else (None,) for n, a in zip(p.shape, p.names, strict=True)],
+    ),
+    "diagonals of large factors": (
+        lambda p: [zeros(n, n) if n < 80 else zeros(n) for n in p.shape],
+        lambda p: [(a, a) if n < 80 else (a,) for n, a in zip(p.shape, p.names, strict=True)],
+    ),
+    "merged": (
+        lambda p: zeros(math.prod(p.shape[:-1]), p.shape[-1]),
+        lambda p: (p.names[0] if p.ndim == 2 else None, p.names[-1]),
+    ),
+    # Histories.
+    "history": (lambda p: zeros(10, *p.shape), lambda p: (None, *p.names)),
+    "history of a size": (lambda p: zeros(48, *p.shape), lambda p: (None, *p.names)),
+    "history of values": (lambda p: jnp.stack([p * 0] * 64), lambda p: (None, *p.names)),
+    "last": (lambda p: zeros(*p.shape, 80), lambda p: (*p.names, None)),
+    "losses": (lambda p: zeros(64), lambda p: (None,)),
+    # Blocks.
+    "scales": (
+        lambda p: zeros(p.shape[0], -(-p.shape[-1] // 32)),
+        lambda p: (p.names[0], UNDECIDED),
+    ),
+    "blocks": (
+        lambda p: zeros(p.shape[0] // 4, 4, p.shape[-1]),
+        lambda p: (UNDECIDED, None, p.names[-1]),
+    ),
+    "half": (lambda p: zeros(p.shape[0] // 2), lambda p: (UNDECIDED,)),
+    "padded": (
+        lambda p: zeros(-(-p.shape[0] // 32) * 32),
+        lambda p: (p.names[0] if p.shape[0] % 32 == 0 else UNDECIDED,),
+    ),
+    "blocks that divide": (
+        lambda p: zeros(*p.shape) if p.shape[0] % 32 == 0 else zeros(1),
+        lambda p: p.names if p.shape[0] % 32 == 0 else (None,),
+    ),
+    # Buckets and thresholds.
+    "bucket": (
+        lambda p: zeros(next(n for n in (64, 256, 1024) if n >= p.shape[0])),
+        lambda p: (None,),
+    ),
+    "factored": (
+        lambda p: zeros(p.shape[0]) if min(p.shape) >= 64 else zeros(*p.shape),
+        lambda p: (p.names[0],) if min(p.shape) >= 64 else p.names,
+    ),
+    "large ones": (
+        lambda p: zeros(*p.shape) if p.size > 4096 else zeros(1),
+        lambda p: p.names if p.size > 4096 else (None,),
+    ),
+    "without the largest": (
+        lambda p: zeros(*(p.shape[i] for i in sorted(by_order(p)[:-1]))),
+        lambda p: tuple(p.names[i] for i in sorted(by_order(p)[:-1])),
+    ),
+    "largest": (lambda p: zeros(max(p.shape)), lambda p: (p.names[p.shape.index(max(p.shape))],)),
+    # Statistics.
+    "rows": (lambda p: zeros(*p.shape[:-1]), lambda p: p.names[:-1]),
+    "means": (lambda p: p.mean(0), lambda p: p.names[1:]),
+    "kept": (
+        lambda p: jnp.max(jnp.abs(p), axis=-1, keepdims=True),
+        lambda p: (*p.names[:-1], None),
+    ),
+    "each": (lambda p: tuple(zeros(n) for n in p.shape), lambda p: tuple((n,) for n in p.names)),
+    "signs": (lambda p: p > 0, lambda p: p.names),
+    "transposed": (lambda p: zeros(*p.shape[::-1]), lambda p: p.names[::-1]),
+    "moved": (lambda p: jnp.moveaxis(p, 0, -1), lambda p: (*p.names[1:], p.names[0])),
+    "flat": (lambda p: p.ravel(), lambda p: (None,)),
+    "size": (lambda p: zeros(np.prod(p.shape)), lambda p: (None,)),
+    "top": (lambda p: p[:4], lambda p: (None, *p.names[1:])),
+    "first": (lambda p: p[0], lambda p: p.names[1:]),
+    "one more": (lambda p: zeros(p.shape[0] + 1), lambda p: (None,)),
+    "twice": (lambda p: zeros(2 * p.shape[0]), lambda p: (None,)),
+    "spread": (lambda p: jnp.broadcast_to(p.mean(0), p.shape), lambda p: p.names),
+    # Loops and maps.
+    "vmapped": (jax.vmap(lambda row: zeros(*row.shape, 4)), lambda p: (*p.names, None)),
+    "vmapped columns": (
+        jax.vmap(lambda column: column.sum(), in_axes=-1),
+        lambda p: (p.names[-1],),
+    ),
+    "scanned": (
+        lambda p: lax.scan(lambda s, row: (s + row, row.sum()), jnp.zeros_like(p[0]), p),
+        lambda p: (p.names[1:], (p.names[0],)),
+    ),
+    "looped": (lambda p: lax.fori_loop(0, 3, lambda _, x: x + 1, p), lambda p: p.names),
+    "jitted": (jax.jit(lambda p: p + 1), lambda p: p.names),
+    "keys": (lambda p: jax.random.split(jax.random.key(0), 64), lambda p: (None,)),
+}
+
+
+def per_parameter(case: Case, kept: Sequence[str]) -> tuple[Any, Any]:
+    """The state, and its names, of some parameters by name."""
+    make, names = case
+    return lambda params: {name: make(params[name]) for name in kept}, {
+        name: names(P(name)) for name in kept
+    }
+
+
+def in_order(case: Case, kept: Sequence[str]) -> tuple[Any, Any]:
+    """The same in a list, backwards."""
+    make, names = case
+    return lambda params: [make(params[name]) for name in kept[::-1]], [
+        names(P(name)) for name in kept[::-1]
+    ]
+
+
+def is_names(node: Any) -> bool:
+    return isinstance(node, tuple) and all(x is None or isinstance(x, str) for x in node)
+
+
+def check(init: Any, expected: Tree, params: Any = PARAMS, axes: Any = AXES) -> None:
+    explanation = explain(init, params, axes)
+    names = jax.tree.leaves(expected, is_leaf=is_names)
+    is_open = False
+    for row, known in zip(explanation.rows, names, strict=True):
+        assert row.axes == tuple(None if x == UNDECIDED else x for x in known), row
+        for source, name in zip(row.sources, known, strict=True):
+            assert (source == "fallback") == (name == UNDECIDED), row
+        is_open |= UNDECIDED in known
+    if is_open:
+        with pytest.raises(UndecidedError):
+            explain(init, params, axes, strict=True)
+
+
+@pytest.mark.parametrize("layout", [per_parameter, in_order])
+@pytest.mark.parametrize("name", MATRICES)
+def test_matrices(name: str, layout: Any) -> None:
+    kept = [name for name, shape in SHAPES.items() if len(shape) > 1]
+    check(*layout(MATRICES[name], kept))
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def axes_of(init: Any, params: Any, axes: Any, **options: Any) -> dict[str, Any]:
+    return {row.path: row.axes for row in explain(init, params, axes, **options).rows}
+
+
+# Whole trees.
+
+
+def test_stacked_parameters() -> None:
+    """Those of one shape have names if they are the same, and otherwise none are guessed."""
+
+    def init(params: Any) -> Any:
+        groups: dict[Any, list[Any]] = {}
+        for p in jax.tree.leaves(params):
+            groups.setdefault(p.shape, []).append(p)
+        return [{"mu": jnp.stack(each), "n": zeros(len(each))} for each in groups.values()]
+
+    names: Any = {"0/mu": (None, "heads"), "0/n": (None,), "1/mu": (None, "embed", "heads")}
+    assert axes_of(init, LAYERS, LAYER_AXES, strict=True) == {**names, "1/n": (None,)}
+    other = {**LAYER_AXES, "layer_1": {"w": ("embed", "kv"), "b": ("heads",)}}
+    rows = explain(init, LAYERS, other).rows
+    assert [row.axes for row in rows] == [(None, None), (None,), (None, None, None), (None,)]
+    assert [row.path for row in rows if row.source == "fallback"] == [row.path for row in rows]
+
+
+def test_a_vmap_over_stacked_parameters() -> None:
+    def init(params: Any) -> Any:
+        return jax.vmap(lambda w: {"left": zeros(w.shape[0], w.shape[0]), "rank": zeros(4)})(params)
+
+    found = axes_of(init, struct(12, 64, 64), ("layers", "embed", "heads"), strict=True)
+    assert found == {"left": ("layers", "embed", "embed"), "rank": ("layers", None)}
+
+
+def test_the_parameter_of_equal_layers_in_a_list() -> None:
+    def init(params: Any) -> Any:
+        return [zeros(*p.shape, p.shape[0]) for p in jax.tree.leaves(params)[::-1]]
+
+    rows = explain(init, LAYERS, LAYER_AXES, strict=True).rows
+    paths = [f"layer_{i}/{name}" for i in range(3) for name in "bw"]
+    assert [row.parameter for row in rows] == paths[::-1]
+    assert [row.axes for row in rows] == [("embed", "heads", "embed"), ("heads", "heads")] * 3
+
+
+def test_dimensions_without_a_name() -> None:
+    """They are numbers, so `init` may count with them."""
+
+    def init(params: Any) -> Any:
+        taps = [zeros(*params.shape[2:]) for _ in range(params.shape[0])]
+        return {"mu": jnp.zeros_like(params), "taps": taps, "sum": params.sum((0, 1))}
+
+    rows = explain(init, struct(3, 3, 16, 32), (None, None, "in", "out"), strict=True).rows
+    assert rows[0].dims == (0, 1, 2, 3)
+    assert rows[0].is_mirror
+    assert [row.axes for row in rows] == [(None, None, "in", "out")] + [("in", "out")] * 4
+    assert axes_of(init, struct(3, 3, 16, 32), None)["mu"] == (None,) * 4
+
+
+def test_a_name_with_several_sizes() -> None:
+    params, axes = [struct(64), struct(32), struct(64, 32)], ["x", "x", ("x", "x")]
+    names = [(name,) if isinstance(name, str) else name for name in axes]
+    init = per_leaf(lambda p: zeros(2, *p.shape[::-1]))
+    rows = explain(init, params, names, strict=True).rows
+    assert [row.axes for row in rows] == [(None, "x"), (None, "x"), (None, "x", "x")]
+    assert [row.dims for row in rows] == [(None, 0), (None, 0), (None, 1, 0)]
+
+
+def per_leaf(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda params: jax.tree.map(make, params)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "names"),
+    [
+        (jnp.squeeze, 1, ("b",)),
+        (lambda p: zeros(2, p.shape[1]) if p.shape[0] == 1 else p, 1, (None, "b")),
+        (lambda p: zeros(p.shape[0], 1), 1, ("a", None)),
+        (lambda p: p + jnp.ones((1, 1)), 1, ("a", "b")),
+        (lambda p: p, 0, ("a", "b")),
+        (lambda p: zeros(3, *p.shape), 0, (None, "a", "b")),
+        (lambda p: zeros(1) if p.size == 0 else p, 0, (None,)),
+    ],
+)
+def test_sizes_of_one_and_none(make: Any, size: int, names: Names) -> None:
+    [row] = explain(make, struct(size, 8), ("a", "b"), strict=True).rows
+    assert [n for n, s in zip(row.axes, row.shape, strict=True) if s > 1] == [
+        n for n, s in zip(names, row.shape, strict=True) if s > 1
+    ]
+
+
+def test_keys() -> None:
+    def init(params: Any) -> Any:
+        keys = jax.random.split(jax.random.key(0), 64)
+        return {"keys": keys, "mu": jnp.zeros_like(params["w"]), "copy": params["rng"]}
+
+    key = jax.random.key(0).dtype
+    params = {"w": struct(64, 8), "rng": struct(64, dtype=key)}
+    found = axes_of(init, params, {"w": ("a", "b"), "rng": ("devices",)}, strict=True)
+    assert found == {"keys": (None,), "mu": ("a", "b"), "copy": ("devices",)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: zeros(int(p.shape[0])),
+        lambda p: zeros(int(np.prod(p.shape))),
+        lambda p: jnp.asarray(np.zeros(p.shape, np.float32)),
+        lambda p: zeros(1 << (p.shape[0] - 1).bit_length()),
+        lambda p: jnp.stack([zeros(p.shape[1]) for _ in range(p.shape[0])]),
+        lambda p: zeros(round(p.shape[0] ** 0.5)),
+        lambda p: zeros(2, 64) if p.shape[0] == 64 else zeros(1, 64),
+    ],
+)
+def test_what_needs_numbers_is_undecided(make: Any) -> None:
+    with pytest.raises(UndecidedError, match=r"(on|are) symbols"):
+        explain(per_leaf(make), {"w": struct(64, 64)}, {"w": ("a", "b")}, strict=True)
+
+
+def test_a_square_decided_by_equality_needs_a_rule() -> None:
+    """Of two branches of one shape, symbols take that of unequal sizes."""
+    init = per_leaf(lambda p: zeros(p.shape[0] if p.shape[0] == p.shape[1] else p.shape[1], 4))
+    assert axes_of(init, struct(64, 64), ("a", "b")) == {".": ("b", None)}
