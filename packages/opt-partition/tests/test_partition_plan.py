@@ -400,8 +400,9 @@ def test_a_picture_has_a_bar_for_each_group() -> None:
 def test_a_picture_shows_no_more_groups_than_can_be_read() -> None:
     pytest.importorskip("matplotlib")
     params = {f"{n}$x^{{$": leaf(n + 1, 8) for n in range(30)}  # no formulas
-    [drawn] = plan_of(params=params, axes=dict.fromkeys(params)).plot().axes
-    drawn.figure.savefig(io.BytesIO())
+    figure = plan_of(params=params, axes=dict.fromkeys(params)).plot()
+    figure.savefig(io.BytesIO())
+    [drawn] = figure.axes
     names = [label.get_text() for label in drawn.get_yticklabels()]
     assert names[-1] == f"{len(params) + 1 - 12} more"
     assert len(names) == 13
