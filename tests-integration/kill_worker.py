@@ -144,7 +144,7 @@ def damage(directory: str, events: str, **cluster: Any) -> int:
         shares: set[float] = set()
         restore_arrays = _orbax.restore_arrays
 
-        def counted(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = False) -> Any:
+        def counted(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = True) -> Any:
             tree = restore_arrays(folder, item, restore_args, is_partial=is_partial)
             leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.shape == (16, 32)]
             shares.update(sum(s.data.size for s in x.addressable_shards) / x.size for x in leaves)
