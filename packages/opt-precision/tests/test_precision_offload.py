@@ -1,5 +1,7 @@
 """State on the host: where it lies, what is fetched, and that no number changes."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +10,14 @@ import opt_precision as op
 import optax
 import pytest
 from opt_precision.errors import OrderError, PrecisionError, StateError
-from precision_testing import bits, grads, params, quantize_state, stochastic_weights
+from precision_testing import (
+    bits,
+    grads,
+    params,
+    quantize_state,
+    stochastic_weights,
+    structure,
+)
 
 offload_state: Any = op.offload_state
 CHUNK = 20_000
@@ -109,11 +118,30 @@ def test_a_piece_is_fetched_ahead() -> None:
 
 
 @needs_new
-def test_orders_and_arguments() -> None:
-    coded = quantize_state(optax.adam(1e-3), op.dynamic8())
-    with pytest.raises(OrderError, match=r"Write `quantize_state\(offload_state\(...\)\)`"):
-        offload_state(coded)
-    with pytest.raises(OrderError, match="`offload_state` is around `stochastic_weights`"):
-        offload_state(stochastic_weights(optax.adam(1e-3)))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_wrappers_combine_in_any_order(order: tuple[int, ...]) -> None:
+    parts: Any = [
+        lambda tx: quantize_state(tx, op.dynamic8(), chunk_bytes=CHUNK, seed=1),
+        lambda tx: stochastic_weights(tx, seed=2),
+        lambda tx: offload_state(tx, op.by_path("nu")),
+    ]
+
+    def trained(order: Sequence[int]) -> Any:
+        tx: Any = optax.adamw(1e-3)
+        for i in order:
+            tx = parts[i](tx)
+        return run(tx, params(jnp.bfloat16))
+
+    found, expected = trained(order), trained((2, 0, 1))
+    assert structure(found) == structure(expected)
+    assert bits(found) == bits(expected)
+    assert kinds(found) == kinds(expected)
+
+
+@needs_new
+def test_arguments() -> None:
+    with pytest.raises(OrderError, match="`offload_state` is there twice"):
+        offload_state(quantize_state(offload_state(optax.adam(1e-3)), op.dynamic8()))
     with pytest.raises(PrecisionError, match="`memory_kind` must be one of"):
         offload_state(optax.adam(1e-3), memory_kind="disk")

@@ -260,8 +260,10 @@ ORDERS = [
 
 
 def is_refused(order: Sequence[str]) -> bool:
-    """Whether something stands inside of `quantize_state`, which belongs innermost."""
-    return "quantize_state" in order[:-1]
+    """Whether a window is inside of `quantize_state`."""
+    return "quantize_state" in order and any(
+        name in WINDOWS for name in order[order.index("quantize_state") :]
+    )
 
 
 def wrapped(order: Sequence[str]) -> Any:
@@ -277,7 +279,7 @@ def test_wrong_orders_are_errors() -> None:
         quantize_state(inner, op.dynamic8())
     start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
     refused = [order for order in ORDERS if is_refused(order)]
-    assert len(refused) == 108
+    assert len(refused) == 88
     for order in refused:
         with pytest.raises(OrderError, match=r"`quantize_state` is around `.*Write `"):
             wrapped(order).init(start)

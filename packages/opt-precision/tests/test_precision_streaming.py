@@ -88,7 +88,9 @@ def test_temporaries_are_those_of_a_piece(name: str, codec: op.Codec, grad: Any)
     if name == "novograd":
         grad = jnp.float32  # sums inside of conditions are made whole, of float32
     found, _ = temporaries(tx, shapes, grad)
-    assert found <= 1.5 + 2 * chunk / number
+    # XLA for CPUs sums the squares of gradients in bfloat16 as an array of float32.
+    is_summed = name != "adamw" and grad == jnp.bfloat16
+    assert found <= (4 if is_summed else 1.5) + 2 * chunk / number
     assert not op.explain_precision(tx, shapes).whole
 
 
@@ -128,7 +130,7 @@ def test_noise_of_one_of_the_leaves_is_there_at_once(key: Any) -> None:
     noisy = optax.chain(optax.add_noise(0.1, 0.5, key), optax.adamw(1e-3))
     tx = stochastic_weights(quantize_state(noisy, op.dynamic8(), chunk_bytes=1024 * 512 // 4))
     found, _ = temporaries(tx, matrices(8))
-    assert found <= 1.5 + (2 * 4 + 8) / 8  # of one leaf in float32 with its noise and bits
+    assert found <= 1.5 + 4 * 8 / 8  # of one leaf: decoded, its noise, and what is encoded
     assert len(op.explain_precision(tx, matrices(8)).whole or ()) == 8
 
 
@@ -177,6 +179,37 @@ def test_shapes_that_are_compiled_together_have_the_bits_of_each(codec: op.Codec
     assert found[0] == found[1]
 
 
+def scale_by_rows() -> Any:
+    """An update with the number of rows in its equations; on blocks that would be another."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda u: u * len(u), updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def branch_on_rows() -> Any:
+    """An update with other equations for few rows."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda u: u if len(u) > 64 else jnp.sin(u), updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+@pytest.mark.parametrize("part", [scale_by_rows, branch_on_rows])
+def test_what_would_be_other_equations_on_blocks_is_computed_whole(part: Any) -> None:
+    inner = optax.chain(part(), optax.scale_by_adam(), optax.scale(-1e-3))
+    found = []
+    for chunk in (1 << 14, 1 << 26):
+        tx = master_weights(quantize_state(inner, op.bfloat16(), chunk_bytes=chunk))
+        found.append(bits(run(tx, start())))
+        names = ("long", "odd", "tall") if chunk == 1 << 14 else ()
+        whole = op.explain_precision(tx, start()).whole
+        assert set(names) <= set(whole or ())
+    assert found[0] == found[1]
+
+
 def instructions(tx: Any, leaves: int) -> int:
     """Of the compiled update of that many matrices."""
     shapes = [jax.ShapeDtypeStruct((32, 128), jnp.float32)] * leaves
@@ -190,14 +223,3 @@ def test_leaves_that_are_alike_are_compiled_once() -> None:
     plain, small = optax.adamw(1e-3), quantize_state(optax.adamw(1e-3), op.dynamic8())
     each = [instructions(tx, 12) - instructions(tx, 4) for tx in (plain, small)]
     assert each[1] <= 1.3 * each[0]
-
-
-def test_matrices_of_many_shapes_are_compiled_once() -> None:
-    tx = quantize_state(optax.adamw(1e-3), op.dynamic8())
-
-    def look_ups(shapes: Any) -> int:
-        params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        step = jax.jit(tx.apply).lower(params, jax.eval_shape(tx.init, params), params)
-        return (step.compile().as_text() or "").count(" gather(")
-
-    assert look_ups([(64, 256), (32, 512), (16, 1024), (8192,)]) == look_ups([(64, 256)] * 4)

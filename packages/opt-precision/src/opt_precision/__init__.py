@@ -2,7 +2,7 @@
 
 For any Optax transformation: `quantize_state` stores its moments in fewer bits,
 `stochastic_weights` and `master_weights` let bfloat16 parameters take small updates. Updates are
-computed in float32, piece by piece.
+computed in float32, block by block.
 """
 
 from importlib.metadata import version as _version
@@ -12,7 +12,13 @@ from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, l
 from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
 from opt_precision._formats import Encoded, Format
 from opt_precision._partition import partition_rules
-from opt_precision._precision import Precision
+from opt_precision._precision import (
+    Precision,
+    master_weights,
+    offload_state,
+    quantize_state,
+    stochastic_weights,
+)
 from opt_precision._select import by_field, by_path, moments
 from opt_precision._states import (
     KahanState,
@@ -23,12 +29,6 @@ from opt_precision._states import (
 )
 from opt_precision._storage import read_storage as read_storage  # for checkpoints
 from opt_precision._views import apply, apply_updates, decode, master_of, set_params
-from opt_precision._wrappers import (
-    master_weights,
-    offload_state,
-    quantize_state,
-    stochastic_weights,
-)
 
 __version__ = _version("opt-precision")
 

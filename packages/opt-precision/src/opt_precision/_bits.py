@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-Seal: TypeAlias = Callable[[jax.Array], jax.Array]
 
 _UPPER = np.uint32(0xFFFF0000)
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
@@ -58,30 +56,6 @@ def widen(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32:
         return x.astype(jnp.float32)
     return x
-
-
-def sealed(product: jax.Array, zero: jax.Array) -> jax.Array:
-    """A product as it was rounded.
-
-    Compilers join a product with the sum that it is added to (a fused multiply-add), in some
-    programs and not in others: then last digits would depend on the mesh and on the other leaves.
-
-    Args:
-      product: floating-point numbers.
-      zero: an integer that is 0, which the compiler does not know.
-    """
-    bits = lax.bitcast_convert_type(product, uint_of(product))
-    return lax.bitcast_convert_type(bits ^ zero.astype(bits.dtype), product.dtype)
-
-
-def uint_of(x: jax.Array) -> np.dtype[Any]:
-    """The unsigned integers of as many bits."""
-    return np.dtype(f"uint{8 * x.dtype.itemsize}")
-
-
-def unsealed(product: jax.Array) -> jax.Array:
-    """A product as it is: where no program has to have the bits of another."""
-    return product
 
 
 def round_nearest(x: jax.Array) -> jax.Array:

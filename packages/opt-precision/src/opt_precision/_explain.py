@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from opt_precision._arguments import Arguments
 from opt_precision._formats import Encoded, is_encoded
 from opt_precision._mirrors import path_str
 from opt_precision._states import EXTRA_FIELD
-from opt_precision._step.arguments import Arguments
-from opt_precision._step.step import Options, Step
-from opt_precision._wrappers import Quantized, Rounded, opened
+from opt_precision._step import Options, Step
+from opt_precision._weights import Weights
+from opt_precision._wrapper import Quantized, Rounded, taken_apart
 from opt_precision.errors import PrecisionError
 
 
@@ -50,7 +51,7 @@ class PrecisionReport:
     Attributes:
       rows: one per leaf of the state, and one per parameter that something is kept for.
       whole: the paths of the parameters whose updates are computed for whole leaves, since they
-        need more than the same element of other arrays; all others go piece by piece. `None` where
+        need more than the same element of other arrays; all others go block by block. `None` where
         the update was not traced.
       parameters: the number of elements of the parameters.
     """
@@ -113,47 +114,43 @@ def explain_precision(tx: Any, params: Any, **extra_args: Any) -> PrecisionRepor
       0/nu/w   64x256  second_moment  dynamic8/256  stochastic  16,640
       33,284 bytes of state, 2.03 per parameter
     """
-    wrapper = opened(tx)
-    if wrapper is None:
+    rounded, quantized, inner_tx = taken_apart(tx)
+    if rounded is None and quantized is None:
         raise PrecisionError(
             "`tx` must be what `quantize_state`, `stochastic_weights` or `master_weights` "
             f"returned; found {type(tx).__name__}"
         )
-    weights = wrapper if isinstance(wrapper, Rounded) else None
-    inside = opened(wrapper.tx) if weights is not None else wrapper
-    found: list[PrecisionRow] = []
+    rows: list[PrecisionRow] = []
     whole: list[tuple[str, ...] | None] = []
 
     def look(params: Any) -> Any:
-        state = tx.init(params)
-        rows, inner = _state_rows(inside, state, params, weights is not None)
-        found[:] = [*rows, *_weight_rows(weights, params)]
-        options = inside.options() if isinstance(inside, Quantized) else Options(wrapper.tx)
-        whole[:] = [_whole(options, inner, params, extra_args, isinstance(inside, Quantized))]
+        state = tx.init(params) if rounded is None else tx.init(params).inner
+        stored = state if quantized is None else state.inner
+        rows[:] = [*_state_rows(quantized, stored, params), *_weight_rows(rounded, params)]
+        weights = Weights("nearest")  # which elements are needed does not depend on it
+        options = Options(inner_tx) if quantized is None else quantized.options(weights)
+        whole[:] = [_whole(options, stored, params, extra_args, quantized is not None)]
         return 0
 
     jax.eval_shape(look, params)
     number = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
-    return PrecisionReport(tuple(found), whole[0], number)
+    return PrecisionReport(tuple(rows), whole[0], number)
 
 
-def _state_rows(
-    inside: Any, state: Any, params: Any, is_rounded: bool
-) -> tuple[list[PrecisionRow], Any]:
-    state = state.inner if is_rounded else state
-    if not isinstance(inside, Quantized):
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return [_plain_row(path_str(path), leaf, "", "") for path, leaf in leaves], state
-    plan = inside.first(params)[1]
-    stored: list[Any] = jax.tree.leaves(state.inner, is_leaf=is_encoded)
+def _state_rows(quantized: Quantized | None, stored: Any, params: Any) -> list[PrecisionRow]:
+    if quantized is None:
+        leaves = jax.tree_util.tree_leaves_with_path(stored)
+        return [_plain_row(path_str(path), leaf, "", "") for path, leaf in leaves]
+    plan = quantized.first(params)[1]
+    nodes: list[Any] = jax.tree.leaves(stored, is_leaf=is_encoded)
     rows = []
-    for planned, leaf in zip(plan, stored, strict=True):
+    for planned, leaf in zip(plan, nodes, strict=True):
         path, role = path_str(planned.path), planned.choice.role or ""
         if is_encoded(leaf):
             rows.append(_encoded_row(path, leaf, role))
         else:
             rows.append(_plain_row(path, leaf, role, planned.choice.reason))
-    return rows, state.inner
+    return rows
 
 
 def _encoded_row(path: str, leaf: Encoded, role: str) -> PrecisionRow:

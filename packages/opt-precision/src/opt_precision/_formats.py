@@ -115,7 +115,6 @@ def encode(
     x: jax.Array,
     noise: jax.Array | None,
     before: jax.Array | None = None,
-    seal: _bits.Seal = _bits.unsealed,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the codes and scales of an array, or of whole blocks of one.
 
@@ -128,7 +127,6 @@ def encode(
       x: what to encode; float32.
       noise: 32 random bits per element, for a step; `None` rounds to nearest.
       before: the codes that it had before the step, for formats that are not `stochastic`.
-      seal: what products go through.
     """
     x = _bits.widen(x)
     if form.kind == "bfloat16":
@@ -139,7 +137,7 @@ def encode(
     # a scale for each element, XLA would make it so here and there, where the last digits differ.
     divisor = lax.select(scale < _TINY, jnp.ones_like(scale), scale)
     inverse = _blocks.spread(1 / divisor, form.axis, form.block, x.shape[form.axis])
-    below, chance = _position(form, seal(magnitude * inverse), seal, is_cut_off=noise is not None)
+    below, chance = _position(form, magnitude * inverse, is_cut_off=noise is not None)
     upper = _coded(form, x, below + 1)
     is_up = chance >= 0.5
     if noise is not None:
@@ -179,16 +177,13 @@ def _coded(form: Format, x: jax.Array, rank: jax.Array) -> jax.Array:
     return jnp.where(x < 0, zero - rank, zero + rank)
 
 
-def decode(
-    form: Format, codes: jax.Array, scale: jax.Array | None, seal: _bits.Seal = _bits.unsealed
-) -> jax.Array:
+def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Returns the values of codes, in the dtype of the format.
 
     Args:
       form: the format.
       codes: the codes.
       scale: their scales, if they have any.
-      seal: what products go through.
     """
     if scale is None:
         return _bits.widen(codes).astype(form.dtype)
@@ -196,11 +191,11 @@ def decode(
     codes = as_bytes(codes)
     if form.kind == "log8":
         steps = codes.astype(jnp.float32) - _maps.LOG_STEPS
-        value = lax.exp2(seal(steps * np.float32(_LOG_STEP)))
+        value = lax.exp2(steps * np.float32(_LOG_STEP))
     else:
         value = _look_up(_by_code(form), codes)
-    value = seal(value * each)
-    return (seal(value * value) if form.squared else value).astype(form.dtype)
+    value = value * each
+    return (value * value if form.squared else value).astype(form.dtype)
 
 
 @functools.cache
@@ -255,15 +250,12 @@ def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
     return below + (_look_up(ranks.edges, below) <= y).astype(jnp.uint8)
 
 
-def _position(
-    form: Format, y: jax.Array, seal: _bits.Seal, *, is_cut_off: bool
-) -> tuple[jax.Array, jax.Array]:
+def _position(form: Format, y: jax.Array, *, is_cut_off: bool) -> tuple[jax.Array, jax.Array]:
     """The rank of the value below each number between 0 and 1, and how far up the next it is.
 
     Args:
       form: the format.
       y: the numbers.
-      seal: what products go through.
       is_cut_off: whether first moments are cut off below `_maps.COARSE`.
 
     Returns:
@@ -271,21 +263,21 @@ def _position(
       the chance of that one which keeps the mean of what is stored.
     """
     if form.kind == "log8":
-        return _position_in_log(y, seal)
+        return _position_in_log(y)
     table = _table(form)
     below, gaps = _rank(_maps.floors(table), y), _maps.gaps(table, squared=form.squared)
-    distance = (seal(y * y) if form.squared else y) - _look_up(gaps.low, below)
+    distance = (y * y if form.squared else y) - _look_up(gaps.low, below)
     chance = distance * _look_up(gaps.inverse, below)
     if is_cut_off and not form.squared:
         chance = jnp.where(y < _maps.COARSE, 0, chance)
     return below, chance
 
 
-def _position_in_log(y: jax.Array, seal: _bits.Seal) -> tuple[jax.Array, jax.Array]:
+def _position_in_log(y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same for squares in the logarithmic map, without a table."""
     log = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST)))
-    position = seal(log * np.float32(1 / (math.log(2) * _LOG_STEP))) + _maps.LOG_STEPS
+    position = log * np.float32(1 / (math.log(2) * _LOG_STEP)) + _maps.LOG_STEPS
     below = jnp.clip(lax.floor(position), 0, _maps.LOG_STEPS - 1)
-    low = lax.exp2(seal((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP)))  # squared
-    chance = (seal(y * y) - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
+    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP))  # squared
+    chance = (y * y - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
     return below.astype(jnp.uint8), chance

@@ -8,25 +8,26 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
+from opt_precision._arguments import wide
 from opt_precision._codecs import Codec, Role
+from opt_precision._extremes import feeding_extremes
 from opt_precision._formats import Encoded, Format, constant_codes, encode
+from opt_precision._mesh import aligned, without
 from opt_precision._mirrors import KeyPath, Mirror, find_mirrors, path_str
+from opt_precision._program import Atom, Program
 from opt_precision._select import Candidate, Choice, Select
 from opt_precision._states import OUR_STATES, WEIGHT_STATES
-from opt_precision._step.arguments import wide
-from opt_precision._step.equations import Equations
-from opt_precision._step.extremes import feeding_extremes
-from opt_precision._step.placement import aligned, without
-from opt_precision._step.program import Kind, Program
-from opt_precision._step.whole import Whole
 from opt_precision.errors import OrderError
 
 Codecs: TypeAlias = Codec | Mapping[Role, Codec]
 
+_FILLS: Final = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshard"})
 _WINDOWS: Final = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 _NAMES: Final = {
     "QuantizedState": "quantize_state",
@@ -82,10 +83,9 @@ class First:
             made[:] = [[path for path, _ in keyed], tree]
             return [leaf for _, leaf in keyed]
 
-        closed = jax.make_jaxpr(init)(*map(wide, self.params))
+        self.program = Program(jax.make_jaxpr(init)(*map(wide, self.params)))
         self.state_paths: list[KeyPath] = made[0]
         self.state_tree = made[1]
-        self.program = Program(closed, [Kind(i) for i in range(len(self.params))], is_split=False)
         self.skeleton = jax.tree.unflatten(self.state_tree, [0] * len(self.state_paths))
 
     @property
@@ -139,7 +139,7 @@ class First:
             closed = jax.make_jaxpr(update)(*types)
         except Exception:  # an update may need more arguments, or the axes of a mesh
             return {}
-        return feeding_extremes(Equations(closed), number, len(self.avals))
+        return feeding_extremes(Program(closed), number, len(self.avals))
 
     def _planned(
         self, i: int, mirror: Mirror | None, choice: Choice | None, codecs: Codecs
@@ -162,17 +162,15 @@ class First:
 
     def state(self, plan: Sequence[Planned] | None = None) -> Any:
         """The state; its encoded leaves are made without the leaves themselves where they can."""
-        thunks = [_wide_of(param) for param in self.params]
-        whole = Whole(self.program, dict(zip(self.program.arguments, thunks, strict=True)))
-        leaves: list[Any] = []
-        rows = zip(self.program.outs, self.avals, self._mirrors, strict=True)
+        program, leaves = self.program, []
+        values = dict(zip(program.arguments, map(_wide, self.params), strict=True))
+        values |= program.consts
+        rows = zip(program.outs, self.avals, self._mirrors, strict=True)
         for i, (atom, aval, mirror) in enumerate(rows):
             form = None if plan is None else plan[i].format
-            constant = self.program.constant(atom)
-            is_mirror = mirror is not None and jnp.issubdtype(aval.dtype, jnp.floating)
-            if constant is not None and aval.size == 1 and not is_mirror:
-                leaves.append(jnp.full(aval.shape, constant, aval.dtype))
-            elif is_mirror and mirror is not None and constant is not None:
+            constant = _constant_of(program, atom)
+            is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+            if mirror is not None and is_float and constant is not None:
                 # As the parameter lies, like Optax's; eagerly, the program alone would not say so.
                 param = self.params[mirror.param]
                 leaves.append(
@@ -180,21 +178,25 @@ class First:
                     if form is None
                     else _constant(form, param, constant)
                 )
-            elif form is None:
-                leaves.append(_strong(whole(atom)))
-            else:
-                leaves.append(Encoded(*encode(form, whole(atom), None), form))
+                continue
+            if constant is not None and form is None:
+                leaves.append(jnp.full(aval.shape, constant, aval.dtype))
+                continue
+            part = program.part([atom])
+            [leaf] = program.evaluate(part, [values[start] for start in part.starts])
+            leaves.append(
+                _strong(leaf) if form is None else Encoded(*encode(form, leaf, None), form)
+            )
         return jax.tree.unflatten(self.state_tree, leaves)
 
     def check_order(self, name: str) -> None:
-        """Raises if the state holds that of a wrapper which belongs outside of this one.
+        """Raises if the state holds that of a wrapper that cannot be inside of this one.
 
         Args:
           name: the wrapper around it.
         """
-        wrong: tuple[type, ...] = (*OUR_STATES, *_WINDOWS)
-        if name != "quantize_state":
-            wrong = WEIGHT_STATES
+        is_of_weights = name in ("stochastic_weights", "master_weights")
+        wrong = WEIGHT_STATES if is_of_weights else (*OUR_STATES, *_WINDOWS)
         for node in _nodes(self.skeleton):
             if isinstance(node, wrong):
                 raise OrderError(order_message(name, _NAMES[type(node).__name__]))
@@ -209,15 +211,10 @@ def order_message(outer: str, inner: str) -> str:
             f"`{outer}` is around `{inner}`: it would encode the moments again in steps that do "
             f"not update them, and an accumulator is not a moment. Write `{inner}({outer}(...))`."
         )
-    if outer == "offload_state" and inner == "quantize_state":
-        return (
-            f"`{outer}` is around `{inner}`: codes are to be moved, not float32. Write "
-            f"`{inner}({outer}(...))`."
-        )
     if outer in ("quantize_state", "offload_state"):
         return (
-            f"`{outer}` is around `{inner}`: updates must be computed from decoded state before "
-            f"parameters are rounded. Write `{inner}({outer}(...))`."
+            f"`{outer}` is around `{inner}`, which is in a part of the transformation: give both "
+            f"the same transformation. Write `{inner}({outer}(...))`."
         )
     return f"`{outer}` is around `{inner}`: parameters can be rounded once only. Keep one of them."
 
@@ -230,8 +227,18 @@ def _nodes(tree: Any) -> Iterator[Any]:
             yield from _nodes(child)
 
 
-def _wide_of(param: jax.Array) -> Any:
-    return lambda: param.astype(wide(param).dtype)
+def _wide(param: jax.Array) -> jax.Array:
+    return param.astype(wide(param).dtype)
+
+
+def _constant_of(program: Program, atom: Atom) -> Any:
+    """The number that an output is filled with; `None` if it is not."""
+    while isinstance(atom, Var):
+        eqn = program.maker(atom)
+        if eqn is None or eqn.primitive.name not in _FILLS:
+            return None
+        atom = eqn.invars[0]
+    return np.asarray(atom.val)[()]
 
 
 def _strong(leaf: Any) -> Any:

@@ -1,4 +1,12 @@
-"""The wrappers of this package as one value, to give to a definition or a group of parameters."""
+"""How parameters and state are stored, as one value; and short names for its parts.
+
+    quantize_state(tx, codec)   = Precision(state=codec)(tx)
+    offload_state(tx)           = Precision(offload=True)(tx)
+    stochastic_weights(tx)      = Precision(weights='stochastic')(tx)
+    master_weights(tx, 'f32')   = Precision(weights='f32')(tx)
+
+They combine in any order: each adds its part to a transformation that has others.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +14,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from opt_precision._codecs import Codec, Role
-from opt_precision._select import Select
-from opt_precision._weights import Storage
-from opt_precision._wrappers import (
-    CHUNK_BYTES,
-    checked_codec,
-    master_weights,
-    offload_state,
-    quantize_state,
-    stochastic_weights,
-)
-from opt_precision.errors import PrecisionError
+import jax
+
+from opt_precision import _select
+from opt_precision._codecs import Codec, Role, identity
+from opt_precision._extra_args import with_extra_args
+from opt_precision._init import Codecs, order_message
+from opt_precision._memory import KINDS
+from opt_precision._weights import Storage, Weights
+from opt_precision._wrapper import CHUNK_BYTES, Precise, Quantized, put_together, taken_apart
+from opt_precision.errors import OrderError, PrecisionError
 
 Rounding: TypeAlias = Literal["stochastic"] | Storage
 _ROUNDINGS: Final = ("stochastic", *get_args(Storage))
+_NAMES: Final = {"stochastic": "stochastic_weights"}
+_MASTER: Final = "master_weights"
+_ROLES: Final = frozenset(get_args(Role))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +64,22 @@ class Precision:
     weights: Rounding | None = None
     # No mapping can be hashed, nor a layout.
     state: Codec | Mapping[Role, Codec] | None = dataclasses.field(default=None, hash=False)
-    select: Select | None = None
+    select: _select.Select | None = None
     offload: bool = False
     seed: int = 0
     chunk_bytes: int = CHUNK_BYTES
     layout: Any = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        if self.chunk_bytes < 4:
+            raise PrecisionError(f"`chunk_bytes` must be at least 4, found {self.chunk_bytes}")
+        if self.select is not None:
+            _select.checked(self.select)
+        if self.offload and jax.__version_info__ < (0, 10, 2):
+            raise PrecisionError(
+                "`offload_state` needs jax 0.10.2 or newer: programs compiled by earlier versions "
+                f"return the state in device memory; found jax {jax.__version__}"
+            )
         if self.weights not in (None, *_ROUNDINGS):
             raise PrecisionError(f"`weights` must be one of {_ROUNDINGS}, found {self.weights!r}")
         if self.state is not None:
@@ -74,22 +92,43 @@ class Precision:
             if self.select is not None or self.layout is not None:
                 raise PrecisionError("`select` and `layout` are about moments; give `state`")
 
-    def __call__(self, tx: Any) -> Any:
-        """Returns a transformation, wrapped.
+    def __call__(self, tx: Any) -> Precise:
+        """Returns a transformation, wrapped; one that is wrapped already gets the rest, too.
 
         Args:
-          tx: an Optax transformation.
+          tx: an Optax transformation, or one of this package.
+
+        Raises:
+          OrderError: parameters are rounded, or moments encoded or moved, twice.
         """
-        given: Any = {"chunk_bytes": self.chunk_bytes, "layout": self.layout}
-        if self.offload:
-            tx = offload_state(tx, self.select, **given)
+        rounded, quantized, inner = taken_apart(_checked(tx))
+        weights = None if rounded is None else rounded.weights
+        if self.weights is not None:
+            if rounded is not None:
+                raise OrderError(order_message(_NAMES.get(self.weights, _MASTER), rounded.name))
+            weights = Weights(self.weights, self.seed)
+        if self.state is not None or self.offload:
+            quantized = self._quantized(quantized)
+            if type(tx).__name__ == "MultiSteps":
+                raise OrderError(order_message(quantized.name, "MultiSteps"))
+        return put_together(inner, quantized, weights)
+
+    def _quantized(self, before: Quantized | None) -> Quantized:
+        """What is done with moments: this, besides what was done before."""
+        made = Quantized(tx=None) if before is None else before  # type: ignore[arg-type]
+        select = _select.moments() if self.select is None else self.select
         if self.state is not None:
-            tx = quantize_state(tx, self.state, self.select, seed=self.seed, **given)
-        if self.weights == "stochastic":
-            return stochastic_weights(tx, seed=self.seed)
-        if self.weights is None:
-            return tx
-        return master_weights(tx, storage=self.weights, seed=self.seed)
+            if made.codec is not None:
+                raise OrderError(order_message("quantize_state", "quantize_state"))
+            codec = checked_codec(self.state)
+            made = dataclasses.replace(made, codec=codec, select=select, seed=self.seed)
+        if self.offload:
+            if made.on_host is not None:
+                raise OrderError(order_message("offload_state", "offload_state"))
+            made = dataclasses.replace(made, on_host=select)
+        layout = made.layout if self.layout is None else self.layout
+        chunk_bytes = min(self.chunk_bytes, made.chunk_bytes)
+        return dataclasses.replace(made, chunk_bytes=chunk_bytes, layout=layout)
 
     def __str__(self) -> str:
         parts = [f"{self.weights} weights"] if self.weights else []
@@ -102,3 +141,188 @@ class Precision:
         if self.seed:
             parts.append(f"seed {self.seed}")
         return ", ".join(parts)
+
+
+def quantize_state(
+    tx: Any,
+    codec: Codecs,
+    select: _select.Select | None = None,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    seed: int = 0,
+    layout: Any = None,
+) -> Precise:
+    """Stores the moments of any transformation in fewer bits.
+
+    The update is computed in float32, block by block, in the place of what is stored: use
+    `opt_precision.apply` and donate parameters and state. Moments are recognised by what they are,
+    and everything else is kept as it is: `explain_precision` says what became of each leaf.
+
+    Args:
+      tx: an Optax transformation, or anything with its `init` and `update`.
+      codec: how moments are stored: `bfloat16()`, `dynamic8()`, ...; or a mapping with a codec for
+        some of the roles `'moment'`, `'slow_moment'`, `'second_moment'`.
+      select: which leaves are moments: `moments()`, `by_field(...)`, `by_path(...)`.
+      chunk_bytes: the float32 bytes of one block of a leaf; temporaries are a few times as much.
+      seed: of the noise in stochastic rounding, which depends on it, the number of the step, the
+        path of the leaf and the index of the element, and on nothing else.
+      layout: where parameters lie: a tree like them of `NamedSharding`s, or an
+        `opt_partition.Layout`. Needed on a mesh of Auto axes, which do not show while a step is
+        traced; otherwise leaves are not cut into blocks there.
+
+    Returns:
+      A transformation with `init`, `update` and `apply`; the state is a `QuantizedState`.
+
+    Raises:
+      OrderError: moments of `tx` are encoded already, or it is a window such as `MultiSteps`.
+      SelectionError: a selection names what there is not (raised by `init`).
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, opt_precision, optax
+      >>> tx = quantize_state(optax.adamw(1e-3), codec=opt_precision.dynamic8())
+      >>> state = tx.init({'w': jnp.ones((64, 256), jnp.bfloat16)})
+      >>> sum(leaf.nbytes for leaf in jax.tree.leaves(state.inner[0].nu))
+      16640
+    """
+    return Precision(
+        state=checked_codec(codec),
+        select=select,
+        chunk_bytes=int(chunk_bytes),
+        seed=int(seed),
+        layout=layout,
+    )(tx)
+
+
+def offload_state(
+    tx: Any,
+    select: _select.Select | None = None,
+    memory_kind: str = "pinned_host",
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    layout: Any = None,
+) -> Precise:
+    """Keeps moments in the memory of the host; a compiled step fetches them block by block.
+
+    Two blocks are on the device: the next is fetched while one is computed. With `quantize_state`
+    codes are moved, not float32. Norms and metrics of gradients and updates are as ever.
+    Steps that a wrapper around this one skips fetch nothing.
+
+    Args:
+      tx: an Optax transformation.
+      select: which leaves lie on the host, by default all moments; never counts.
+      memory_kind: `'pinned_host'`.
+      chunk_bytes: see `quantize_state`; the smaller one counts if both have one.
+      layout: see `quantize_state`.
+
+    Returns:
+      A transformation with `init`, `update` and `apply`; the state is a `QuantizedState`.
+
+    Raises:
+      OrderError: moments of `tx` lie on the host already, or it is a window.
+      PrecisionError: another kind of memory, or jax before 0.10.2.
+      StateError: the update is not called under `jax.jit`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> tx = offload_state(optax.adamw(1e-3))
+      >>> params = {'w': jnp.ones((64, 256))}
+      >>> state = tx.init(params)
+      >>> params, state = jax.jit(tx.apply)(params, state, params)
+      >>> state.inner[0].mu['w'].sharding.memory_kind, params['w'].sharding.memory_kind
+      ('pinned_host', 'device')
+    """
+    if memory_kind not in KINDS:
+        raise PrecisionError(f"`memory_kind` must be one of {KINDS}, found {memory_kind!r}")
+    return Precision(offload=True, select=select, chunk_bytes=int(chunk_bytes), layout=layout)(tx)
+
+
+def stochastic_weights(tx: Any, *, seed: int = 0) -> Precise:
+    """Rounds bfloat16 parameters stochastically: small updates arrive, on average.
+
+    The update is computed in float32, and nothing is kept besides the parameters. Good for the
+    learning rates of pre-training; at 1e-5 and below prefer `master_weights`.
+
+    Args:
+      tx: an Optax transformation, or one of this package. Nothing around this may multiply
+        updates: what it returns is the difference to the rounded parameter.
+      seed: of the noise, see `quantize_state`.
+
+    Returns:
+      A transformation with `init`, `update` and `apply`; the state is a `StochasticState`.
+
+    Raises:
+      OrderError: parameters are rounded inside of `tx` already.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = stochastic_weights(optax.sgd(1e-5))
+      >>> params = {'w': jnp.ones(100_000, jnp.bfloat16)}
+      >>> params, state = tx.apply(params, tx.init(params), {'w': -jnp.ones(100_000)})
+      >>> 1.0 < float(params['w'].astype(jnp.float32).mean()) < 1.00002
+      True
+    """
+    return Precision(weights="stochastic", seed=int(seed))(tx)
+
+
+def master_weights(tx: Any, *, storage: Storage = "f32", seed: int = 0) -> Precise:
+    """Keeps what rounding takes from bfloat16 parameters, so that no update is lost.
+
+    Args:
+      tx: an Optax transformation, or one of this package. Nothing around this may multiply
+        updates.
+      storage: what is kept besides each parameter. `'f32'`: a float32 copy, 4 bytes.
+        `'remainder'`: the other 16 bits of it, 2 bytes; the same numbers, bit for bit. `'kahan'`:
+        what rounding took from the last updates, in bfloat16, 2 bytes; not exact, but parameters
+        may be edited without telling the state.
+      seed: of the noise by which the compensation of `'kahan'` is rounded, see `quantize_state`.
+
+    Returns:
+      A transformation with `init`, `update` and `apply`; the state is a `MasterState`, a
+      `RemainderState` or a `KahanState`.
+
+    Raises:
+      OrderError: parameters are rounded inside of `tx` already.
+
+    Examples:
+      >>> import jax.numpy as jnp, opt_precision, optax
+      >>> tx = master_weights(optax.sgd(1e-3), storage='remainder')
+      >>> params = {'w': jnp.ones(4, jnp.bfloat16)}
+      >>> state = tx.init(params)
+      >>> for _ in range(3):
+      ...   params, state = tx.apply(params, state, {'w': jnp.ones(4)})
+      >>> params['w'][0].item(), opt_precision.master_of(state, params)['w'][0].item()
+      (0.99609375, 0.997)
+    """
+    if storage not in get_args(Storage):
+        raise PrecisionError(f"`storage` must be one of {get_args(Storage)}, found {storage!r}")
+    return Precision(weights=storage, seed=int(seed))(tx)
+
+
+def _checked(tx: Any) -> Any:
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        advice = (
+            "Use its `with_precision(opt_precision.Precision(...))`."
+            if hasattr(tx, "with_precision")
+            else "Give an optimizer, e.g. `optax.adamw(1e-3)`."
+        )
+        raise TypeError(
+            "`tx` must be a gradient transformation, with `init` and `update`, found "
+            f"{tx!r}. {advice}"
+        )
+    return tx if isinstance(tx, Precise) else with_extra_args(tx)
+
+
+def checked_codec(codec: Any) -> Codecs:
+    """A codec, or one for some of the roles."""
+    if isinstance(codec, Codec):
+        return codec
+    if codec == {}:
+        raise PrecisionError(f"`codec` is empty; the roles are {sorted(_ROLES)}")
+    if isinstance(codec, Mapping) and all(isinstance(one, Codec) for one in codec.values()):
+        if unknown := sorted(codec.keys() - _ROLES):
+            raise PrecisionError(f"`codec` has {unknown}; the roles are {sorted(_ROLES)}")
+        return {role: codec.get(role, identity()) for role in codec}
+    raise TypeError(
+        "`codec` must be a codec such as `opt_precision.dynamic8()`, or a mapping from roles to "
+        f"codecs, found {codec!r}"
+    )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from opt_precision._extra_args import with_extra_args
 from opt_precision._formats import decode as decode_codes
 from opt_precision._formats import is_encoded
+from opt_precision._memory import fetched
 from opt_precision._states import (
     KahanState,
     MasterState,
@@ -19,7 +20,6 @@ from opt_precision._states import (
     is_masked,
     wide_param,
 )
-from opt_precision._step.memory import fetched
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
@@ -27,7 +27,7 @@ from opt_precision.errors import StateError
 def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
     """Makes one step in place: returns the new parameters and state.
 
-    Under `jit` with parameters and state donated, the temporaries are those of one piece of a leaf.
+    Under `jit` with parameters and state donated, the temporaries are those of one block of a leaf.
 
     Args:
       tx: a transformation of this package, or any that has such an `apply`, or only Optax's

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from opt_precision._formats import Format
 from opt_precision.errors import StateError
 
 
@@ -109,3 +112,65 @@ def local_origin(mesh: Any, spec: PartitionSpec, local: Sequence[int]) -> tuple[
 def part_shape(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of each device's part."""
     return tuple(size // shards(mesh, entry) for size, entry in zip(shape, spec, strict=True))
+
+
+def spec_of(
+    place: Place, at: int, shape: Sequence[int], formats: Sequence[Format]
+) -> PartitionSpec:
+    """Where a leaf lies while it is computed: every block of it on one device.
+
+    Args:
+      place: where the parameters lie.
+      at: the index of the parameter.
+      shape: of it.
+      formats: of its leaves of the state.
+    """
+    spec = place.specs[at]
+    for form in formats:
+        if form.block and not aligned(place.mesh, spec, shape, form.axis, form.block):
+            return without(spec, form.axis)
+    return spec
+
+
+def mapped(function: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+    """A function of each device's part of arrays."""
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def inside(mesh: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a function of one device's part is traced."""
+    if mesh is None:
+        return contextlib.nullcontext()
+    kinds = dict.fromkeys(mesh.axis_names, AxisType.Manual)
+    abstract: Any = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+    made: Any = jax.sharding.use_abstract_mesh(abstract.update_axis_types(kinds))
+    return made  # type: ignore[no-any-return]
+
+
+def resharded(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """An array in the places that blocks need; for types that say where it is."""
+    sharding = jax.typeof(array).sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes or sharding.spec == spec:
+        return array
+    moved: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+    return moved
+
+
+def moved_back(new: jax.Array, old: jax.Array, lies: NamedSharding | None) -> jax.Array:
+    """A result where its source was: as types say, or else as the layout does.
+
+    Args:
+      new: the result.
+      old: the source.
+      lies: where a layout has the parameter, if the result is like it and was moved.
+    """
+    sharding = jax.typeof(old).sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        made: jax.Array = new if lies is None else lax.with_sharding_constraint(new, lies)
+        return made
+    if jax.typeof(new).sharding == sharding:
+        return new
+    moved: jax.Array = jax.sharding.reshard(new, sharding)
+    return moved

@@ -1,1 +1,0 @@
-"""One step: the inner update is traced, taken apart, and computed piece by piece."""
