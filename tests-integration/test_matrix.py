@@ -17,6 +17,7 @@ from opt_matrix import (
     Matrices,
     MatrixPlan,
     distribute,
+    hyperball,
     muon,
     newton_schulz,
     plan_matrices,
@@ -200,12 +201,13 @@ def test_groups_bound_the_temporaries(shape: Any, spec: Any, is_stack: bool, fn:
 
 
 def test_layers_share_the_iteration() -> None:
-    """What is compiled for 24 layers has the products of one group."""
+    """What is compiled for 24 layers, in one group or in three, has the products of one group."""
     mesh = mesh_of((8,))
 
-    def products(params: Any, spec: Any) -> int:
+    def products(params: Any, spec: Any, groups: int = 1, **options: Any) -> int:
         sharding = NamedSharding(mesh, spec)
-        shared = distribute(F32, params, sharding, mesh, matrices=STACKS)
+        shared = distribute(F32, params, sharding, mesh, matrices=STACKS, **options)
+        assert len(shared.plan.groups) == groups
         placed = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for path, leaf in params.items()
@@ -215,6 +217,8 @@ def test_layers_share_the_iteration() -> None:
     one = {"w": jax.ShapeDtypeStruct((8, 32, 64), np.float32)}
     layers = {f"layer_{n}": jax.ShapeDtypeStruct((32, 64), np.float32) for n in range(24)}
     assert products(layers, P("x")) == products(one, P(None, "x")) == 3 * 5
+    stack = {"w": jax.ShapeDtypeStruct((24, 32, 64), np.float32)}
+    assert products(stack, P(None, "x"), groups=3, max_group_bytes=1) == 3 * 5
 
 
 ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], dict[str, Any]]] = {
@@ -351,6 +355,37 @@ def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
     updates, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
     close(found, optax.apply_updates(params, updates))
     plan.check(apply.lower(params, state, params).compile())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_hyperball_holds_norms_of_shards_and_adds_sums_of_a_number_a_matrix(kind: AxisType) -> None:
+    mesh = mesh_of((4, 2), kind)
+    rng = np.random.default_rng(9)
+    params = {
+        "experts": rng.normal(size=(2, 4, 16, 32)).astype(np.float32),
+        "fused": rng.normal(size=(16, 24)).astype(np.float32),
+    }
+    specs = {"experts": P(None, "x", None, "y"), "fused": P("x", "y")}
+    shardings = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+    matrices = Matrices.by_path({"experts": (-2, -1), "fused": Dims((0,), (1,), split=(16, 4, 4))})
+    alone = scale_by_muon(orthogonalize=F32, matrices=matrices)
+    expected = ten_steps(hyperball(alone, matrices, 0.1), params)
+    close(
+        np.linalg.norm(expected["experts"], axis=(2, 3)),
+        np.linalg.norm(params["experts"], axis=(2, 3)),
+    )
+    with jax.set_mesh(mesh):
+        plan = plan_matrices(params, shardings, mesh, matrices, fn=F32)
+        tx = hyperball(scale_by_muon(plan=plan), matrices, 0.1)
+        close(ten_steps(tx, params, lambda tree: jax.device_put(tree, shardings)), expected)
+        placed = jax.device_put(params, shardings)
+        program = jax.jit(tx.update).lower(placed, tx.init(placed), placed).compile()
+    plan.check(program)
+    planned = sum(group.collectives for group in plan.groups)
+    rows = [row for row in read_collectives(program) if "opt_matrix" not in row.op_name]
+    assert len(read_collectives(program)) - len(rows) == planned
+    assert {row.kind for row in rows} == {"all-reduce"}
+    assert sum(math.prod(row.shape) for row in rows) <= 3 * (2 * 4 + 24)
 
 
 def normuon_reference(grads: list[Any], fn: Any) -> Any:

@@ -16,7 +16,7 @@ import optax.contrib
 import pytest
 from opt_checkpoint import Stack, Unstack, named_state, plan_restore
 from opt_core import MultiOptimizer
-from opt_matrix import Matrices, muon, newton_schulz
+from opt_matrix import Matrices, hyperball, muon, newton_schulz, scale_by_muon
 
 contrib: Any = optax.contrib
 RNG = np.random.default_rng(0)
@@ -91,6 +91,23 @@ def test_a_state_of_optax_is_restored_and_restacked_and_goes_back() -> None:
     target = theirs(params).create(params)
     back = plan_restore(named_state(scanned), target, rules=UNSTACK).apply()
     close(back, before, 0)
+
+
+@opt.wrap_optax_optimizer
+def muonh(learning_rate: Any) -> Any:
+    direction = scale_by_muon(matrices=UNROLLED, orthogonalize=F32)
+    return hyperball(direction, UNROLLED, learning_rate, rest=optax.adam(1e-2))
+
+
+def test_hyperball_is_restored_and_goes_on_bit_for_bit() -> None:
+    params, first, second = layers(), layers(), layers()
+    before = stepped(muonh(optax.linear_schedule(0.1, 0.0, 9)).create(params), first)
+    target = muonh(optax.linear_schedule(0.1, 0.0, 9)).create(layers())
+    plan = plan_restore(named_state(before), target)
+    assert plan.is_exact, str(plan)
+    close(stepped(plan.apply(), second), stepped(before, second), 0)
+    whole = muonh(0.1).create(params).apply_gradient(first, learning_rate=0.05).target
+    close(whole, stepped(muonh(0.05).create(params), first).target, 1e-6)
 
 
 def test_groups_and_a_learning_rate_at_run_time() -> None:

@@ -52,7 +52,7 @@ class Config:
     optimizer: str = flag(
         "muon",
         "of the matrices; the byte table, the head and vectors have their own",
-        choices=("adamw", "muon"),
+        choices=("adamw", "muon", "muonh"),
     )
     learning_rate: float = flag(
         4e-3,

@@ -87,8 +87,9 @@ def write_report(job: Job, folder: RunFolder, optimizer: Optimizer, plan: Memory
         bits["bigram"] = baselines.bigram_bits(text.train, text.held_out)
         bits["unigram"] = baselines.unigram_bits(text.train, text.held_out)
         bits["gzip"] = baselines.gzip_bits(text.held_out)
-        module = optax.contrib if config.optimizer == "muon" else optax
-        plain = getattr(module, config.optimizer)(config.learning_rate)
+        name = config.optimizer.removesuffix("h")  # Optax has no Hyperball
+        module = optax if name == "adamw" else optax.contrib
+        plain = getattr(module, name)(config.learning_rate)
         counts, table = describe_bytes(plan, optimizer, plain)
         folder.save_results(
             {"held_out_bits_per_byte": bits, "bytes_per_device": counts, "sample": sample}

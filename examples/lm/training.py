@@ -54,7 +54,7 @@ from opt_core import (
     group_metrics,
     increment_step,
 )
-from opt_matrix import Matrices, MatrixPlan, muon, plan_matrices
+from opt_matrix import Matrices, MatrixPlan, hyperball, muon, plan_matrices, scale_by_muon
 from opt_optax_bridge import resolve_hyper_params
 from opt_partition import Layout, extend_over, logical_to_mesh
 
@@ -133,11 +133,14 @@ def plan_muon(job: Job) -> tuple[Matrices, MatrixPlan]:
 
 
 def muon_for(job: Job) -> Callable[..., Any]:
-    """Returns a constructor of Muon as planned for the mesh, with AdamW for the head."""
+    """Returns a constructor of Muon, or MuonH, as planned for the mesh, with AdamW for the head."""
     matrices, plan = plan_muon(job)
 
     def muon_and_adamw(learning_rate: Any, *, b2: float, weight_decay: float) -> Any:
         rest = optax.adamw(learning_rate, b2=b2, weight_decay=weight_decay)
+        if job.config.optimizer == "muonh":  # the matrices' norms stay: nothing decays
+            direction = scale_by_muon(matrices=matrices, plan=plan)
+            return hyperball(direction, matrices, learning_rate, rest=rest)
         return muon(
             learning_rate,
             matrices=matrices,
@@ -153,8 +156,8 @@ def muon_for(job: Job) -> Callable[..., Any]:
 def make_groups(job: Job) -> MultiOptimizer:
     """Returns AdamW for matrices, without decay for norms and biases, and Adafactor for the table.
 
-    Adafactor gets the learning rate with every step, as in T5X. With `--optimizer muon` the
-    matrices get Muon, all but the head.
+    Adafactor gets the learning rate with every step, as in T5X. With `--optimizer muon`, or
+    `muonh`, the matrices get Muon, all but the head.
     """
     config = job.config
     rate = make_schedule(config)
@@ -164,7 +167,7 @@ def make_groups(job: Job) -> MultiOptimizer:
         table = wrapped(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
         adamw = partial(wrapped(config, optax.adamw), rate, b2=0.98)
     matrices = adamw
-    if config.optimizer == "muon":
+    if config.optimizer != "adamw":
         matrices = partial(wrapped(config, muon_for(job)), rate, b2=0.98)
     return MultiOptimizer.from_rules(
         [
@@ -574,7 +577,7 @@ def train_and_report(arguments: Arguments) -> int:
     with busy("Compiling the training step"):
         guard_state = new_guard(job, placement)
         step_function = compile_step(job, placement, overrides, *guard_state)
-        is_muon = job.config.optimizer == "muon"
+        is_muon = job.config.optimizer != "adamw"
         checked = check_step(step_function, placement, state_gathers="any" if is_muon else "error")
         if is_muon:  # which moves its matrices, and as planned
             plan_muon(job)[1].check(step_function)

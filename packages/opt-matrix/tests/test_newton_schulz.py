@@ -33,8 +33,13 @@ def test_polar_express_orthogonalizes_what_keller_leaves_between_half_and_more()
     assert np.abs(np.linalg.svd(newton_schulz(8, dtype=None)(x))[1] - 1).max() > 0.1
 
 
-def test_more_polar_express_steps_repeat_the_last() -> None:
-    assert newton_schulz(11, "polar_express").coefficients[8:] == ((1.875, -1.25, 0.375),) * 3
+@pytest.mark.parametrize("gram", [False, True])
+def test_more_polar_express_steps_repeat_the_last_in_a_loop(gram: bool) -> None:
+    long, short = (newton_schulz(n, "polar_express", None, gram=gram) for n in (11, 8))
+    assert long.coefficients == short.coefficients + ((1.875, -1.25, 0.375),) * 3
+    x = matrix(2, 6, 9)
+    np.testing.assert_allclose(long(x), short(x), atol=1e-4)
+    assert str(jax.make_jaxpr(long)(x)).count("dot_general") < 3 * 8
 
 
 @pytest.mark.sample(1)

@@ -11,6 +11,7 @@ from optax.contrib._muon import MuonState
 from opt_matrix import errors
 from opt_matrix._costs import Kind, Way
 from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
+from opt_matrix._hyperball import hyperball
 from opt_matrix._layouts import LeafLayout
 from opt_matrix._matrices import DEFAULT_RULES, Dims, Matrices
 from opt_matrix._muon import muon, scale_by_muon
@@ -37,6 +38,7 @@ __all__ = [
     "Way",
     "distribute",
     "errors",
+    "hyperball",
     "muon",
     "newton_schulz",
     "plan_matrices",

@@ -17,7 +17,7 @@ _SCOPE = re.compile(r"\bopt_matrix\.(\d+)\b")
 
 
 def scope(number: int) -> str:
-    """Returns the name that instructions of a group carry through compilation."""
+    """The name that instructions of a group carry through compilation."""
     return f"opt_matrix.{number}"
 
 
@@ -35,7 +35,9 @@ def check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
             f"{type(compiled).__name__}"
         )
     counts, moved, others = [0] * len(plan.groups), [0] * len(plan.groups), list[str]()
-    together = [{number} for number in range(len(plan.groups))]
+    together = [
+        set(range(first, first + turns)) for first, turns in plan.loops() for _ in range(turns)
+    ]
     for row in read_collectives(compiled):
         scopes = [int(number) for number in _SCOPE.findall(row.op_name)]
         found = sorted(set(scopes))
@@ -77,11 +79,6 @@ def check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
 
 
 def _itemsize(dtype: str) -> float:
-    """Bytes of an element, by HLO's name.
-
-    Examples:
-      >>> _itemsize('f32'), _itemsize('bf16'), _itemsize('pred')
-      (4.0, 2.0, 1.0)
-    """
+    """Bytes of an element, by HLO's name, as `bf16`."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) / 8 if bits else 1.0

@@ -98,16 +98,7 @@ class Cost:
 def best_way(
     kind: Kind, count: int, mesh: Mapping[str, int], world: Axes, split: Axes, fn: Any
 ) -> Way:
-    """Returns how `count` matrices of one kind come together.
-
-    Args:
-      kind: what they have in common.
-      count: how many there are on each part of the batch axes.
-      mesh: size of each axis of the mesh.
-      world: the axes that whole matrices may be handed out over.
-      split: the axes that matrices stay cut over, where their larger side divides.
-      fn: what is computed.
-    """
+    """How `count` matrices on each part of the batch axes come together."""
 
     def rank(way: Way) -> tuple[Any, ...]:
         found = cost(kind, way, count, mesh, fn)
@@ -157,15 +148,7 @@ def size(mesh: Mapping[str, int], axes: Axes) -> int:
 
 
 def cost(kind: Kind, way: Way, count: int, mesh: Mapping[str, int], fn: Any) -> Cost:
-    """Returns what `count` matrices on each part of the batch axes cost a device.
-
-    Args:
-      kind: what they have in common.
-      way: how they are handed out.
-      count: how many there are.
-      mesh: size of each axis of the mesh.
-      fn: what is computed.
-    """
+    """What `count` matrices on each part of the batch axes cost a device."""
     cut = kind.matrix_axes
     shared_cut = tuple(axis for axis in way.share if axis in cut)
     replicas = size(mesh, tuple(axis for axis in way.share if axis not in cut))

@@ -21,7 +21,7 @@ from opt_matrix._layouts import LeafLayout
 from opt_matrix._matrices import Matrices
 from opt_matrix._paths import leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
-from opt_matrix._transfer import Transfer
+from opt_matrix._transfer import Transfer, split
 from opt_matrix.errors import OptionError, PlanError, UndecidedError
 
 
@@ -112,7 +112,7 @@ class Distributed:
         body = functools.partial(self._body, prepare or (lambda _, x: x))
         replicated = jax.tree.map(lambda _: PartitionSpec(), scalars)
         given = tuple(
-            {path: _placed(each[path], plan, specs[path]) for path in plan.layouts}
+            {path: _placed(each[path], specs[path]) for path in plan.layouts}
             for each in (leaves, *map(leaves_by_path, others))
         )
         in_specs = (replicated, (specs,) * len(given), state_specs)
@@ -153,19 +153,17 @@ class Distributed:
             is_real = numbers >= 0
 
             def move(new: jax.Array, *old: Any, rows: Any = rows, is_real: Any = is_real) -> Any:
-                moved = jnp.concatenate([_replicated(x) for x in old])[rows].astype(new.dtype)
+                moved = jnp.concatenate([_placed(x, PartitionSpec()) for x in old])[rows].astype(
+                    new.dtype
+                )
                 mask = is_real.reshape(-1, *[1] * (new.ndim - 1))
-                return place_like(jnp.where(mask, moved, _replicated(new)), new)
+                return place_like(jnp.where(mask, moved, _placed(new, PartitionSpec())), new)
 
             found.append(jax.tree.map(move, fresh, *(state[n] for n in olds)))
         return tuple(found)
 
     def require_matrices(self, who: str, tree: Any) -> None:
-        """Raises where a leaf of a tree is rest, for those who update matrices alone.
-
-        Raises:
-          UndecidedError: with the paths of such leaves.
-        """
+        """Raises `UndecidedError` where a leaf is rest, for those who update matrices alone."""
         refuse_others(who, [path for path in leaves_by_path(tree) if path in self.plan.rest])
 
     def _state_specs(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -195,49 +193,67 @@ class Distributed:
     ) -> tuple[dict[str, jax.Array], tuple[Any, ...]]:
         """What each device does, one group after the other: that bounds what is alive at a time."""
         plan = self.plan
-        blocks = [
+        first, *others = (
             {path: _blocks(leaf, plan.layouts[path]) for path, leaf in leaves.items()}
             for leaves in given
-        ]
-        results = blocks[0]  # written over part by part: no second copy of what was donated
+        )
+        results = {}  # written over the first tree: no second copy of what was donated
+        for path, block in first.items():
+            new = jax.eval_shape(prepare, scalars, block, *(each[path] for each in others))
+            results[path] = block.astype(jnp.promote_types(block.dtype, new.dtype))
+
+        def compute(group: Group, state: Any, last: Any, turn: Any, leaves: Any) -> Any:
+            """Returns leaves with the results of a group, its stack of them, and its new state."""
+            starts = [start + turn * group.count for start, _ in group.parts]
+            counts = [stop - start for start, stop in group.parts]
+            prepared = []
+            # With scalars, what is prepared waits for those: that is less to compile.
+            waiting = jax.tree.map(functools.partial(_after, last), scalars)
+            for path, start, count in zip(group.leaves, starts, counts, strict=True):
+                parts = [
+                    lax.dynamic_slice_in_dim(each[path], start, count) for each in (leaves, *others)
+                ]
+                parts[0] = parts[0].astype(first[path].dtype)
+                if not jax.tree.leaves(scalars):
+                    parts = [_after(last, part) for part in parts]
+                prepared.append(prepare(waiting, *parts).astype(group.kind.dtype))
+            function = self._group_function(group, state)
+            stack, state = Transfer(group, plan.mesh_shape).run(function, jnp.concatenate(prepared))
+            pieces = jnp.split(stack, list(itertools.accumulate(counts))[:-1])
+            written = {
+                path: lax.dynamic_update_slice_in_dim(
+                    leaves[path], piece.astype(leaves[path].dtype), start, 0
+                )
+                for path, start, piece in zip(group.leaves, starts, pieces, strict=True)
+            }
+            return written, stack, state
+
         new_states = []
         last: jax.Array | None = None
-        for number, group in enumerate(plan.groups):
+        for number, turns in plan.loops(has_state=bool(states)):
+            group, state = plan.groups[number], states[number] if states else None
+            leaves = {path: results[path] for path in group.leaves}
+            step = functools.partial(compute, group, state, last)
             with jax.named_scope(_check.scope(number)):
-                prepared = []
-                # With scalars, what is prepared waits for those: that is less to compile.
-                waiting = jax.tree.map(functools.partial(_after, last), scalars)
-                for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
-                    own = [
-                        each[path][start:stop].astype(leaves[path].dtype)
-                        for each, leaves in zip(blocks, given, strict=True)
-                    ]
-                    if not jax.tree.leaves(scalars):
-                        own = [_after(last, x) for x in own]
-                    x = prepare(waiting, *own)
-                    results[path] = results[path].astype(jnp.promote_types(own[0].dtype, x.dtype))
-                    prepared.append(x.astype(group.kind.dtype))
-                transfer = Transfer(group, plan.mesh_shape)
-                run = self._group_function(transfer, states[number] if states else None)
-                last, state = transfer.run(run, jnp.concatenate(prepared))
-                new_states.append(state)
-                place = 0
-                for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
-                    piece = last[place : place + stop - start].astype(results[path].dtype)
-                    results[path] = lax.dynamic_update_slice_in_dim(results[path], piece, start, 0)
-                    place += stop - start
+                if turns == 1:
+                    leaves, last, state = step(0, leaves)
+                else:
+                    leaves = lax.fori_loop(0, turns, lambda n, x, step=step: step(n, x)[0], leaves)
+                    (last,) = leaves.values()
+            results |= leaves
+            new_states.append(state)
         found = {
             path: _unblocked(results[path], plan.layouts[path], leaf)
             for path, leaf in given[0].items()
         }
         return found, tuple(new_states) if states else ()
 
-    def _group_function(self, transfer: Transfer, state: Any) -> Callable[[jax.Array], Any]:
-        kind = transfer.group.kind
+    def _group_function(self, group: Group, state: Any) -> Callable[[jax.Array], Any]:
+        kind = group.kind
 
         def run(x: jax.Array) -> tuple[jax.Array, Any]:
-            if transfer.group.way.split:
-                return transfer.split(self.fn, x).astype(kind.dtype), None
+            if group.way.split:
+                return split(self.fn, group, x).astype(kind.dtype), None
             if not kind.split:
                 y, new = self._call(x, state)
                 return y.astype(kind.dtype), new
@@ -392,41 +408,28 @@ def _check_same_matrices(before: MatrixPlan, after: MatrixPlan) -> None:
 
 
 def refuse_others(who: str, others: Sequence[str]) -> None:
-    """Raises where there are leaves that hold no matrices.
-
-    Raises:
-      UndecidedError: with their paths.
-    """
+    """Raises `UndecidedError` where there are leaves that hold no matrices."""
     if others:
         raise UndecidedError(
-            f"`{who}` updates matrices alone, and these hold none; `muon` and `optax.partition` "
-            "send them to another optimizer:\n  " + "\n  ".join(others)
+            f"`{who}` updates matrices alone, and these hold none; `rest` of `muon` or "
+            "`hyperball`, or `optax.partition`, sends them to another optimizer:\n  "
+            + "\n  ".join(others)
         )
 
 
 def place_like(leaf: jax.Array, like: jax.Array) -> Any:
-    """Returns the leaf with the sharding of another, where types have one."""
-    asked = jax.typeof(like).sharding
-    if asked.mesh.empty or not asked.mesh.are_all_axes_explicit:
+    """The leaf with the sharding of another, where types have one."""
+    return _placed(leaf, jax.typeof(like).sharding.spec)
+
+
+def _placed(leaf: Any, spec: PartitionSpec) -> Any:
+    """The leaf with a layout, where its type says that it lies otherwise."""
+    sharding = jax.typeof(leaf).sharding
+    mesh = sharding.mesh
+    # Of Auto axes types say nothing, and nothing can be placed over them.
+    if mesh.empty or not mesh.explicit_axes or (mesh.auto_axes and any(spec)):
         return leaf
-    return leaf if jax.typeof(leaf).sharding == asked else jax.sharding.reshard(leaf, asked)
-
-
-def _replicated(leaf: Any) -> Any:
-    """The leaf on all devices, where types say that it lies otherwise."""
-    found = jax.typeof(leaf).sharding
-    if found.mesh.empty or not found.mesh.explicit_axes:
-        return leaf
-    return jax.sharding.reshard(leaf, NamedSharding(found.mesh, PartitionSpec()))
-
-
-def _placed(leaf: Any, plan: MatrixPlan, spec: PartitionSpec) -> Any:
-    """The leaf as planned, where types say that it lies otherwise."""
-    found = jax.typeof(leaf).sharding
-    if found.mesh.empty or not found.mesh.are_all_axes_explicit:
-        return leaf
-    asked = NamedSharding(found.mesh, spec)
-    return leaf if found == asked else jax.sharding.reshard(leaf, asked)
+    return leaf if sharding.spec == spec else jax.sharding.reshard(leaf, NamedSharding(mesh, spec))
 
 
 def _shard_map(

@@ -71,11 +71,6 @@ class LeafLayout:
         return tuple(axis for d in self.batch_dims for axis in self.spec[d])
 
     @property
-    def matrix_axes(self) -> Axes:
-        """The mesh axes that each matrix is cut over."""
-        return tuple(axis for d in self.matrix_dims for axis in self.spec[d])
-
-    @property
     def partition_spec(self) -> PartitionSpec:
         """The layout as a `PartitionSpec`."""
         return PartitionSpec(*(axes or None for axes in self.spec))
@@ -96,19 +91,7 @@ class LeafLayout:
 def leaf_layout(
     path: str, shape: Sequence[int], dtype: Any, dims: Dims, sharding: Any, mesh: Mapping[str, int]
 ) -> LeafLayout:
-    """Returns the layout of one leaf.
-
-    Args:
-      path: `/`-joined keys.
-      shape: the global shape.
-      dtype: of the leaf.
-      dims: which dimensions are the matrix.
-      sharding: a `NamedSharding`, a `PartitionSpec`, or `None` for replicated.
-      mesh: size of each axis of the mesh.
-
-    Raises:
-      PlanError: the sharding is none of these, names unknown axes, or does not divide the leaf.
-    """
+    """The layout of a leaf; raises `PlanError` where the sharding does not fit."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise PlanError(

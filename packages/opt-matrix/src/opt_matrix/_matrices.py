@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 from optax.contrib._muon import MuonDimensionNumbers
 
@@ -57,13 +58,20 @@ class Dims:
             )
         return found
 
+    def along_output(self, columns: Any, shape: Sequence[int]) -> np.ndarray:
+        """Returns one value for each column of a matrix, so that they broadcast against the leaf.
+
+        Examples:
+          >>> Dims((1,), (2, 0)).along_output(range(6), (2, 5, 3)).tolist()
+          [[[0, 2, 4]], [[1, 3, 5]]]
+        """
+        order = sorted(range(len(self.output)), key=self.output.__getitem__)
+        by_dim = np.reshape(columns, [shape[d] for d in self.output]).transpose(order)
+        return by_dim.reshape([size if d in self.output else 1 for d, size in enumerate(shape)])
+
 
 class _Undecided:
     """No rule says what a leaf is."""
-
-
-def _nothing_unused(paths: Sequence[str]) -> list[str]:
-    return []
 
 
 _Decision = Dims | None | _Undecided
@@ -101,7 +109,7 @@ class Matrices:
     """
 
     _decide: Callable[[str, tuple[int, ...]], _Decision]
-    _unused: Callable[[Sequence[str]], list[str]] = _nothing_unused
+    _patterns: Sequence[re.Pattern[str]] = ()
 
     @classmethod
     def by_rank2(cls) -> Matrices:
@@ -139,10 +147,7 @@ class Matrices:
                 raise UndecidedError(f"{path}: matched by {[pattern for pattern, _ in found]}")
             return found[0][1] if found else _UNDECIDED
 
-        def unused(paths: Sequence[str]) -> list[str]:
-            return [p.pattern for p, _ in table if not any(map(p.fullmatch, paths))]
-
-        return cls(decide, unused)
+        return cls(decide, [pattern for pattern, _ in table])
 
     @classmethod
     def by_logical_axes(
@@ -209,7 +214,11 @@ class Matrices:
             else:
                 found[path] = decision and decision.resolve(path, shape)
         if all_used:
-            problems += [f"{p!r} matches no leaf" for p in self._unused(list(leaves))]
+            problems += [
+                f"{pattern.pattern!r} matches no leaf"
+                for pattern in self._patterns
+                if not any(map(pattern.fullmatch, leaves))
+            ]
         if problems:
             raise UndecidedError(
                 "`matrices` must say of every leaf which dimensions make a matrix, or that it is "
@@ -219,11 +228,7 @@ class Matrices:
 
 
 def as_dims(given: Any) -> Dims | None:
-    """Returns what a user gave for one leaf as `Dims`.
-
-    Raises:
-      OptionError: it is not a pair of dimensions.
-    """
+    """What a user gave for one leaf, as `Dims`."""
     if given is None or isinstance(given, Dims):
         return given
     if isinstance(given, MuonDimensionNumbers):

@@ -176,11 +176,7 @@ def muon(
       >>> sorted(state.inner_states)
       ['adam', 'muon']
     """
-    if not isinstance(matrices, Matrices):
-        raise OptionError(
-            "`matrices` must say which leaves hold matrices, e.g. `Matrices.by_rank2()`; got "
-            f"{type(matrices).__name__}"
-        )
+    require_rules(matrices)
     if rest is None:
         rest = optax.adamw(learning_rate, weight_decay=0.0, mu_dtype=mu_dtype, nesterov=nesterov)
     scaled = scale_by_muon(
@@ -200,15 +196,29 @@ def muon(
         _scale_by_learning_rate(learning_rate),
     )
 
-    def labels(params: Any) -> Any:
-        decided = matrices.resolve(params)
-
-        def label(path: Any, _: Any) -> str:
-            return "adam" if decided[path_str(path)] is None else "muon"
-
-        return jax.tree_util.tree_map_with_path(label, params)
+    def labels(params: Any) -> Any:  # an error about overrides finds `muon` by this function
+        return labelled(params, matrices, "muon", "adam")
 
     return optax.partition({"muon": chained, "adam": rest}, labels)
+
+
+def labelled(params: Any, matrices: Matrices, of_matrices: str, of_rest: str) -> Any:
+    """A tree with a name for each leaf: that of matrices, or that of the rest."""
+    decided = matrices.resolve(params)
+
+    def label(path: Any, _: Any) -> str:
+        return of_rest if decided[path_str(path)] is None else of_matrices
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def require_rules(matrices: Any) -> None:
+    """Raises `OptionError` where `matrices` is something else."""
+    if not isinstance(matrices, Matrices):
+        raise OptionError(
+            "`matrices` must say which leaves hold matrices, e.g. `Matrices.by_rank2()`; got "
+            f"{type(matrices).__name__}"
+        )
 
 
 def scale_by_shape() -> optax.GradientTransformation:
@@ -238,12 +248,7 @@ def averaged(updates: Any, average: Any, decay: Any) -> Any:
 
 
 def scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:
-    """Returns what the updates of a matrix are multiplied by.
-
-    Examples:
-      >>> scale_of('width', 4, 16), scale_of('width', 16, 4), scale_of('spectral', 16, 4)
-      (2.0, 1.0, 0.5)
-    """
+    """What the updates of a matrix are multiplied by."""
     if rule == "rms":
         return 0.2 * math.sqrt(max(fan_in, fan_out))
     return math.sqrt(fan_out / fan_in if rule == "spectral" else max(1.0, fan_out / fan_in))
@@ -255,9 +260,7 @@ def _factor(rule: Scale, dims: Dims, shape: tuple[int, ...]) -> Any:
     if not dims.split:
         return scale_of(rule, rows, columns)
     each = np.repeat([scale_of(rule, rows, width) for width in dims.split], dims.split)
-    order = sorted(range(len(dims.output)), key=dims.output.__getitem__)
-    by_dim = each.reshape([shape[d] for d in dims.output]).transpose(order)
-    return by_dim.reshape([size if d in dims.output else 1 for d, size in enumerate(shape)])
+    return dims.along_output(each, shape)
 
 
 def _dims_of(tree: Any, plan: MatrixPlan | None, matrices: Matrices | None) -> dict[str, Dims]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -14,6 +14,8 @@ from jax import lax
 from opt_matrix.errors import OptionError
 
 Coefficients = tuple[tuple[float, float, float], ...]
+
+_MANY = 8  # steps after the first; the usual five are compiled one by one
 
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),)
 DION: Coefficients = (
@@ -138,14 +140,21 @@ class NewtonSchulz:
             a = _gram(x, axes)
         if self.gram:
             return _by_gram(x, a, self.coefficients)
-        for number, (c0, c1, c2) in enumerate(self.coefficients):
+
+        def step(x: Any, row: Any, a: Any = None) -> Any:
             # Products are summed in float32 and rounded once: noise along small singular values
-            # is what every step makes larger.
-            a = a if number == 0 else _gram(x, axes)
+            # is what every step makes larger. The barrier keeps XLA from computing all steps' sums
+            # again wherever the last is read, which keeps the matrices of all steps alive.
+            a = _gram(x, axes) if a is None else a
             narrow = a.astype(x.dtype)
-            b = (c1 * a + c2 * _product(narrow, narrow)).astype(x.dtype)
-            x = (c0 * x + _product(b, x)).astype(x.dtype)
-        return x
+            b = (row[1] * a + row[2] * _product(narrow, narrow)).astype(x.dtype)
+            return lax.optimization_barrier(
+                (row[0] * x.astype(a.dtype) + _product(b, x)).astype(x.dtype)
+            )
+
+        first = step(x, self.coefficients[0], a)
+        orthogonal: jax.Array = _repeat(step, first, self.coefficients[1:], a.dtype)
+        return orthogonal
 
 
 def newton_schulz(
@@ -243,14 +252,29 @@ def _by_gram(x: jax.Array, a: jax.Array, coefficients: Coefficients) -> jax.Arra
     """The product of all steps' polynomials of `A`, applied to `X` once."""
     a = a.astype(_wide_dtype(x))
     identity = jnp.eye(a.shape[-1], dtype=a.dtype)
-    product: jax.Array | None = None
-    for number, (c0, c1, c2) in enumerate(coefficients):
-        b = c0 * identity + c1 * a + (c2 * a) @ a
-        product = b if product is None else b @ product
-        if number + 1 < len(coefficients):
-            a = b @ a @ b
-    assert product is not None
+
+    def polynomial(a: Any, row: Any) -> Any:
+        return row[0] * identity + row[1] * a + (row[2] * a) @ a
+
+    def step(carry: Any, row: Any) -> Any:
+        product, b, a = carry
+        a = b @ a @ b
+        b = polynomial(a, row)
+        return b @ product, b, a
+
+    first = polynomial(a, coefficients[0])
+    product: jax.Array = _repeat(step, (first, first, a), coefficients[1:], a.dtype)[0]
     return product.astype(x.dtype) @ x
+
+
+def _repeat(step: Callable[[Any, Any], Any], carry: Any, rows: Coefficients, dtype: Any) -> Any:
+    """Steps one after the other; a loop where they are many, whose body is compiled once."""
+    if len(rows) >= _MANY:
+        table = jnp.asarray(rows, dtype)
+        return lax.fori_loop(0, len(rows), lambda n, carry: step(carry, table[n]), carry)
+    for row in rows:
+        carry = step(carry, row)
+    return carry
 
 
 def _wide_dtype(x: jax.Array) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -22,6 +23,10 @@ from opt_matrix.errors import OptionError, PlanError
 
 Choice = Literal["local", "all_to_all", "gather", "split"]
 MAX_GROUP_BYTES = 256 << 20
+_FIGURES = (
+    *("leaves", "parts", "shape", "count", "choice", "padding", "collectives"),
+    *("bytes_per_device", "flops_per_device", "ideal_flops", "temp_bytes"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,10 @@ class Group:
         """What groups have in common whose matrices are numbered together."""
         return self.kind.fan_in, self.kind.fan_out, self.kind.split
 
+    def continues(self, before: Group) -> bool:
+        """Whether it is the same computation with the next matrices of the same leaf."""
+        return len(self.leaves) == 1 and dataclasses.replace(before, parts=self.parts) == self
+
     def stack_size(self, mesh: Mapping[str, int]) -> int:
         """Number of matrices in the stack, over all devices and with padding."""
         return (self.count + self.padding) * _costs.size(mesh, self.kind.batch_axes)
@@ -151,9 +160,36 @@ class MatrixPlan:
         """
         _check.check(self, compiled, exclusive=exclusive)
 
+    def loops(self, *, has_state: bool = False) -> list[tuple[int, int]]:
+        """Returns the first group of each loop, and how many groups it computes one after another.
+
+        Equal parts of one leaf are a loop, whose body is compiled once; a group with state is a
+        loop of its own.
+        """
+        loops: list[tuple[int, int]] = []
+        for number, group in enumerate(self.groups):
+            if loops and not has_state and group.continues(self.groups[number - 1]):
+                first, turns = loops.pop()
+                loops.append((first, turns + 1))
+            else:
+                loops.append((number, 1))
+        return loops
+
     def to_json(self) -> str:
         """Returns all figures as JSON."""
-        return _tables.as_json(self)
+        groups = [
+            {name: getattr(group, name) for name in _FIGURES}
+            | {"dtype": group.kind.dtype, **dataclasses.asdict(group.way)}
+            for group in self.groups
+        ]
+        data = {
+            "mesh": self.mesh_shape,
+            "max_group_bytes": self.max_group_bytes,
+            "min_group_bytes": self.min_group_bytes,
+            "groups": groups,
+            "rest": self.rest,
+        }
+        return json.dumps(data, indent=2)
 
     def __str__(self) -> str:
         return _tables.as_text(self)
@@ -250,15 +286,20 @@ def plan_matrices(
     }
     by_kind: dict[Kind, list[LeafLayout]] = {}
     for layout in layouts.values():
-        by_kind.setdefault(_kind(layout, fn), []).append(layout)
-    stacks = [
-        _Stack.make(kind, members, sizes, world, tuple(split_axes), fn)
-        for kind, members in by_kind.items()
-        if sum(layout.count for layout in members)
-    ]
-    least = max((min(stack.needed.values()) for stack in stacks), default=0)
+        if layout.count:
+            by_kind.setdefault(_kind(layout, fn), []).append(layout)
+    ways, needed = dict[Kind, Way](), dict[Kind, dict[int, int]]()
+    for kind, members in by_kind.items():
+        total = sum(layout.count for layout in members) // _costs.size(sizes, kind.batch_axes)
+        ways[kind] = _costs.best_way(kind, total, sizes, world, tuple(split_axes), fn)
+        needed[kind] = _bytes_by_rounds(kind, ways[kind], total, sizes, fn)
+    least = max((min(each.values()) for each in needed.values()), default=0)
+    bound = max(least, max_group_bytes)
     groups = [
-        group for stack in stacks for group in stack.groups(sizes, fn, max(least, max_group_bytes))
+        group
+        for kind, members in by_kind.items()
+        for rounds in [next(most for most, size in needed[kind].items() if size <= bound)]
+        for group in _groups(kind, ways[kind], members, rounds, sizes, fn)
     ]
     rest = tuple(path for path, dims in decided.items() if dims is None)
     return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes, least)
@@ -280,93 +321,52 @@ def _kind(layout: LeafLayout, fn: Any) -> Kind:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-    """All matrices of one kind, before they are cut into groups.
+def _bytes_by_rounds(
+    kind: Kind, way: Way, total: int, mesh: dict[str, int], fn: Any
+) -> dict[int, int]:
+    """The temporaries for each even cut into groups, the fewest groups first.
 
-    Attributes:
-      kind: what they have in common.
-      members: the leaves that they are in.
-      way: how they come together.
-      parts: how many parts the axes make that whole matrices lie over.
-      needed: for each even cut, largest groups first, how many rounds its groups have (one matrix
-        for each device) and the bytes of temporaries.
+    A cut is the number of rounds of its largest group: of matrices that each device computes with.
     """
+    workers = _costs.size(mesh, way.share)
+    rounds = -(-total // workers)
 
-    kind: Kind
-    members: Sequence[LeafLayout]
-    way: Way
-    parts: int
-    needed: Mapping[int, int]
+    def temp_bytes(most: int) -> int:
+        # The last group has what is left; of a single matrix more is kept than of two.
+        sizes = {most, rounds % most or most}
+        return max(_costs.cost(kind, way, n * workers, mesh, fn).temp_bytes for n in sizes)
 
-    @classmethod
-    def make(
-        cls,
-        kind: Kind,
-        members: Sequence[LeafLayout],
-        mesh: dict[str, int],
-        world: Axes,
-        split: Axes,
-        fn: Any,
-    ) -> _Stack:
-        parts = _costs.size(mesh, kind.batch_axes)
-        total = sum(layout.count for layout in members) // parts
-        way = _costs.best_way(kind, total, mesh, world, split, fn)
-        workers = _costs.size(mesh, way.share)
-        rounds = -(-total // workers)
+    return {most: temp_bytes(most) for most in _even_cuts(rounds)}
 
-        def temp_bytes(most: int) -> int:
-            # The last group has what is left; of a single matrix more is kept than of two.
-            sizes = {most, rounds % most or most}
-            return max(
-                _costs.cost(kind, way, size * workers, mesh, fn).temp_bytes for size in sizes
-            )
 
-        needed = {most: temp_bytes(most) for most in _even_cuts(rounds)}
-        return cls(kind, members, way, parts, needed)
-
-    def groups(self, mesh: dict[str, int], fn: Any, max_bytes: int) -> list[Group]:
-        """The fewest groups that fit."""
-        rounds = next(most for most, needed in self.needed.items() if needed <= max_bytes)
-        most = rounds * _costs.size(mesh, self.way.share)
-        groups = []
-        for pieces in _cut([(m.path, m.count // self.parts) for m in self.members], most):
-            count = sum(stop - start for _, (start, stop) in pieces)
-            found = _costs.cost(self.kind, self.way, count, mesh, fn)
-            ideal = count * self.parts * _costs.flops_of(fn, self.kind) / math.prod(mesh.values())
-            groups.append(
-                Group(
-                    leaves=tuple(path for path, _ in pieces),
-                    parts=tuple(part for _, part in pieces),
-                    kind=self.kind,
-                    way=self.way,
-                    count=count,
-                    ideal_flops=ideal,
-                    **dataclasses.asdict(found),
-                )
-            )
-        return groups
+def _groups(
+    kind: Kind,
+    way: Way,
+    members: Sequence[LeafLayout],
+    rounds: int,
+    mesh: dict[str, int],
+    fn: Any,
+) -> list[Group]:
+    """The groups of a kind, of at most so many rounds each."""
+    parts = _costs.size(mesh, kind.batch_axes)
+    counts = [(layout.path, layout.count // parts) for layout in members]
+    groups = []
+    for pieces in _cut(counts, rounds * _costs.size(mesh, way.share)):
+        paths, slices = zip(*pieces, strict=True)
+        count = sum(stop - start for start, stop in slices)
+        ideal = count * parts * _costs.flops_of(fn, kind) / math.prod(mesh.values())
+        cost = dataclasses.asdict(_costs.cost(kind, way, count, mesh, fn))
+        groups.append(Group(paths, slices, kind, way, count, ideal_flops=ideal, **cost))
+    return groups
 
 
 def _even_cuts(rounds: int) -> list[int]:
-    """The sizes of the largest group when rounds are cut into 1, 2, ... groups, evenly.
-
-    Even ones only: the last group would be mostly padding otherwise.
-
-    Examples:
-      >>> _even_cuts(10)
-      [10, 5, 4, 3, 2, 1]
-    """
+    """The largest group of 1, 2, ... even ones: an uneven last one would be mostly padding."""
     return list(dict.fromkeys(-(-rounds // number) for number in range(1, rounds + 1)))
 
 
 def _cut(counts: Sequence[tuple[str, int]], most: int) -> list[list[tuple[str, tuple[int, int]]]]:
-    """Cuts a sequence of leaves into pieces of at most `most` matrices.
-
-    Examples:
-      >>> _cut([('a', 3), ('b', 2)], 4)
-      [[('a', (0, 3)), ('b', (0, 1))], [('b', (1, 2))]]
-    """
+    """Cuts leaves of so many matrices, in order, into groups of at most `most`."""
     groups: list[list[tuple[str, tuple[int, int]]]] = [[]]
     room = most
     for path, count in counts:

@@ -30,27 +30,10 @@ class Transfer:
     mesh: Mapping[str, int]
 
     def run(self, fn: Callable[[jax.Array], Any], blocks: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns what `fn` makes of the matrices, in parts as they came, and what else it returns.
-
-        Args:
-          fn: of `[matrices, rows, columns]`; returns a pair, the first like its argument.
-          blocks: `[matrices, *part of one matrix]`.
-        """
+        """What `fn` makes of `[matrices, *part of each]`, in such parts, and what else it does."""
         stack, inverse = self._hand_out(blocks)
         result, others = fn(stack)
         return inverse(result), others
-
-    def split(self, fn: Any, x: jax.Array) -> jax.Array:
-        """Returns what `fn` makes of matrices that stay cut over the split axes."""
-        kind, way = self.group.kind, self.group.way
-        turned = _costs.turned_axes(kind, way)
-        small, large = (1, 2) if kind.fan_in <= kind.fan_out else (2, 1)
-        if turned:
-            x = _bits(lambda x: lax.all_to_all(x, turned, large, small, tiled=True), x)
-        x = fn.split(x, way.split, kind.fan_in, kind.fan_out)
-        if turned:
-            x = _bits(lambda x: lax.all_to_all(x, turned, small, large, tiled=True), x)
-        return x
 
     def _hand_out(self, blocks: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
         """Returns the matrices of this device, and the function that brings them back."""
@@ -80,7 +63,8 @@ class Transfer:
 
         def inverse(y: jax.Array) -> jax.Array:
             y = y.reshape(merged.shape).transpose(_inverted(order))
-            y = y.reshape(gathered, workers, here, *local)
+            # One array, not one computation for each of the parts that are sent.
+            y = lax.optimization_barrier(y.reshape(gathered, workers, -1))
             # Every device along the gathered axes has computed the same; each takes its part.
             index = lax.axis_index(way.gather) if way.gather else 0
             y = lax.dynamic_index_in_dim(y, index, keepdims=False)
@@ -116,6 +100,19 @@ class Transfer:
             local[dim] * _costs.size(self.mesh, tuple(axis for axis in spec[dim] if axis in kept))
             for dim in dims
         ]
+
+
+def split(fn: Any, group: Group, x: jax.Array) -> jax.Array:
+    """What `fn` makes of matrices that stay cut over the split axes."""
+    kind, way = group.kind, group.way
+    turned = _costs.turned_axes(kind, way)
+    small, large = (1, 2) if kind.fan_in <= kind.fan_out else (2, 1)
+    if turned:
+        x = _bits(lambda x: lax.all_to_all(x, turned, large, small, tiled=True), x)
+    x = fn.split(x, way.split, kind.fan_in, kind.fan_out)
+    if turned:
+        x = _bits(lambda x: lax.all_to_all(x, turned, small, large, tiled=True), x)
+    return x
 
 
 def _inverted(order: tuple[int, ...]) -> tuple[int, ...]:
