@@ -27,7 +27,7 @@ from opt_precision._states import (
     RemainderState,
     StochasticState,
 )
-from opt_precision._storage import read_storage as read_storage  # for checkpoints
+from opt_precision._storage import read_storage
 from opt_precision._views import apply, apply_updates, decode, master_of, set_params
 
 __version__ = _version("opt-precision")
@@ -62,6 +62,7 @@ __all__ = [
     "offload_state",
     "partition_rules",
     "quantize_state",
+    "read_storage",
     "set_params",
     "stochastic_weights",
 ]

@@ -116,7 +116,13 @@ class ParamsStorage:
 
 
 def read_storage(data: Mapping[str, Any]) -> LeafStorage | ParamsStorage:
-    """Returns a storage from its data, as a checkpoint has it.
+    """Returns a storage from its data, as a checkpoint has it; opt-core calls this on a restore.
+
+    Args:
+      data: what `to_data` of a storage returned.
+
+    Returns:
+      An `opt_core.protocols.Storage`, which decodes and encodes.
 
     Raises:
       StateError: another release wrote it, with codes of another meaning.
