@@ -15,7 +15,6 @@ from opt_legacy_stax._joinpoint import (
     pack_optimizer_state,
     unpack_optimizer_state,
 )
-from opt_legacy_stax._norms import clip_grads, l2_norm
 from opt_legacy_stax._optimizers import (
     Array,
     InitFn,
@@ -43,6 +42,8 @@ from opt_legacy_stax._triples import (
     adagrad,
     adam,
     adamax,
+    clip_grads,
+    l2_norm,
     momentum,
     nesterov,
     rmsprop,

@@ -14,16 +14,19 @@ from opt_core import OptimizerDef, check_gradients, increment_step
 from opt_core import OptimizerState as CoreState
 
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
-from opt_legacy_stax._slots import check_made_by, init_split, join, split, update_split
-from opt_legacy_stax._steps import whole_step
+from opt_legacy_stax._slots import (
+    check_made_by,
+    init_split,
+    join,
+    split,
+    update_split,
+    whole_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class TripleHyperParams:
     """Empty: the hyper-parameters of a triple are captured in its closures."""
-
-
-_NONE = TripleHyperParams()  # a singleton, so that definitions of equal triples compare equal
 
 
 class TripleDef(OptimizerDef):
@@ -42,7 +45,7 @@ class TripleDef(OptimizerDef):
     triple: Optimizer
 
     def __init__(self, triple: Optimizer) -> None:
-        super().__init__(_NONE)
+        super().__init__(TripleHyperParams())
         self.triple = Optimizer(*triple)
 
     def init_state(self, params: Any) -> CoreState:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from opt_legacy_stax._dtypes import keep_dtypes, strong_param
-from opt_legacy_stax._optimizers import Optimizer, OptimizerState, repacked
-from opt_legacy_stax._slots import check_made_by, init_split, join, split, update_split
-from opt_legacy_stax._states import check_state
-from opt_legacy_stax._steps import INT32_MAX, check_step, whole_step
+from opt_legacy_stax._optimizers import (
+    Optimizer,
+    OptimizerState,
+    check_state,
+    check_step,
+    keep_dtypes,
+    pack,
+    repacked,
+    strong_param,
+    unpacked,
+)
+from opt_legacy_stax._slots import (
+    check_made_by,
+    init_split,
+    join,
+    split,
+    update_split,
+    whole_step,
+)
 from opt_legacy_stax._trees import different_trees
 from opt_legacy_stax.errors import LayoutError
 
@@ -56,7 +71,7 @@ class TripleTransformation(optax.GradientTransformation):
                     "`update(grads, state, params)`."
                 )
             after, new_state = _apply(triple, params, state, updates)
-            return jax.tree.map(_difference, after, params), new_state
+            return jax.tree.map(operator.sub, after, params), new_state
 
         self = super().__new__(cls, init, update)
         self.triple = triple
@@ -145,21 +160,18 @@ _OUTER: Any = {"opt_state": 0, "params": 0}
 
 
 def _pack(params: Any, opt_state: Any) -> OptimizerState:
-    tree_def: Any = jax.tree.structure(_OUTER)
-    flat, defs = zip(*(jax.tree.flatten(tree) for tree in (opt_state, params)), strict=True)
-    return OptimizerState(tuple(flat), tree_def, tuple(defs))
+    return pack(jax.tree.structure(_OUTER), [opt_state, params])
 
 
 def _unpack(state: OptimizerState) -> tuple[Any, Any]:
     check_state(state)
-    packed, tree_def, subtree_defs = state
     outer: Any = jax.tree.structure(_OUTER)
-    if tree_def != outer:
+    if state[1] != outer:
         raise LayoutError(
             f"`opt_state` must be a state of a `from_optax` triple, with structure {outer}; got "
-            f"{tree_def}. Pass a state returned by this triple's functions or by `convert_state`."
+            f"{state[1]}. Pass a state returned by this triple's functions or by `convert_state`."
         )
-    opt_state, params = map(jax.tree.unflatten, subtree_defs, packed)
+    opt_state, params = unpacked(state)
     return params, opt_state
 
 
@@ -167,9 +179,4 @@ def _apply(
     triple: Optimizer, params: Any, state: TripleState, grads: Any
 ) -> tuple[Any, TripleState]:
     params, slots = update_split(triple, state.count, grads, params, state.slots)
-    count = jnp.where(state.count < INT32_MAX, state.count + 1, state.count)
-    return params, TripleState(count, slots)
-
-
-def _difference(after: Any, before: Any) -> Any:
-    return after - before
+    return params, TripleState(optax.safe_increment(state.count), slots)

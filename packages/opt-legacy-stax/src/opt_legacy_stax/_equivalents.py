@@ -13,10 +13,15 @@ import numpy as np
 import optax
 
 from opt_legacy_stax import _triples
-from opt_legacy_stax._dtypes import keep_dtypes
-from opt_legacy_stax._optimizers import Optimizer, OptimizerState, pack, repacked
-from opt_legacy_stax._slots import check_made_by
-from opt_legacy_stax._steps import whole_step
+from opt_legacy_stax._optimizers import (
+    Optimizer,
+    OptimizerState,
+    keep_dtypes,
+    pack,
+    repacked,
+    unpacked,
+)
+from opt_legacy_stax._slots import check_made_by, whole_step
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError, NoEquivalentError, ScheduleError
 
@@ -71,7 +76,8 @@ class OptaxEquivalent:
             return False
         if all(type(value) in (bool, int, float) for value in self._arguments.values()):
             return True
-        return all(dtype == jnp.float32 for dtype in before) and not _is_64_bit()
+        is_64_bit = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+        return all(dtype == jnp.float32 for dtype in before) and not is_64_bit
 
     def convert_state(self, state: OptimizerState, i: Any) -> tuple[Any, Any]:
         """Returns the parameters and Optax state that continue from a state of the triple.
@@ -87,8 +93,7 @@ class OptaxEquivalent:
           StepError: `i` is not a non-negative integer.
         """
         check_made_by(self.triple, state)
-        packed, tree_def, subtree_defs = state
-        kept = [jax.tree.unflatten(d, s) for d, s in zip(subtree_defs, packed, strict=True)]
+        tree_def, kept = state[1], unpacked(state)
         for path, subtree in zip(leaf_paths(tree_def), kept, strict=True):
             if self._recipe.has_shape and not subtree[-1]:
                 raise _no_equivalent(
@@ -127,22 +132,14 @@ class OptaxEquivalent:
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """How one optimizer is expressed in Optax.
-
-    Attributes:
-      build: builds the transformation from the arguments of the triple.
-      fields: the Optax state field, unique within the chain, of each array that the triple keeps
-        after `x`, in its order.
-      is_exact: see `OptaxEquivalent`.
-      negated: a field that Optax keeps with the opposite sign.
-      has_shape: whether the triple also keeps the parameter's shape, as the last entry.
-    """
+    """How one optimizer is expressed in Optax."""
 
     build: _Builder
+    # The Optax state field, unique within the chain, of each array that the triple keeps after `x`.
     fields: tuple[str, ...] = ()
     is_exact: bool = False
-    negated: str = ""
-    has_shape: bool = False
+    negated: str = ""  # a field that Optax keeps with the opposite sign
+    has_shape: bool = False  # whether the triple keeps the parameter's shape too, as the last entry
 
     def signed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields from one form in the other: changing a sign is its own inverse."""
@@ -241,14 +238,10 @@ _RECIPES: dict[str, _Recipe] = {
 
 def _fill(template: Any, count: Any, fields: Mapping[str, Any]) -> Any:
     """Returns an Optax state with these fields, and with every counter set to `count`."""
-    filled = []
-    for part in template:
-        values = {
-            name: count if name == "count" else fields[name]
-            for name in getattr(part, "_fields", ())
-        }
-        filled.append(part._replace(**values))
-    return tuple(filled)
+    values = {**fields, "count": count}
+    return tuple(
+        part._replace(**{name: values[name] for name in part._fields}) for part in template
+    )
 
 
 def _fields(opt_state: Any) -> dict[str, Any]:
@@ -273,10 +266,6 @@ def _check_optax_state(optimizer: str, expected: Any, found: Any) -> None:
             "`opt_state` does not belong to `params`: their tree structures or shapes differ. "
             "Pass parameters and state from the same update."
         )
-
-
-def _is_64_bit() -> bool:
-    return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
 
 def _count(opt_state: Any) -> Any:

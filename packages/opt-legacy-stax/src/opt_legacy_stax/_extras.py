@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from opt_legacy_stax._identity import triple_of
@@ -45,8 +47,8 @@ def to_optax(triple: Optimizer) -> TripleTransformation:
       >>> optax.apply_updates(params, updates)['w'].tolist()
       [0.95, 0.95]
     """
-    require("optax")
-    from opt_legacy_stax._bridge_optax import TripleTransformation
+    with needs("optax"):
+        from opt_legacy_stax._bridge_optax import TripleTransformation
 
     return TripleTransformation(Optimizer(*triple_of(triple, "triple")))
 
@@ -74,8 +76,8 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
       >>> get_params(opt_update(0, jnp.ones(2), opt_init(jnp.zeros(2)))).tolist()
       [-0.1, -0.1]
     """
-    require("optax")
-    from opt_legacy_stax import _bridge_optax
+    with needs("optax"):
+        from opt_legacy_stax import _bridge_optax
 
     return _bridge_optax.from_optax(tx)
 
@@ -109,8 +111,8 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
       >>> optax.apply_updates(params, updates).tolist()
       [-0.1, -0.1]
     """
-    require("optax")
-    from opt_legacy_stax import _equivalents
+    with needs("optax"):
+        from opt_legacy_stax import _equivalents
 
     return _equivalents.optax_equivalent(name, **kwargs)
 
@@ -141,28 +143,20 @@ def to_optimizer_def(triple: Optimizer) -> TripleDef:
       >>> optimizer.target['w'].tolist(), int(optimizer.state.step)
       ([-0.1, -0.1], 1)
     """
-    require("core")
-    from opt_legacy_stax._bridge_core import TripleDef
+    with needs("core"):
+        from opt_legacy_stax._bridge_core import TripleDef
 
     return TripleDef(triple_of(triple, "triple"))
 
 
-def require(extra: str) -> Any:
-    """Returns the package that an extra installs: `optax`, `core` or `files`."""
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Around the imports of what an extra installs: says so where it is missing."""
     try:
-        if extra == "optax":
-            import optax
-
-            return optax
-        if extra == "core":
-            import opt_core
-
-            return opt_core
-        import safetensors.numpy
-    except ImportError as error:
+        yield
+    except ModuleNotFoundError as error:
         package = (error.name or extra).partition(".")[0]
         raise MissingExtraError(
             f"this function needs the package `{package}`. Install it with `pip install "
             f"opt-legacy-stax[{extra}]`."
         ) from error
-    return safetensors

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 
 import jax
 
-from opt_legacy_stax._extras import require
+from opt_legacy_stax._extras import needs
 from opt_legacy_stax._identity import HasTriple, Identity, identity_of, triple_of
 from opt_legacy_stax._leaves import (
     LeafSpec,
@@ -34,8 +34,7 @@ from opt_legacy_stax._leaves import (
     stored,
     to_file,
 )
-from opt_legacy_stax._optimizers import Optimizer, OptimizerState
-from opt_legacy_stax._states import is_state, kept_by
+from opt_legacy_stax._optimizers import Optimizer, OptimizerState, is_state, kept_by
 from opt_legacy_stax._trees import Node, differences, first_lines, leaf_paths, nodes, shown
 from opt_legacy_stax.errors import (
     DamagedFileError,
@@ -153,13 +152,9 @@ def load(
     """
     reference = _reference(like, optimizer, params)
     identity = None if optimizer is None else identity_of(optimizer)
-    _check_file(path_or_file, "read")
-    if isinstance(path_or_file, str | bytes | os.PathLike):
-        data = Path(os.fsdecode(path_or_file)).read_bytes()
-    else:
-        data = b"".join(iter(lambda: path_or_file.read(2**24), b""))  # raw files may return less
-    tensors, found = _decode(data)
-    expected = _expected(reference, identity)
+    tensors, found = _decode(read(path_or_file))
+    specs = [spec_of(leaf) for leaf in jax.tree.leaves(reference)]
+    expected = _describe(reference, identity, specs)
     _check(found, expected)
     leaves = [from_file(spec, tensors[name]) for name, spec in found.leaves]
     _raise_mismatch(
@@ -175,6 +170,14 @@ def load(
     placed = [_placed(*pair) for pair in zip(leaves, likes, strict=True)]
     state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), placed)
     return state
+
+
+def read(path_or_file: PathOrFile) -> bytes:
+    """Returns the contents of a file, or what is left of a file object."""
+    _check_file(path_or_file, "read")
+    if isinstance(path_or_file, str | bytes | os.PathLike):
+        return Path(os.fsdecode(path_or_file)).read_bytes()
+    return b"".join(iter(lambda: path_or_file.read(2**24), b""))  # raw files may return less
 
 
 def _check_file(path_or_file: Any, action: str) -> None:
@@ -212,13 +215,10 @@ def _describe(state: Any, optimizer: Identity | None, specs: list[LeafSpec]) -> 
     return _Description(name, nodes(tree_def), states, list(zip(names, specs, strict=True)))
 
 
-def _expected(reference: Any, optimizer: Identity | None) -> _Description:
-    return _describe(reference, optimizer, [spec_of(leaf) for leaf in jax.tree.leaves(reference)])
-
-
 def _encode(state: Any, optimizer: Identity | None) -> bytes:
     """Returns the contents of a file."""
-    save_tensors = require("files").numpy.save
+    with needs("files"):
+        from safetensors.numpy import save as save_tensors
     if not is_state(state):
         raise SaveError(
             f"`state` must be an OptimizerState; got {type(state).__name__}. Pass the state that "
@@ -270,12 +270,13 @@ def _digest(text: str, leaves: list[bytes]) -> str:
 
 def _decode(data: bytes) -> tuple[Mapping[str, bytes], _Description]:
     """Returns the leaves' bytes by name, and the description of the state."""
-    library = require("files")
+    with needs("files"):
+        from safetensors import SafetensorError, deserialize
     try:
-        tensors = {name: bytes(entry["data"]) for name, entry in library.deserialize(data)}
+        tensors = {name: bytes(entry["data"]) for name, entry in deserialize(data)}  # type: ignore[no-untyped-call]
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         entry = json.loads((header.get("__metadata__") or {}).get(_KEY, "null"))
-    except (library.SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise _damaged(str(error).removeprefix("Error while deserializing: ")) from None
     if not isinstance(entry, dict):
         raise _damaged(f"its metadata have no entry `{_KEY}`")

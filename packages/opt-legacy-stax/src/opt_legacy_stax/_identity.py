@@ -26,7 +26,8 @@ _KEEPS: Mapping[str, tuple[str, ...]] = {
     "adamax": ("x", "m", "u"),
     "sm3": ("x", "m", "vs", "shape"),
 }
-_ATTRIBUTE = "_opt_legacy_stax_identity"
+# of an `init_fn`; wrappers such as `jax.jit` carry it along
+ATTRIBUTE = "_opt_legacy_stax_identity"
 
 
 class HasTriple(Protocol):
@@ -38,15 +39,10 @@ class HasTriple(Protocol):
 
 
 class Identity(NamedTuple):
-    """The name of an optimizer and of the entries in its state.
+    """The name of an optimizer and of the entries in its state."""
 
-    Attributes:
-      name: name of the function that creates the optimizer.
-      keeps: name of each entry kept for a parameter; empty if only `name` is known.
-    """
-
-    name: str
-    keeps: tuple[str, ...] = ()
+    name: str  # of the function that creates the optimizer
+    keeps: tuple[str, ...] = ()  # for a parameter; empty if only `name` is known
 
     def __str__(self) -> str:
         fields = f", which keeps ({shown(', '.join(self.keeps))})" if self.keeps else ""
@@ -62,16 +58,11 @@ def made_by(opt_maker: Callable[..., Any]) -> Identity | None:
     return Identity(name, _KEEPS.get(name, ()) if is_known else ())
 
 
-def mark(init_fn: Callable[..., Any], identity: Identity | None) -> None:
-    """Attaches an identity to an `init_fn`; wrappers such as `jax.jit` carry it along."""
-    setattr(init_fn, _ATTRIBUTE, identity)
-
-
 def identity_of(optimizer: Any) -> Identity | None:
     """Returns the identity of an optimizer."""
     if isinstance(optimizer, str) and optimizer:
         return Identity(optimizer, _KEEPS.get(optimizer, ()))
-    identity: Identity | None = getattr(triple_of(optimizer)[0], _ATTRIBUTE, None)
+    identity: Identity | None = getattr(triple_of(optimizer)[0], ATTRIBUTE, None)
     return identity
 
 

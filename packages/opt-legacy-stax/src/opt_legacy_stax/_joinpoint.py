@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from opt_legacy_stax._optimizers import OptimizerState, pack
-from opt_legacy_stax._states import check_state, is_state
+from opt_legacy_stax._optimizers import OptimizerState, check_state, is_state, pack, unpacked
 from opt_legacy_stax._trees import first_lines, leaf_paths, path_str
 from opt_legacy_stax.errors import JoinPointError, LayoutError
 
@@ -49,9 +48,7 @@ def unpack_optimizer_state(opt_state: OptimizerState) -> Any:
       [[1.0, 1.0], [0.0, 0.0]]
     """
     check_state(opt_state)
-    packed, tree_def, subtree_defs = opt_state
-    subtrees = map(jax.tree.unflatten, subtree_defs, packed)
-    return jax.tree.unflatten(tree_def, [JoinPoint(subtree) for subtree in subtrees])
+    return jax.tree.unflatten(opt_state[1], [JoinPoint(state) for state in unpacked(opt_state)])
 
 
 def pack_optimizer_state(marked_pytree: Any) -> OptimizerState:
@@ -103,8 +100,7 @@ def convert_old_layout(state: Any, *, is_sm3: bool | None = None) -> OptimizerSt
     """
     if not is_state(state):
         state = pack_optimizer_state(state)
-    packed, tree_def, subtree_defs = state
-    states = [jax.tree.unflatten(d, list(s)) for d, s in zip(subtree_defs, packed, strict=True)]
+    tree_def, states = state[1], unpacked(state)
     if is_sm3 is None:
         for path, kept in zip(leaf_paths(tree_def), states, strict=True):
             if _looks_like_sm3(kept):

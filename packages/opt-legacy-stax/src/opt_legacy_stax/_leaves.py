@@ -16,12 +16,8 @@ import numpy as np
 from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import SaveError
 
-_PYTHON: dict[str, tuple[type, str]] = {
-    "int": (int, "int64"),
-    "float": (float, "float64"),
-    "bool": (bool, "bool"),
-    "complex": (complex, "complex128"),
-}
+_NUMBERS = (int, float, bool, complex)
+_PYTHON = {"int": "int64", "float": "float64", "bool": "bool", "complex": "complex128"}
 _KINDS = ("jax", "weak", "numpy", "scalar", *_PYTHON)
 _FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -36,17 +32,12 @@ _AS_BYTES = (
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The description of a leaf in a file.
+    """The description of a leaf in a file."""
 
-    Attributes:
-      kind: what the leaf is in memory: `jax`, `weak`, `numpy`, `scalar`, the name of a Python type,
-        or `key<impl>`; `abstract` for an expected leaf that has only a shape and a dtype.
-      dtype: NumPy name of its dtype; for a PRNG key, of the key data.
-      shape: shape of the array; for a PRNG key, of the key data.
-    """
-
+    # What it is in memory: `jax`, `weak`, `numpy`, `scalar`, the name of a Python type, or
+    # `key<impl>`; `abstract` for an expected leaf that has only a shape and a dtype.
     kind: str
-    dtype: str
+    dtype: str  # for a PRNG key, as the shape, that of the key data
     shape: tuple[int, ...]
 
     @property
@@ -82,23 +73,36 @@ def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
             f"`{name}` is abstract ({type(leaf).__name__}). Call `save` outside of `jit`, "
             "`eval_shape` and other transformations."
         )
+    kind, values = type(leaf).__name__, leaf
     if isinstance(leaf, jax.Array):
-        return _jax_to_file(leaf, name)
-    for kind, (python_type, dtype) in _PYTHON.items():
-        if type(leaf) is python_type:
-            try:
-                return LeafSpec(kind, dtype, ()), np.asarray(leaf, dtype)
-            except OverflowError:
-                raise SaveError(f"`{name}` is an integer that does not fit in 64 bits.") from None
-    if type(leaf) in (np.ndarray, np.memmap) or isinstance(leaf, np.generic):
-        return _checked("numpy" if isinstance(leaf, np.ndarray) else "scalar", leaf, name)
-    raise SaveError(
-        f"`{name}` is a {shown(type(leaf).__name__)}; leaves of a saved state must be arrays or "
-        "numbers."
-    )
+        _check_readable(leaf, name)
+        kind = "weak" if leaf.ndim == 0 and leaf.aval.weak_type else "jax"
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            kind, values = f"key<{jax.random.key_impl(leaf)}>", jax.random.key_data(leaf)
+    elif type(leaf) in _NUMBERS:
+        try:
+            values = np.asarray(leaf, _PYTHON[kind])
+        except OverflowError:
+            raise SaveError(f"`{name}` is an integer that does not fit in 64 bits.") from None
+    elif type(leaf) in (np.ndarray, np.memmap):
+        kind = "numpy"
+    elif isinstance(leaf, np.generic):
+        kind = "scalar"
+    else:
+        raise SaveError(
+            f"`{name}` is a {shown(kind)}; leaves of a saved state must be arrays or numbers."
+        )
+    array = np.asarray(values)
+    if not is_known(array.dtype.name) or array.dtype.names is not None:
+        raise SaveError(
+            f"`{name}` has dtype {array.dtype}, which the format cannot hold exactly. Convert it "
+            "to a numeric dtype."
+        )
+    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+    return LeafSpec(kind, array.dtype.name, array.shape), native
 
 
-def _jax_to_file(leaf: jax.Array, name: str) -> tuple[LeafSpec, np.ndarray]:
+def _check_readable(leaf: jax.Array, name: str) -> None:
     if leaf.is_deleted():
         raise SaveError(
             f"the buffer of `{name}` has been donated or deleted. Save the state that the update "
@@ -109,21 +113,6 @@ def _jax_to_file(leaf: jax.Array, name: str) -> tuple[LeafSpec, np.ndarray]:
             f"`{name}` is not fully addressable by this process. Gather it first "
             "(`jax.experimental.multihost_utils.process_allgather`)."
         )
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _checked(f"key<{jax.random.key_impl(leaf)}>", jax.random.key_data(leaf), name)
-    return _checked("weak" if leaf.ndim == 0 and leaf.aval.weak_type else "jax", leaf, name)
-
-
-def _checked(kind: str, leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
-    array = np.asarray(leaf)
-    if not is_known(array.dtype.name) or array.dtype.names is not None:
-        raise SaveError(
-            f"`{name}` has dtype {array.dtype}, which the format cannot hold exactly. Convert it "
-            "to a numeric dtype."
-        )
-    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
-    spec = LeafSpec(kind, array.dtype.name, array.shape)
-    return spec, np.ascontiguousarray(native).reshape(array.shape)
 
 
 def stored(array: np.ndarray) -> np.ndarray:
@@ -156,10 +145,7 @@ def from_file(spec: LeafSpec, data: bytes | bytearray) -> Any:
 
 
 def spec_of(leaf: Any) -> LeafSpec:
-    """Returns the spec of a leaf of a reference state, without reading its values.
-
-    A leaf without shape and dtype gets the dtype `object`, which never occurs in a file.
-    """
+    """Returns the spec of a leaf of a reference state, without reading its values."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data: Any = jax.eval_shape(jax.random.key_data, leaf)
@@ -168,10 +154,10 @@ def spec_of(leaf: Any) -> LeafSpec:
         return LeafSpec(kind, leaf.dtype.name, tuple(leaf.shape))
     if isinstance(leaf, np.ndarray | np.generic):
         return LeafSpec("numpy", leaf.dtype.name, leaf.shape)
-    for kind, (python_type, dtype) in _PYTHON.items():
-        if type(leaf) is python_type:
-            return LeafSpec(kind, dtype, ())
-    return LeafSpec("jax", "object", ())
+    if type(leaf) in _NUMBERS:
+        kind = type(leaf).__name__
+        return LeafSpec(kind, _PYTHON[kind], ())
+    return LeafSpec("jax", "object", ())  # `object` never occurs in a file
 
 
 def _impl_of(keys: Any) -> str:
@@ -187,17 +173,14 @@ def _impl_of(keys: Any) -> str:
 
 
 def fits(saved: LeafSpec, expected: LeafSpec) -> bool:
-    """Returns whether a saved leaf matches an expected one.
-
-    Shapes and dtypes must be equal, with one exception: a Python number or NumPy array also matches
-    an abstract leaf of the dtype that JAX converts it to under the current `jax_enable_x64`.
-    """
+    """Returns whether shape and dtype of a saved leaf match those of an expected one."""
     if "key<" in saved.kind + expected.kind:
         return saved == expected
     if saved.shape != expected.shape or saved.dtype == expected.dtype:
         return saved.shape == expected.shape
     if expected.kind != "abstract" or saved.kind in ("jax", "weak"):
         return False
+    # A number or NumPy array also matches what JAX converts it to, under `jax_enable_x64` or not.
     return bool(jax.dtypes.canonicalize_dtype(saved.dtype) == np.dtype(expected.dtype))
 
 

@@ -13,24 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import GetAttrKey
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey, treedef_children, treedef_is_leaf
 
-from opt_legacy_stax._dtypes import keep_dtypes, strong_param
-from opt_legacy_stax._identity import Identity, made_by, mark
-from opt_legacy_stax._states import check_state
-from opt_legacy_stax._steps import check_step
-from opt_legacy_stax._trees import (
-    changed_shape,
-    changed_structure,
-    different_trees,
-    leaf_paths,
-)
+from opt_legacy_stax._identity import ATTRIBUTE, Identity, made_by
+from opt_legacy_stax._trees import difference, different_trees, leaf_paths, shown
+from opt_legacy_stax.errors import LayoutError, StateChangedError, StepError
 
 Array = Any
 Params = Any
 State = Any
 Updates = Params  # gradients have the structure of the parameters
 Step = Any  # a Python or NumPy number, or a scalar array
+
+INT32_MIN, INT32_MAX = (int(end) for end in (np.iinfo(np.int32).min, np.iinfo(np.int32).max))
 
 
 class OptimizerState(NamedTuple):
@@ -124,10 +121,7 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
     def make(*args: Any, upstream_numerics: bool = False, **kwargs: Any) -> Optimizer:
         if has_switch:
             kwargs[_SWITCH.name] = upstream_numerics
-        leaf_optimizer = opt_maker(*args, **kwargs)
-        made = lift(leaf_optimizer, keeps_dtypes=not upstream_numerics, identity=identity)
-        mark(made.init_fn, identity)
-        return made
+        return _lift(opt_maker(*args, **kwargs), not upstream_numerics, identity)
 
     parameters = {**signature.parameters, _SWITCH.name: _SWITCH}.values()
     make.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -137,8 +131,8 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
     return make
 
 
-def lift(
-    leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool, identity: Identity | None = None
+def _lift(
+    leaf_optimizer: LeafOptimizer, keeps_dtypes: bool, identity: Identity | None
 ) -> Optimizer:
     """Returns the optimizer that applies a single-array optimizer to every leaf."""
     init, update, get_params = leaf_optimizer
@@ -171,32 +165,39 @@ def lift(
                 state = update_leaf(g, jax.tree.unflatten(subtree_def, old))
             new, new_def = jax.tree.flatten(state)
             if new_def != subtree_def:
-                raise changed_structure(tree_def, n, subtree_def, new_def)
+                raise StateChangedError(
+                    "the update changed the structure of the state of parameter "
+                    f"`{leaf_paths(tree_def)[n]}`:\n{difference(subtree_def, new_def)}\nReturn the "
+                    "same containers as `init` does."
+                )
             if keeps_dtypes:
                 new = keep_dtypes(old, new)
-            error = changed_shape(tree_def, n, get_params, subtree_def, old, new, g)
-            if error is not None:
-                raise error
+            # Arrays other than the parameter may change shape, e.g. a growing history.
+            if list(map(np.shape, old)) != list(map(np.shape, new)):
+                states = (jax.tree.unflatten(subtree_def, leaves) for leaves in (old, new))
+                before, after = (np.shape(get_params(state)) for state in states)
+                if before != after:
+                    raise StateChangedError(
+                        f"the update changed parameter `{leaf_paths(tree_def)[n]}` from shape "
+                        f"{before} to {after}: its gradient has shape {np.shape(g)}. Pass "
+                        "gradients with the shapes of the parameters."
+                    )
             updated.append(new)
         return repacked(opt_state, updated)
 
     @functools.wraps(get_params)
     def tree_get_params(opt_state: OptimizerState) -> Params:
         check_state(opt_state, identity)
-        packed, tree_def, subtree_defs = opt_state
-        states = map(jax.tree.unflatten, subtree_defs, packed)
-        return jax.tree.unflatten(tree_def, [get_params(state) for state in states])
+        return jax.tree.unflatten(opt_state[1], [get_params(s) for s in unpacked(opt_state)])
 
+    setattr(tree_init, ATTRIBUTE, identity)
     return Optimizer(tree_init, tree_update, tree_get_params)
 
 
 def _traced_once(update: Callable[..., State], i: Step, operands: Any) -> Callable[..., State]:
-    """Returns `(g, state) -> state` at step `i`.
-
-    Where a compiled caller traces it, arrays that are alike are updated by calls of one traced
-    function, which XLA inlines. Otherwise it runs as it is: nothing is compiled that the caller
-    did not ask for.
-    """
+    """Returns `(g, state) -> state` at step `i`."""
+    # Where a compiled caller traces it, arrays that are alike are updated by calls of one traced
+    # function, which XLA inlines. Otherwise nothing is compiled that the caller did not ask for.
     leaves = jax.tree.leaves(operands)
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if not is_traced or not all(isinstance(leaf, jax.Array) for leaf in leaves):
@@ -225,12 +226,117 @@ def pack(tree_def: Any, states: Sequence[State]) -> OptimizerState:
     )
 
 
-def repacked(opt_state: Any, packed_state: Sequence[Any]) -> OptimizerState:
-    """Returns `opt_state` with new leaves.
+def unpacked(opt_state: Any) -> list[State]:
+    """Returns the state of each parameter; inverts `pack`."""
+    packed, _, subtree_defs = opt_state
+    return [jax.tree.unflatten(d, list(s)) for d, s in zip(subtree_defs, packed, strict=True)]
 
-    The class is kept, so that a state of JAX's module can be carried through a `scan`.
-    """
-    kind: type[OptimizerState] = type(opt_state)
-    if kind is tuple:
-        kind = OptimizerState
+
+def repacked(opt_state: Any, packed_state: Sequence[Any]) -> OptimizerState:
+    """Returns `opt_state` with new leaves."""
+    # The class is kept, so that a state of JAX's module can be carried through a `scan`.
+    is_tuple = type(opt_state) is tuple
+    kind: type[OptimizerState] = OptimizerState if is_tuple else type(opt_state)
     return kind(tuple(packed_state), opt_state[1], opt_state[2])
+
+
+def check_step(i: Any) -> Any:
+    """Returns integers as Python integers within int32; floats and JAX arrays as they are."""
+    if callable(i):
+        name = getattr(i, "__name__", type(i).__name__)
+        raise StepError(
+            f"`i` must be the step number; got the function `{name}`. Call `update(i, grads, "
+            "state)`: the step comes first."
+        )
+    if isinstance(i, int | np.integer | np.bool_):
+        return max(INT32_MIN, min(int(i), INT32_MAX))
+    if isinstance(i, float | np.floating):
+        return i
+    if not isinstance(i, np.ndarray | jax.Array):
+        raise StepError(
+            "`i` must be the step number, as a Python, NumPy or JAX scalar; got "
+            f"{type(i).__name__}. Call `update(i, grads, state)`: the step comes first."
+        )
+    if i.ndim != 0:
+        raise StepError(
+            f"`i` must be a scalar; got an array of shape {i.shape}. Index it, or map the update "
+            "over it with `jax.vmap` or `jax.lax.scan`."
+        )
+    if i.dtype == jnp.bool_:
+        return check_step(i[()]) if isinstance(i, np.ndarray) else i.astype(jnp.int32)
+    if not (jnp.issubdtype(i.dtype, jnp.integer) or jnp.issubdtype(i.dtype, jnp.floating)):
+        raise StepError(f"`i` must be an integer or a float; got an array of dtype {i.dtype}.")
+    return check_step(i[()]) if isinstance(i, np.ndarray) else i
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is a packed state, of this module's class, JAX's, or a plain tuple."""
+    if not (isinstance(value, tuple) and len(value) == 3 and _is_treedef(value[1])):
+        return False
+    packed, tree_def, subtree_defs = value
+    return (
+        all(isinstance(each, tuple | list) for each in (packed, subtree_defs))
+        and len(packed) == len(subtree_defs) == tree_def.num_leaves
+        and all(map(_is_treedef, subtree_defs))
+    )
+
+
+def check_state(value: Any, optimizer: Identity | None = None) -> None:
+    """Checks that a value is a packed state, with the entries of an optimizer if they are known."""
+    if not is_state(value):
+        raise LayoutError(
+            f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass the "
+            "state that `init_fn` or `update_fn` returned, as in `update_fn(i, grads, opt_state)`."
+        )
+    if optimizer is None or not optimizer.keeps:
+        return
+    for n, subtree_def in enumerate(value[2]):
+        found = kept_by(subtree_def)
+        if found != len(optimizer.keeps):
+            path, kinds = leaf_paths(value[1])[n], {0: "something else", 1: "an array"}
+            raise LayoutError(
+                f"`opt_state` is not a state of {optimizer}: for parameter `{path}` found "
+                f"{kinds.get(found, f'a tuple of {found}')}. Pass a state of this "
+                "optimizer; convert states of older JAX versions with `convert_old_layout`."
+            )
+
+
+def kept_by(subtree_def: Any) -> int:
+    """Returns the number of entries in a parameter's state: 1 for an array, 0 if not a tuple."""
+    if treedef_is_leaf(subtree_def):
+        return 1
+    children: Sequence[Any] = treedef_children(subtree_def)
+    is_tuple = jax.tree.unflatten(subtree_def, [0] * subtree_def.num_leaves).__class__ is tuple
+    return len(children) if is_tuple and len(children) > 1 else 0
+
+
+def _is_treedef(value: Any) -> bool:
+    return isinstance(value, jax.tree_util.PyTreeDef)
+
+
+def strong_param(x: Any) -> Any:
+    """Returns weakly typed arrays and Python floats as strongly typed arrays."""
+    # The first update would do the same, and a jitted update would then compile a second time.
+    is_weak_array = isinstance(x, jax.Array) and x.aval.weak_type
+    is_python_number = type(x) in (float, complex)
+    if is_weak_array or is_python_number:
+        return jax.lax.convert_element_type(x, jnp.result_type(x))
+    return x
+
+
+def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """Returns the leaves of `new`, cast to the floating-point dtypes of `old`."""
+    return [_keep_dtype(*pair) for pair in zip(old, new, strict=True)]
+
+
+def _keep_dtype(old: Any, new: Any) -> Any:
+    has_dtype = isinstance(old, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+    if not has_dtype or not isinstance(new, jax.Array):
+        return new
+    # A float that an update made of an integer, or a complex number of a real one, cannot be
+    # rounded back.
+    for kind in (jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(old.dtype, kind) and jnp.issubdtype(new.dtype, kind):
+            dtype = jax.dtypes.canonicalize_dtype(old.dtype)
+            return new if dtype == new.dtype else new.astype(dtype)
+    return new

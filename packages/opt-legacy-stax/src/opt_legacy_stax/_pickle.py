@@ -1,30 +1,29 @@
 """Old pickles of unpacked states, read without executing them.
 
-The unpickler's `find_class` resolves about a dozen names, each to a stand-in defined here. A
-stand-in only records bytes, dtypes and shapes, as NumPy's own `dtype.__setstate__` trusts what it
-is given. Arrays are rebuilt at the end, from what was recorded.
+The unpickler's `find_class` resolves about a dozen names, each to a stand-in defined here: NumPy's
+own `dtype.__setstate__` trusts what it is given. At the end, the stand-ins are replaced.
 """
 
 from __future__ import annotations
 
 import io
-import os
+import itertools
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_legacy_stax._files import PathOrFile, read
 from opt_legacy_stax._joinpoint import JoinPoint
 from opt_legacy_stax._leaves import is_known
 from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import UnsafePickleError
 
 
-def load_unpacked_pickle(path_or_file: str | bytes | os.PathLike[str] | IO[bytes]) -> Any:
+def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
     """Reads a pickle of `unpack_optimizer_state(state)` without executing it.
 
     Pickles are programs: never use `pickle.load` on files from untrusted sources. This function
@@ -44,12 +43,9 @@ def load_unpacked_pickle(path_or_file: str | bytes | os.PathLike[str] | IO[bytes
       UnsafePickleError: the pickle contains anything other than arrays, numbers, dicts, lists,
         tuples, `None` and join points, or is damaged.
     """
-    if isinstance(path_or_file, str | bytes | os.PathLike):
-        data = Path(os.fsdecode(path_or_file)).read_bytes()
-    else:
-        data = path_or_file.read()
+    data = read(path_or_file)
     try:
-        return _Rebuilder(len(data)).rebuild(_Unpickler(io.BytesIO(data)).load())
+        return _rebuild(_Unpickler(io.BytesIO(data)).load(), itertools.count(), len(data))
     except UnsafePickleError:
         raise
     except Exception as error:  # a damaged pickle can make the unpickler raise anything
@@ -112,28 +108,14 @@ class _Dtype:
 
 
 class _Array:
-    """An array, with the state that is passed to `ndarray.__setstate__`."""
+    """An array, whose contents may follow later, for `ndarray.__setstate__`."""
 
-    def __init__(self, is_jax: bool = False, is_scalar: bool = False) -> None:
-        self.is_jax, self.is_scalar = is_jax, is_scalar
-        self.state: Any = None
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def rebuild(self) -> Any:
-        _, shape, dtype, is_fortran, raw = self.state
-        if isinstance(raw, str):
-            raw = raw.encode("latin1")  # Python 2
-        if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray):
-            raise ValueError("not an array")
-        stored = np.frombuffer(raw, dtype.rebuild())
-        array = stored.reshape(shape, order="F" if is_fortran else "C")
-        array = array.astype(array.dtype.newbyteorder("="), order="C")
-        if self.is_scalar:
-            return array[()]
-        fits = self.is_jax and jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
-        return jnp.asarray(array) if fits else array
+        _, *contents = state
+        self.value = _array(*contents)
 
 
 class _Marker:
@@ -157,29 +139,36 @@ def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> _Array:
     return _Array()
 
 
+def _array(shape: Any, dtype: Any, is_fortran: Any, raw: Any) -> Any:
+    if isinstance(raw, str):
+        raw = raw.encode("latin1")  # Python 2
+    if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray):
+        raise ValueError("not an array")
+    stored = np.frombuffer(raw, dtype.rebuild())
+    array = stored.reshape(shape, order="F" if is_fortran else "C")
+    return array.astype(array.dtype.newbyteorder("="), order="C")
+
+
 @_Global
 def _reconstruct_jax(make: Any, arguments: Any, state: Any, *_: Any) -> _Array:
     if make is not _reconstruct or type(arguments) is not tuple:
         raise ValueError("not a JAX array")
-    _reconstruct(*arguments)
-    array = _Array(is_jax=True)
-    array.state = state
-    return array
+    array = _reconstruct(*arguments)
+    array.__setstate__(state)
+    if jax.dtypes.canonicalize_dtype(array.value.dtype) == array.value.dtype:
+        array.value = jnp.asarray(array.value)
+    return array  # type: ignore[no-any-return]
 
 
 @_Global
 def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> _Array:
     """How protocol 5 writes contiguous arrays."""
-    array = _Array()
-    array.state = (1, shape, dtype, order == "F", raw)
-    return array
+    return _Array(_array(shape, dtype, order == "F", raw))
 
 
 @_Global
 def _scalar(dtype: Any, raw: Any) -> _Array:
-    array = _Array(is_scalar=True)
-    array.state = (1, (), dtype, False, raw)
-    return array
+    return _Array(_array((), dtype, False, raw)[()])
 
 
 @_Global
@@ -241,44 +230,32 @@ class _Unpickler(pickle.Unpickler):
         raise UnsafePickleError("the pickle refers to external objects by persistent id.")
 
 
-class _Rebuilder:
-    """Builds the tree from the recorded objects.
-
-    A pickle can refer to one object many times, so the number of nodes is limited to its size.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._left = limit
-        self._arrays: dict[int, Any] = {}  # an array that is referred to twice is built once
-
-    def rebuild(self, node: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise UnsafePickleError("the pickle describes more objects than its size allows.")
-        match node:
-            case _Array():
-                if id(node) not in self._arrays:
-                    self._arrays[id(node)] = node.rebuild()
-                return self._arrays[id(node)]
-            case _Marker():
-                return JoinPoint(self.rebuild(node.subtree))
-            case dict():
-                return {self._key(key): self.rebuild(child) for key, child in node.items()}
-            case list():
-                return [self.rebuild(child) for child in node]
-            case tuple():
-                return tuple(self.rebuild(child) for child in node)
-            case None | bool() | int() | float():
-                return node
-            case _:
+def _rebuild(node: Any, count: Iterator[int], limit: int) -> Any:
+    """Returns the tree without stand-ins."""
+    # A pickle can refer to one object many times, so the number of nodes is limited to its size.
+    if next(count) >= limit:
+        raise UnsafePickleError("the pickle describes more objects than its size allows.")
+    match node:
+        case _Array(value=None):
+            raise ValueError("an array without contents")
+        case _Array():
+            return node.value
+        case _Marker():
+            return JoinPoint(_rebuild(node.subtree, count, limit))
+        case dict():
+            if any(type(key) not in (str, int) for key in node):
                 raise UnsafePickleError(
-                    f"the pickle contains a {type(node).__name__.lstrip('_')}, which is neither an "
-                    "array nor a JoinPoint."
+                    "the pickle contains a dict whose keys are neither strings nor integers."
                 )
-
-    def _key(self, key: Any) -> Any:
-        if type(key) not in (str, int):
+            return {key: _rebuild(child, count, limit) for key, child in node.items()}
+        case list():
+            return [_rebuild(child, count, limit) for child in node]
+        case tuple():
+            return tuple(_rebuild(child, count, limit) for child in node)
+        case None | bool() | int() | float():
+            return node
+        case _:
             raise UnsafePickleError(
-                "the pickle contains a dict whose keys are neither strings nor integers."
+                f"the pickle contains a {type(node).__name__.lstrip('_')}, which is neither an "
+                "array nor a JoinPoint."
             )
-        return key

@@ -12,12 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from opt_legacy_stax._dtypes import strong_param
-from opt_legacy_stax._optimizers import Optimizer, OptimizerState
-from opt_legacy_stax._states import check_state
+from opt_legacy_stax._optimizers import (
+    Optimizer,
+    OptimizerState,
+    check_state,
+    check_step,
+    strong_param,
+)
 from opt_legacy_stax._trees import leaf_paths
-from opt_legacy_stax.errors import LayoutError, StateChangedError
+from opt_legacy_stax.errors import LayoutError, StateChangedError, StepError
 
 
 class ParamSlot:
@@ -105,6 +110,16 @@ def update_split(triple: Optimizer, i: Any, grads: Any, params: Any, slots: Any)
     return new_params, new_slots
 
 
+def whole_step(i: Any) -> Any:
+    """Returns a number of updates as an int32 scalar."""
+    step = check_step(i)
+    if isinstance(step, float | np.floating) and not float(step).is_integer():
+        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass a whole number.")
+    if not isinstance(step, jax.core.Tracer) and step < 0:
+        raise StepError(f"`i` must be a number of updates; got {step}. Pass 0 or more.")
+    return jnp.asarray(step, jnp.int32)
+
+
 def _array(leaf: Any) -> Any:
     return jnp.asarray(leaf, jnp.result_type(leaf)) if isinstance(leaf, int) else strong_param(leaf)
 
@@ -114,10 +129,7 @@ def _is_slot(node: Any) -> bool:
 
 
 def _positions(params_fn: Callable[[Any], Any], state: OptimizerState) -> list[int | None]:
-    """Returns, per parameter, the index of the leaf that `params_fn` returns unchanged, or `None`.
-
-    `params_fn` is traced, and its outputs are compared with its inputs by identity.
-    """
+    """Returns for each parameter the index of the leaf that `params_fn` returns, or `None`."""
     found: list[int | None] = []
 
     def look(traced: OptimizerState) -> None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path
 
-from opt_legacy_stax.errors import StateChangedError, TreeMismatchError
+from opt_legacy_stax.errors import TreeMismatchError
 
 Node = Any  # [path, kind]
 _SHOWN = 5
+_LEAF = object()  # stands for an array
 
 
 def path_str(path: Sequence[Any]) -> str:
-    """Formats a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
-
-    As in JSON Pointer (RFC 6901), `~` in a key is written `~0` and `/` is written `~1`, so that
-    every leaf of a tree has a unique path.
-    """
+    """Formats a JAX key path as `decoder/layers_0/kernel`; the root is `.`."""
     if not path:
         return "."
+    # `~` and `/` in a key as in JSON Pointer (RFC 6901), so that every leaf has a unique path
     names = (keystr((key,), simple=True) for key in path)
     return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
 
@@ -49,53 +46,22 @@ def shown(text: str, limit: int = 100) -> str:
 
 def different_trees(tree_def: Any, grads_def: Any) -> TreeMismatchError:
     """Returns the error for gradients whose structure differs from that of the parameters."""
-    lines = differences(nodes(tree_def), nodes(grads_def))
-    lines = lines or [f"static data: expected {tree_def}, found {grads_def}"]
     return TreeMismatchError(
         "`grad_tree` does not have the tree structure of the parameters that the optimizer was "
-        f"initialized with:\n{first_lines(lines)}\nDifferentiate with respect to "
+        f"initialized with:\n{difference(tree_def, grads_def)}\nDifferentiate with respect to "
         "`get_params(opt_state)`, or convert the gradients to the containers of the parameters."
     )
 
 
-def changed_structure(tree_def: Any, n: int, before: Any, after: Any) -> StateChangedError:
-    """Returns the error for an update that changed the structure of a parameter's state."""
-    lines = differences(nodes(before), nodes(after))
-    lines = lines or [f"static data: expected {before}, found {after}"]
-    return StateChangedError(
-        f"the update changed the structure of the state of parameter `{leaf_paths(tree_def)[n]}`:\n"
-        f"{first_lines(lines)}\nReturn the same containers as `init` does."
-    )
-
-
-def changed_shape(
-    tree_def: Any,
-    n: int,
-    get_params: Callable[[Any], Any],
-    subtree_def: Any,
-    old: Sequence[Any],
-    new: Sequence[Any],
-    grad: Any,
-) -> StateChangedError | None:
-    """Returns the error for an update that broadcast a parameter to a new shape, if it did.
-
-    Other state arrays may change shape, e.g. a growing history.
-    """
-    if all(np.shape(a) == np.shape(b) for a, b in zip(old, new, strict=True)):
-        return None
-    before, after = (np.shape(get_params(jax.tree.unflatten(subtree_def, s))) for s in (old, new))
-    if before == after:
-        return None
-    return StateChangedError(
-        f"the update changed parameter `{leaf_paths(tree_def)[n]}` from shape {before} to {after}: "
-        f"its gradient has shape {np.shape(grad)}. Pass gradients with the shapes of the "
-        "parameters."
-    )
+def difference(expected: Any, found: Any) -> str:
+    """Returns lines that say how two tree definitions differ."""
+    lines = differences(nodes(expected), nodes(found))
+    return first_lines(lines or [f"static data: expected {expected}, found {found}"])
 
 
 def nodes(tree_def: Any) -> list[Node]:
     """Returns `[path, kind]` of every node of a tree, from the root on."""
-    return list(_nodes(jax.tree.unflatten(tree_def, [_Leaf()] * tree_def.num_leaves), ()))
+    return list(_nodes(jax.tree.unflatten(tree_def, [_LEAF] * tree_def.num_leaves), ()))
 
 
 def differences(expected: list[Node], found: list[Node]) -> list[str]:
@@ -119,12 +85,8 @@ def differences(expected: list[Node], found: list[Node]) -> list[str]:
     return lines
 
 
-class _Leaf:
-    """Stands for an array."""
-
-
 def _nodes(node: Any, path: tuple[Any, ...]) -> Iterator[Node]:
-    if isinstance(node, _Leaf):
+    if node is _LEAF:
         yield [path_str(path), "an array"]
         return
     # As in JAX, `None` is a node without children.

@@ -1,8 +1,8 @@
-"""The nine optimizers.
+"""The nine optimizers, the global norm, and gradient clipping by it.
 
-Each is written for a single array `x` with gradient `g`, and lifted to trees by `optimizer`.
-Operations and their order are those of `jax.example_libraries.optimizers`, except for the fixes
-listed in `docs/coming-from/jax-example-libraries.md`.
+Each optimizer is written for a single array `x` with gradient `g`, and lifted to trees by
+`optimizer`. Operations and their order are those of `jax.example_libraries.optimizers`, except for
+the fixes listed in `docs/coming-from/jax-example-libraries.md`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_legacy_stax._optimizers import LeafOptimizer, optimizer
+from opt_legacy_stax._optimizers import INT32_MAX, LeafOptimizer, keep_dtypes, optimizer
 from opt_legacy_stax._schedules import make_schedule
-from opt_legacy_stax._steps import next_step
 
 
 def get_params(state: Any) -> Any:
@@ -393,6 +392,59 @@ def sm3(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     return init, update, get_params
 
 
+def l2_norm(tree: Any) -> Any:
+    """Returns the global L2 norm of a tree: the root of the sum of squares of all leaves.
+
+    Examples:
+      >>> float(l2_norm({'a': jnp.array([3.0]), 'b': jnp.array([4.0])}))
+      5.0
+    """
+    return jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(tree)))
+
+
+def clip_grads(grad_tree: Any, max_norm: Any, *, upstream_numerics: bool = False) -> Any:
+    """Scales gradients down so that their global norm is at most `max_norm`.
+
+    ```
+    g <- g * min(1, max_norm / l2_norm(grad_tree))
+    ```
+
+    Args:
+      grad_tree: pytree of arrays.
+      max_norm: the maximum norm. NaN makes all gradients NaN.
+      upstream_numerics: whether to compute exactly like JAX's module, where zeros clipped to 0
+        become NaN, a single NaN makes all gradients NaN, and leaves of low precision are promoted
+        to the dtype of the norm.
+
+    Returns:
+      The gradients, in their own dtypes. If the norm is NaN they are returned unchanged, so that a
+      wrapper can still see which gradients are NaN.
+
+    References:
+      Pascanu, Mikolov and Bengio, `On the difficulty of training Recurrent Neural Networks`, 2013,
+      https://arxiv.org/abs/1211.5063.
+
+    Examples:
+      >>> clip_grads([jnp.array([3.0, 4.0])], 1.0)[0].tolist()
+      [0.6, 0.8]
+      >>> clip_grads([jnp.zeros(2)], 0.0)[0].tolist()
+      [0.0, 0.0]
+    """
+    norm = l2_norm(grad_tree)
+    if upstream_numerics:
+        return jax.tree.map(
+            lambda g: jnp.where(norm < max_norm, g, g * (max_norm / norm)), grad_tree
+        )
+
+    stays = (norm <= max_norm) | jnp.isnan(norm)
+
+    def clip(g: Any) -> Any:
+        clipped = jnp.where(stays, g, g * (max_norm / norm))
+        return keep_dtypes([g], [clipped])[0]
+
+    return jax.tree.map(clip, grad_tree)
+
+
 def _inverse_root(x: Any) -> Any:
     return jnp.where(x > 0, 1.0 / jnp.sqrt(x), 0.0)
 
@@ -402,7 +454,7 @@ def _correction(decay: Any, i: Any, dtype: Any, upstream_numerics: bool) -> Any:
     if upstream_numerics:
         return 1 - jnp.asarray(decay, dtype) ** (i + 1)
     wide = jnp.promote_types(dtype, jnp.float32)
-    step = next_step(i)
+    step = _next_step(i)
     if not (isinstance(step, jax.Array) and jnp.issubdtype(step.dtype, jnp.integer)):
         step = jnp.asarray(step, wide)
     return (1 - jax.lax.pow(jnp.asarray(decay, wide), step)).astype(dtype)
@@ -412,3 +464,14 @@ def _along(v: Any, axis: int, ndim: int) -> Any:
     """Reshapes a vector to `ndim` axes, along axis `axis`."""
     index: Sequence[Any] = [slice(None) if k == axis else None for k in range(max(ndim, 1))]
     return v[tuple(index)]
+
+
+def _next_step(i: Any) -> Any:
+    """Returns `i + 1`, or `i` if the integer would overflow."""
+    if isinstance(
+        i, int
+    ):  # as an array it is not a constant of the program, which steps then share
+        return jnp.int32(min(i, INT32_MAX - 1) + 1)
+    if isinstance(i, jax.Array) and jnp.issubdtype(i.dtype, jnp.integer):
+        return jnp.minimum(i, jnp.iinfo(i.dtype).max - 1) + 1
+    return i + 1
