@@ -13,7 +13,7 @@ CASES = {f"{letter}{n}" for letter, last in NUMBERS.items() for n in range(1, la
 
 
 def named_cases() -> Iterator[tuple[str, str]]:
-    """Yields the id of every test function that is named after one, and where it is."""
+    """Yields the id of every test, or row of one, that is named after it, and where it is."""
     folders = [REPOSITORY / "tests-integration", *REPOSITORY.glob("packages/*/tests")]
     for path in sorted(path for folder in folders for path in folder.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -23,6 +23,9 @@ def named_cases() -> Iterator[tuple[str, str]]:
                     where = f"{path.relative_to(REPOSITORY)}::{node.name}"
                     assert ast.get_docstring(node), f"{where}: what is the case?"
                     yield found[1], where
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.param":
+                ids = [ast.unparse(word.value)[1:-1] for word in node.keywords if word.arg == "id"]
+                yield from ((case, f"{path.name}: {case}") for case in ids if case in CASES)
 
 
 def test_every_case_has_exactly_one_test() -> None:
