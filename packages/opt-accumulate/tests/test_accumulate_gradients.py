@@ -142,11 +142,16 @@ def test_padding_that_counts_is_an_error_or_nan() -> None:
         )
         with pytest.raises(BatchError, match=words):
             vg(params, batch)
-    (loss, metrics), grads = accumulate_gradients(odd_mask, microbatch_size=5, with_metrics=True)(
-        params, batch
-    )
-    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves((loss, grads, metrics.weight)))
-    assert not np.isnan(accumulate_gradients(odd_mask, microbatch_size=4)(params, batch)[0])
+
+    def not_masked(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        losses = token_losses(params, batch)
+        return losses.sum(), batch["mask"].sum()
+
+    for loss_fn in (odd_mask, not_masked):
+        vg = accumulate_gradients(loss_fn, microbatch_size=5, with_metrics=True)
+        (loss, metrics), grads = vg(params, batch)
+        assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves((loss, grads, metrics.weight)))
+        assert not np.isnan(accumulate_gradients(loss_fn, microbatch_size=4)(params, batch)[0])
 
 
 def test_a_microbatch_that_is_larger_than_the_batch_is_the_batch() -> None:

@@ -100,6 +100,12 @@ def test_sizes_tell_rows_from_columns(sizes: Sizes) -> None:
         # On a tie, `init` takes the first.
         (lambda s: (max(s),), (8, 8), ("a",), ""),
         (lambda s: (s[0] ** 2,), (4, 7), (None,), "computed from parameter dimension 0"),
+        (
+            lambda s: (s[0], s[1] // 2),
+            (8, 6),
+            ("a", None),
+            "dimension 1: grows 1/2 times as much as parameter dimension 1",
+        ),
     ],
 )
 def test_what_is_computed_from_sizes(
@@ -119,7 +125,7 @@ EQUAL = "`init` creates another shape if sizes are symbols, which are never equa
         # The scales of quantised moments; the last block may be a part of one.
         (lambda s: (s[0], -(-s[1] // 5)), (6, 10), ("a", None), f"dimension 1: {BLOCKS} 1"),
         (lambda s: (-(-s[0] // 4),), (9, 7), (None,), f"{BLOCKS} 0"),
-        (lambda s: (s[0] // 2, s[1]), (8, 8), (None, "b"), f"dimension 0: {BLOCKS} 0"),
+        (lambda s: (s[0] // 4, s[1]), (8, 8), (None, "b"), f"dimension 0: {BLOCKS} 0"),
         (lambda s: (2,) if s[0] == s[1] else s[:1], (8, 8), (None,), EQUAL),
     ],
 )

@@ -137,7 +137,7 @@ MATRICES: dict[str, Case] = {
         lambda p: zeros(p.shape[0] // 4, 4, p.shape[-1]),
         lambda p: (UNDECIDED, None, p.names[-1]),
     ),
-    "half": (lambda p: zeros(p.shape[0] // 2), lambda p: (UNDECIDED,)),
+    "half": (lambda p: zeros(p.shape[0] // 2), lambda p: (None,)),
     "padded": (
         lambda p: zeros(-(-p.shape[0] // 32) * 32),
         lambda p: (p.names[0] if p.shape[0] % 32 == 0 else UNDECIDED,),

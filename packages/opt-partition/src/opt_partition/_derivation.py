@@ -136,6 +136,8 @@ def _origins(
     why = "`init` creates another shape if sizes are symbols, which are never equal"
     if reason:
         why = f"`init` cannot be evaluated on symbols ({reason})"
+        if "_DimExpr" in reason:
+            why += ": make arrays by `jax.numpy`, from sizes that are not turned into numbers"
         notes = (f"no symbols: {why}",)
     try:
         tagged = provenance(evaluate, table, keys, why)

@@ -25,6 +25,7 @@ not: if the shapes of the state then differ from the true ones, the leaf is left
 from __future__ import annotations
 
 import contextlib
+import fractions
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ from opt_partition._trees import flatten_with_paths
 
 # Multiples of the sizes at which names are confirmed; the next one if `init` raises at one.
 _FACTORS = (64, 2)
+# Two numbers in one, or one of two parts; smaller fractions count blocks, which may be sharded.
+_HALF = fractions.Fraction(1, 2)
 _VARIABLE = re.compile(r"d\d+")
 _MULTIPLE = re.compile(r"(?:(\d+)\*)?d\d+")
 _SHIFTED = re.compile(r"(?:(\d+)\*)?d\d+ [+-] \d+")
@@ -261,8 +264,8 @@ def _computed(text: str, keys: tuple[Key, ...]) -> Origin:
         return Origin(None, keys, "computed from the parameter dimensions {}")
     size = max(1, keys[0][1])
     if multiple := _MULTIPLE.fullmatch(text):
-        times, rest = divmod(int(multiple[1] or 1), size)
-        if times and not rest:
+        times = fractions.Fraction(int(multiple[1] or 1), size)
+        if times.denominator == 1 or times == _HALF:
             return Origin(None, keys, f"grows {times} times as much as parameter dimension {{}}")
     elif (shifted := _SHIFTED.fullmatch(text)) and int(shifted[1] or 1) == size:
         return Origin(None, keys, "grows with parameter dimension {}, but is not its size")

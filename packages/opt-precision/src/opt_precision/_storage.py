@@ -66,15 +66,17 @@ class LeafStorage:
 
     def decode(self, *arrays: jax.Array) -> jax.Array:
         """Returns the values of codes and scales, on the device."""
+        decoded = functools.partial(_decoded, self.format)
         results = jax.typeof(arrays[0]).sharding
-        values: jax.Array = _untyped(_decoded, arrays[0], results)(self.format, *arrays)
+        values: jax.Array = _untyped(decoded, arrays[0], results)(*arrays)
         return values
 
     def encode(self, values: jax.Array) -> tuple[jax.Array, ...]:
         """Returns codes and scales of values, each rounded to nearest."""
+        encoded = functools.partial(_encoded, self.format)
         like = jax.typeof(values).sharding
         results = (like, like.update(spec=PartitionSpec()))[: len(self.fields)]
-        arrays: tuple[jax.Array, ...] = _untyped(_encoded, values, results)(self.format, values)
+        arrays: tuple[jax.Array, ...] = _untyped(encoded, values, results)(values)
         return arrays
 
 

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from opt_precision._extra_args import with_extra_args
-from opt_precision._formats import decode as decode_codes
 from opt_precision._formats import is_encoded
-from opt_precision._memory import fetched
 from opt_precision._states import (
     KahanState,
     MasterState,
@@ -87,9 +85,7 @@ def decode(state: Any) -> Any:
     """
     return jax.tree.map(
         lambda leaf: (
-            decode_codes(leaf.format, *jax.tree.map(fetched, (leaf.codes, leaf.scale)))
-            if is_encoded(leaf)
-            else leaf
+            leaf.leaf_storage().decode(*jax.tree.leaves(leaf)) if is_encoded(leaf) else leaf
         ),
         state,
         is_leaf=is_encoded,

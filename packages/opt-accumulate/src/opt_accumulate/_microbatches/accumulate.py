@@ -95,9 +95,10 @@ def accumulate_gradients(
         numbers, arrays without axes) are in every microbatch as they are. `weights` and `has_aux`
         say what it returns.
       num_microbatches: how many microbatches; give this or `microbatch_size`. A batch that does not
-        divide is padded with rows of zeros, whose weight must be 0 as `weights` counts, thus by a
-        mask in the batch. Where it does not depend on the rows, it is an error; if rows of zeros
-        count for another reason, loss and gradients are NaN.
+        divide is padded with rows of zeros. Their weight must be 0, as `weights` counts, and under
+        `"returned"` their loss too, thus by a mask in the batch that is 0 where nothing counts
+        (labels of -100 are not: pad with these yourself). Where the weight does not depend on the
+        rows, it is an error; if rows of zeros count for another reason, loss and gradients are NaN.
       microbatch_size: rows of a microbatch.
       weights: what the loss is and how much it counts. `"returned"`: `loss_fn` returns
         `(sum of losses, weight)`, such as the sum over tokens that are not masked, and their

@@ -147,9 +147,9 @@ def accumulate(
     ):
         params = vary(params, axes)
         shapes = jax.eval_shape(lambda params: call(params, first, 0), params)
-    of_padding = None
+    padding_counts = None
     if split.padding:
-        of_padding = _weight_of_padding(loop, split, functools.partial(call, params), first)
+        padding_counts = _padding_counts(loop, split, functools.partial(call, params), first)
     rules = auxiliary.reductions_of(shapes.aux, loop.aux, split)
     # What total loss / total weight varies over; so does all that is divided by that weight.
     axes |= axes_of_types(shapes.weight)
@@ -178,8 +178,8 @@ def accumulate(
     )
     indices = jnp.arange(split.num, dtype=jnp.int32)
     sums, stacks = jax.lax.scan(body, vary(sums, axes), indices)
-    if of_padding is not None:
-        sums = sums._replace(weight=jnp.where(of_padding == 0, sums.weight, jnp.nan))
+    if padding_counts is not None:
+        sums = sums._replace(weight=jnp.where(padding_counts, jnp.nan, sums.weight))
     in_order = jax.tree.map(lambda leaf: unfold(leaf, split), stacks.aux_rows)
     return sums, stacks._replace(aux_rows=in_order)
 
@@ -224,10 +224,10 @@ def _add(
     )
 
 
-def _weight_of_padding(
+def _padding_counts(
     loop: Loop, split: Split, call: Callable[[Any, int], Weighted], microbatch: Any
 ) -> jax.Array:
-    """Returns the weight of a microbatch of padding alone, which must be 0.
+    """Whether a microbatch of padding alone has a weight, or a loss that is a sum, other than 0.
 
     It is in the program, not an error, since a mask may be made of anything. Where the weight does
     not depend on the rows, it cannot be 0 for some of them: that is seen in the jaxpr.
@@ -241,4 +241,7 @@ def _weight_of_padding(
     _, depends = partial_eval.dce_jaxpr(jaxpr, [True])
     if not any(depends):
         raise loop.sizes.not_divided(split)
-    return weight(jax.tree.map(zero_rows, rows))
+    of_padding = call(joined(jax.tree.map(zero_rows, rows), microbatch), 0)
+    counts = of_padding.weight != 0
+    # The mean over nothing is often 0/0, and has no weight.
+    return counts | (of_padding.loss != 0) if is_sum(loop.weights) else counts
