@@ -14,7 +14,7 @@ from opt_partition._matching import match_leaves
 from opt_partition._param_axes import Parameter
 from opt_partition._provenance import provenance
 from opt_partition._symbols import (
-    CONSTANT,
+    SMALL,
     Evaluate,
     Key,
     Keys,
@@ -146,7 +146,7 @@ def _origins(
         notes = (*notes, f"no provenance: {says}")
         unknown = Origin(note=why, is_known=False)
         tagged = [
-            tuple(CONSTANT if size < 2 else unknown for size in leaf.shape)
+            tuple(SMALL if size < 2 else unknown for size in leaf.shape)
             for leaf in jax.tree.leaves(state)
         ]
     origins = [b if a is None else a for a, b in zip(symbolic, tagged, strict=True)]
@@ -223,4 +223,6 @@ def _dims(origins: Origins, keys: tuple[Key | None, ...], is_alike: bool) -> tup
 
 def _may_be(origin: Origin, key: Key | None) -> bool:
     """Whether a dimension may be that with a key; one without a name is a number."""
-    return origin.key == key if origin.keys else origin.is_known and (key is None or key[1] < 2)
+    if origin.keys:
+        return origin.key == key
+    return origin.is_known and (key is None or (key[1] < 2 and origin.is_small))

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from opt_partition._param_axes import Parameter
 from opt_partition._specs import mesh_axes_of
-from opt_partition._symbols import CONSTANT, Evaluate, Key, Keys, Origin, Origins
+from opt_partition._symbols import SMALL, Evaluate, Key, Keys, Origin, Origins
 
 
 def provenance(
@@ -60,7 +60,7 @@ def provenance(
         tagged = tuple(by_tag[tag] for tag in mesh_axes_of(entry))
         match tagged:
             case ():
-                return CONSTANT if size < 2 else Origin(note=note, is_known=False)
+                return SMALL if size < 2 else Origin(note=note, is_known=False)
             case (key,) if key[1] == size:
                 return Origin(key, tagged)
             case (_,):

@@ -61,6 +61,7 @@ class Origin(NamedTuple):
       note: what it is if it is not one of them, with `{}` for these dimensions.
       is_known: whether it is known to be no parameter dimension if `key` is `None`.
       is_doubted: whether it has the size of a parameter dimension at these sizes alone.
+      is_small: whether it is 1 or 0 where such sizes of parameters were numbers, too.
     """
 
     key: Key | None = None
@@ -68,10 +69,12 @@ class Origin(NamedTuple):
     note: str = ""
     is_known: bool = True
     is_doubted: bool = False
+    is_small: bool = False
 
 
 Origins = tuple[Origin, ...]
 CONSTANT = Origin()
+SMALL = Origin(is_small=True)
 
 
 def symbolic_origins(
@@ -103,10 +106,19 @@ def symbolic_origins(
         except Exception as error:  # it is a user's function: anything can happen
             reason = reason or first_line(error)
             continue
+        if smallest:
+            shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+            shown = [row and _small(row, shape) for row, shape in zip(shown, shapes, strict=True)]
         origins = [b if a is None else a for a, b in zip(origins, shown, strict=True)]
         if None not in origins:
             break
     return origins, reason
+
+
+def _small(origins: Origins, shape: Sequence[int]) -> Origins:
+    """Returns origins of which constants below 2 may be parameter dimensions."""
+    pairs = zip(origins, shape, strict=True)
+    return tuple(SMALL if size < 2 and o == CONSTANT else o for o, size in pairs)
 
 
 def first_line(error: Exception) -> str:
