@@ -72,11 +72,7 @@ class MasterState:
         Args:
           params: the parameters that belong to the state.
         """
-
-        def of(param: Any, master: Any) -> Any:
-            return wide_param(param) if is_masked(master) else master
-
-        return jax.tree.map(of, params, self.master, is_leaf=is_masked)
+        return _masters(self, params)
 
 
 @jax.tree_util.register_dataclass
@@ -103,11 +99,7 @@ class RemainderState:
         Args:
           params: the parameters that belong to the state.
         """
-
-        def of(param: Any, low: Any) -> Any:
-            return wide_param(param) if is_masked(low) else _bits.join(param, low)
-
-        return jax.tree.map(of, params, self.low, is_leaf=is_masked)
+        return _masters(self, params)
 
 
 @jax.tree_util.register_dataclass
@@ -135,12 +127,17 @@ class KahanState:
         Args:
           params: the parameters that belong to the state.
         """
+        return _masters(self, params)
 
-        def of(param: Any, left: Any) -> Any:
-            wide = wide_param(param)
-            return wide if is_masked(left) else wide + _bits.widen(left)
 
-        return jax.tree.map(of, params, self.compensation, is_leaf=is_masked)
+def _masters(state: Any, params: Any) -> Any:
+    """The parameters in float32, from what a state keeps besides them."""
+    field, storage = state.params_storage()
+
+    def of(param: Any, extra: Any) -> Any:
+        return wide_param(param) if is_masked(extra) else storage.decode(param, extra)
+
+    return jax.tree.map(of, params, getattr(state, field), is_leaf=is_masked)
 
 
 def wide_param(param: Any) -> Any:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import jax
 from jax.sharding import PartitionSpec
 
 from opt_precision import _bits, _formats
 from opt_precision._formats import VERSION, Format
+from opt_precision._memory import fetched
+from opt_precision._weights import Storage, Weights
 from opt_precision.errors import StateError
 
-Extra: TypeAlias = Literal["f32", "remainder", "kahan"]
 _PACKAGE: Final = "opt_precision"
 
 
@@ -90,7 +91,7 @@ class ParamsStorage:
         is to be added to the parameter, bfloat16.
     """
 
-    name: Extra
+    name: Storage
     dtype: str = dataclasses.field(default="float32", init=False)
     fields: tuple[str, ...] = dataclasses.field(default=(), init=False)
 
@@ -139,39 +140,29 @@ def read_storage(data: Mapping[str, Any]) -> LeafStorage | ParamsStorage:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decoded(form: Format, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    return _formats.decode(form, _fetched(codes), None if scale is None else _fetched(scale))
+    return _formats.decode(form, fetched(codes), None if scale is None else fetched(scale))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encoded(form: Format, values: jax.Array) -> tuple[jax.Array, ...]:
-    codes, scale = _formats.encode(form, _fetched(values), None)
+    codes, scale = _formats.encode(form, fetched(values), None)
     return (codes,) if scale is None else (codes, scale)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _joined(name: Extra, param: jax.Array, extra: jax.Array) -> jax.Array:
-    if name == "f32":
-        return extra
-    if name == "remainder":
-        return _bits.join(param, extra)
-    return _bits.widen(param) + _bits.widen(extra)
+def _joined(name: Storage, param: jax.Array, extra: jax.Array) -> jax.Array:
+    value = Weights(name).value(param, extra)
+    return value + _bits.widen(extra) if name == "kahan" else value
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _split(name: Extra, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split(name: Storage, master: jax.Array) -> tuple[jax.Array, jax.Array]:
     if name == "kahan":
         nearest = _bits.round_nearest(master)
         left = _bits.round_nearest(master - nearest)
         return _bits.narrow(nearest), _bits.narrow(left)
     visible, low = _bits.split(master)
     return visible, master if name == "f32" else low
-
-
-def _fetched(array: jax.Array) -> jax.Array:
-    """A traced array in the memory of the device, where it can be computed with."""
-    space = jax.memory.Space
-    is_on_host = jax.typeof(array).memory_space == space.Host
-    return jax.device_put(array, space.Device) if is_on_host else array
 
 
 def _untyped(function: Any, operand: jax.Array, results: Any) -> Any:
