@@ -10,7 +10,7 @@ import opt_optax_bridge
 from docutils import nodes
 from sphinx.addnodes import desc, pending_xref
 
-project = "opt"
+project = "Mesopt"
 copyright = "2026, the authors"  # noqa: A001
 version = release = importlib.metadata.version("opt-core")
 
@@ -23,11 +23,13 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "opt"
+html_title = "Mesopt"
+html_logo = html_favicon = "_static/mark.svg"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 
 default_role = "literal"  # docstrings write `code`
+highlight_language = "none"  # of blocks that name none
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
@@ -147,12 +149,24 @@ def _link(app: Any, env: Any, node: pending_xref, content: Any) -> Any:
 def _list_constructors(app: Any, page: str, source: list[str]) -> None:
     """Writes an entry for every wrapped constructor, so that search and index find `adamw`."""
     del app
-    if page != "api/opt_optax_bridge":
+    if page != "reference/opt-optax-bridge":
         return
     names = (*opt_optax_bridge.optimizer_names(), *opt_optax_bridge.building_block_names())
     entries = "\n   ".join(f"{name}(...)" for name in sorted(names))
     directive = f"```{{eval-rst}}\n.. py:function::\n   {entries}\n```"
     source[0] = source[0].replace("<!-- constructors -->", directive)
+
+
+def _site_links(app: Any, path: Any, page: str, source: list[str]) -> None:
+    """Makes links of a README, which are for readers of the repository, links of the site."""
+    del app
+    if path.name == "README.md":
+        up = "../" * page.count("/")
+        text = re.sub(
+            r"\]\((?:packages|\.\.)/(opt-[\w-]+)\)", rf"]({up}reference/\1.md)", source[0]
+        )
+        text = re.sub(r'^<img src="docs/_static/mark.*\n', "", text)  # the site has it already
+        source[0] = text.replace("](../../docs/", f"]({up}").replace('src="docs/', f'src="{up}')
 
 
 def setup(app: Any) -> None:
@@ -167,3 +181,4 @@ def setup(app: Any) -> None:
     app.connect("doctree-read", _public_names)
     app.connect("missing-reference", _link)
     app.connect("source-read", _list_constructors)
+    app.connect("include-read", _site_links)
