@@ -76,7 +76,7 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.jit(lambda leaves: leaves, out_shardings=shardings)(tree)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("zero", [None, "data", ("data", "model")], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_agrees_with_live_arrays_to_the_byte(name: str, zero: Any) -> None:

@@ -202,7 +202,9 @@ class TestPlantedFaults:
         assert error.kind == "state gather"
         assert f"receives {2 * W + 512:,} elements per step, where {W + 512:,}" in error.message
 
-    @pytest.mark.parametrize("optimizer", ["muon", "dadapt_adamw"])
+    @pytest.mark.parametrize(
+        "optimizer", [pytest.param("muon", marks=pytest.mark.slow), "dadapt_adamw"]
+    )
     def test_optimizers_that_need_whole_matrices(self, optimizer: str) -> None:
         """Muon multiplies them; D-Adaptation's inner products flatten what is sharded twice."""
         specs = by_shape({(256, 512): P("data", "model"), (512,): P("model")})
@@ -328,7 +330,7 @@ class TestReductions:
                 (f"a {what} of state, which ends in the state", "[32, 512]")
             ]
 
-    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
     def test_norms_of_the_state_are_silent(self, when: str) -> None:
         """Each column of the momentum, divided by its norm and by that of everything."""
 

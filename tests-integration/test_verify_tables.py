@@ -68,7 +68,7 @@ def test_the_tables_are_large_enough() -> None:
     assert len(HEALTHY) >= 40
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("program", HEALTHY, ids=by_name)
 def test_healthy_steps_pass(program: Program) -> None:
     report = checked(program)
@@ -77,7 +77,7 @@ def test_healthy_steps_pass(program: Program) -> None:
     assert reductions(report.unjudged) == []
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("program", [*FAULTY, *FAULTY_ON_CPUS], ids=by_name)
 def test_faults_are_found(program: Program) -> None:
     report = checked(program)

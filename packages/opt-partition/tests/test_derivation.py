@@ -274,7 +274,7 @@ def check(tree: Tree, known: Known) -> None:
         assert row.axes == expected.names, row.path
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(Leaf((1,)), next(known for known in LEAVES if known.name == "adafactor"))
 @given(trees, transformations)
 def test_the_axes_are_those_that_each_transformation_is_known_for(tree: Tree, known: Known) -> None:

@@ -12,8 +12,7 @@ import warnings
 
 import opt_partition
 import pytest
-from opt_partition._cli import main
-from opt_partition._cli_inputs import InputError, read_rules
+from opt_partition._cli import InputError, main, read_rules
 
 MODULE = """
 import jax, optax
@@ -34,19 +33,11 @@ def adam():
 def raises():
     return {}["missing\\nkey"]
 
-def leaves():
-    raise SystemExit(3)
-
 def two():
     return optax.adam(0.1), params()
 
 def wrong_axes():
     return optax.adam(0.1), params(), {"layers_0": {"w": ("a", "b", "c")}}
-
-def init_raises():
-    def init(params):
-        raise RuntimeError("no state today")
-    return init, params(), axes()
 """
 RULES_TOML = 'rules = [["mlp", "model"], ["embed", ""]]\n'
 numbers = itertools.count()
@@ -76,14 +67,18 @@ def out_of(capsys: Capture, *arguments: str) -> str:
 
 
 def complaint(capsys: Capture, *arguments: str) -> str:
-    """The one line, without the name of the program, that goes with exit code 2."""
+    """What is said with exit code 2."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    lines = [line for line in captured.err.splitlines() if not line.startswith("noise")]
-    assert len(lines) == 1
-    assert lines[0].startswith("opt-partition: ")
-    return lines[0].removeprefix("opt-partition: ")
+    said = captured.err.replace("noise at import\n", "").replace("noise when called\n", "")
+    assert said.startswith("opt-partition: ")
+    return said.removeprefix("opt-partition: ").strip()
+
+
+def test_errors_of_the_program_keep_their_traceback(module: str) -> None:
+    with pytest.raises(KeyError, match="missing"):
+        main(["explain", f"{module}:raises"])
 
 
 def test_a_plan_fits_a_screen_and_all_of_it_is_asked_for(module: str, capsys: Capture) -> None:
@@ -122,37 +117,22 @@ def test_the_console_script_and_its_version(capsys: Capture) -> None:
     assert capsys.readouterr().out == f"opt-partition {opt_partition.__version__}\n"
 
 
-def test_explain_without_and_with_a_mesh(module: str, capsys: Capture) -> None:
+def test_explain(module: str, capsys: Capture) -> None:
     short = out_of(capsys, "explain", f"{module}:adam").splitlines()
-    assert short[0].startswith("optimizer state: 7 leaves, 6.00 KiB (6,148 bytes)")
-    assert [line.split()[:2] for line in short[3:]] == [
-        ["0/count", "1"],
-        ["0/mu/layers_{0..2}/w", "3"],
-        ["0/nu/layers_{0..2}/w", "3"],
+    assert [line.split()[0] for line in short[1:-1]] == [
+        "0/count",
+        "0/mu/layers_{0..2}/w",
+        "0/nu/layers_{0..2}/w",
     ]
-    every = out_of(capsys, "explain", f"{module}:adam", "--all").splitlines()
-    assert len(every) == 3 + 7
-    laid = out_of(capsys, "explain", f"{module}:adam", *MESH, "--zero", "data").splitlines()
-    assert "spec" in laid[1]
-    mu = laid[4].split()
-    assert mu[-3:] == ["384", "B", "384"]
-    assert "data" in laid[4]
+    assert short[-1] == "7 leaves, 6,148 bytes; `init` evaluated 2 times"
+    assert len(out_of(capsys, "explain", f"{module}:adam", "--all").splitlines()) == 7 + 2
 
 
 def test_json_is_all_there_is_on_standard_output(module: str, capsys: Capture) -> None:
     plan = json.loads(out_of(capsys, "plan", f"{module}:adam", *MESH, "--json"))
     assert plan["mesh"] == {"data": 4, "model": 2}
     assert plan["param_bytes_per_device"] == 3 * 8 * 16 * 4
-    assert plan["accumulator_bytes"] == 0
     state = json.loads(out_of(capsys, "explain", f"{module}:adam", "--json"))
-    laid = json.loads(
-        out_of(capsys, "explain", f"{module}:adam", *MESH, "--zero", "data", "--json")
-    )
-    assert laid["mesh"] == {"data": 4, "model": 2}
-    for row, with_layout in zip(state["rows"], laid["rows"], strict=True):
-        layout = with_layout.pop("layout")
-        assert row == with_layout
-        assert set(layout) == {"spec", "shard_shape", "bytes_per_device", "notes", "actions"}
     assert sum(row["bytes"] for row in state["rows"]) == 6148
 
 
@@ -169,9 +149,10 @@ def test_what_is_asked_reaches_the_plan(module: str, capsys: Capture) -> None:
     assert json.loads(text)["accumulator_bytes"] == 3 * 8 * 32 * 2
 
 
+@pytest.mark.slow
 def test_a_picture_is_written(module: str, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
-    for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
+    for name, start in (("plan.svg", b"<?xml"),):
         out = out_of(capsys, "plan", f"{module}:adam", *MESH, "--picture", name)
         assert out == f"wrote {name}\n"
         assert pathlib.Path(name).read_bytes().startswith(start)
@@ -192,55 +173,31 @@ def test_a_picture_needs_matplotlib(
 # Of each kind of mistake one; what other parts of the package say stands there by its words.
 BAD: list[tuple[list[str], list[str]]] = [
     (["explain", "{m}:"], ["expected MODULE:FUNCTION, found `{m}:`"]),
-    (["explain", "no_such:f"], ["`no_such` cannot be imported: ModuleNotFoundError: "]),
-    (
-        ["explain", "{m}:raises"],
-        ["`{m}:raises` failed: KeyError: 'missing\\nkey' ({m}.py, line 18)"],
-    ),
-    (["explain", "{m}:leaves"], ["`{m}:leaves` failed: SystemExit: 3 ({m}.py, line 21)"]),
-    (
-        ["explain", "{m}:two"],
-        ["must return (transformation, parameters, logical axes); it returned a tuple of 2"],
-    ),
-    (["explain", "{m}:wrong_axes"], ["`{m}:wrong_axes`: ", "layers_0/w", "layers_2/w"]),
-    (
-        ["plan", "{m}:init_raises", *MESH],
-        ["`{m}:init_raises`: RuntimeError: no state today ({m}.py, line 31)"],
-    ),
-    (
-        ["explain", "{m}:adam", "--mesh", "data=4"],
-        ["`--mesh` and `--rules` must be given together"],
-    ),
-    (["explain", "{m}:adam", "--zero", "data"], ["`--zero` needs `--mesh` and `--rules`"]),
+    (["explain", "no_such:f"], ["there is no module `no_such`"]),
+    (["explain", "{m}:no_such"], ["`{m}` has no function `no_such`"]),
+    (["explain", "{m}:two"], ["must return (transformation, parameters, logical axes)"]),
+    (["explain", "{m}:wrong_axes"], ["layers_0/w", "layers_2/w"]),
     (
         ["plan", "{m}:adam", *MESH, "--zero", "data,data"],
-        ["`{m}:adam`: `zero` must be distinct mesh axes: the mesh has data=4, model=2; found"],
+        ["`zero` must be distinct mesh axes: the mesh has data=4, model=2; found"],
     ),
     (
         ["plan", "{m}:adam", *MESH, "--zero-level", "2"],
         ["`zero_level` must be 1, or 2 together with `zero`; found 2 with `zero=None`"],
     ),
     (
-        ["plan", "{m}:adam", *MESH, "--grad-dtype", "bfloat"],
-        ["`grad_dtype` must be a floating-point or complex dtype, e.g. 'bfloat16'; found bfloat"],
-    ),
-    (
         ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
-        ["`--mesh` must be axes with sizes, e.g. data=8,model=4; found `model=two` in "],
+        ["`--mesh` must be distinct axes with sizes, e.g. data=8,model=4; found `model=two` in "],
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.json"],
         ["`--rules`: `nowhere.json` cannot be read: No such file or directory"],
     ),
-    (
-        ["plan", "{m}:adam", *MESH, "--json", "--picture", "f"],
-        ["argument --picture: not allowed with argument --json (see `opt-partition plan --help`)"],
-    ),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD, ids=lambda value: str(value)[:60])
-def test_bad_input_is_one_line(
+def test_bad_input_is_said_without_a_traceback(
     module: str, capsys: Capture, arguments: list[str], words: list[str]
 ) -> None:
     found = complaint(capsys, *(argument.replace("{m}", module) for argument in arguments))
@@ -267,10 +224,8 @@ def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "[", "is not valid JSON"),
-        ("a.json", "[" * 100_000, "is not valid JSON"),
-        ("a.json", "\udcff", "cannot be read: 'utf-8' codec"),
-        ("a.toml", "rules = ", "is not valid TOML"),
+        ("a.json", "[", "cannot be read: Expecting value"),
+        ("a.toml", "rules = ", "cannot be read: Invalid value"),
         ("a.json", '{"mlp": "model"}', "must contain a list of pairs"),
         ("a.json", '[["mlp", 3]]', 'found ["mlp", 3]'),
         ("a.toml", "rules = [[1979-05-27, 'model']]", 'found ["1979-05-27", "model"]'),
@@ -279,11 +234,10 @@ def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
 def test_files_that_hold_no_rules(
     tmp_path: pathlib.Path, name: str, text: str, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / name).write_text(text)
     with pytest.raises(InputError) as caught:
         read_rules(str(tmp_path / name))
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
@@ -310,18 +264,3 @@ def test_nobody_reads_to_the_end(module: str) -> None:
     done = shell(f"{{}} explain {module}:adam --json | head -n 1")
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-@pytest.mark.parametrize(
-    ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")]
-)
-@pytest.mark.parametrize("what", ["", "--json", "--help"])
-def test_standard_output_that_cannot_be_written(
-    module: str, where: str, why: str, what: str
-) -> None:
-    done = shell(f"{{}} explain {module}:adam {what} {where}")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("noise")]
-    assert lines == [f"opt-partition: standard output cannot be written: {why}"]
-    assert done.returncode == 2

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
+import importlib
 import json
+import operator
 import os
 import sys
+import tomllib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from opt_partition._cli_inputs import (
-    InputError,
-    foreign_code,
-    load_job,
-    parse_mesh,
-    read_rules,
-    reason,
-)
-from opt_partition._display import (
-    byte_cells,
-    collapse,
-    dtype_name,
-    format_table,
-    human_bytes,
-    join_entries,
-    join_ints,
-    pattern,
-    words,
-)
-from opt_partition._explain import Explanation, Row, explain
-from opt_partition._layout import Layout, LeafLayout
+from jax.sharding import AbstractMesh
+
+from opt_partition._explain import explain, explanation_text
 from opt_partition._memory_plan import memory_plan
 from opt_partition._plan import MemoryPlan
 from opt_partition._plan_text import plan_text
+from opt_partition.errors import PartitionError
 
 _EXAMPLES = """\
 MODULE:FUNCTION is called without arguments and returns (transformation, parameters, logical axes);
@@ -52,228 +37,193 @@ rules.toml, in order of precedence, with "" for no mesh axis:
   rules = [["mlp", "model"], ["embed", ["data", "fsdp"]], ["layers", ""]]
 """
 
+Rule = tuple[str, str | tuple[str, ...] | None]
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are a single line."""
 
-    def print_help(self, file: Any = None) -> None:
-        # argparse's own method ignores errors on writing.
-        with _standard_output():
-            print(self.format_help(), end="", file=file)
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (see `{self.prog} --help`)")
+class InputError(Exception):
+    """Invalid input; the message is shown without a traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-      argv: the arguments; by default those of the process.
-
-    Returns:
-      0, or 2 after printing one line to standard error if the input is invalid or standard output
-      cannot be written.
-    """
+    """Runs the command line; returns 2 after a message to standard error for invalid input."""
     if hasattr(sys.stdout, "reconfigure"):
         # A path may contain characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = _parser().parse_args(argv)
     try:
-        arguments = _parser().parse_args(argv)
-        _run(arguments)
-    except InputError as error:
+        text = _explain(arguments) if arguments.command == "explain" else _plan(arguments)
+    except (InputError, PartitionError) as error:
         print(f"opt-partition: {error}", file=sys.stderr)
         return 2
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader may close a pipe early
+        # Flushing the rest when Python exits would fail again, with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="opt-partition",
-        description="Explain and plan the sharding of an optimizer state.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--version", action="version", version=f"%(prog)s {version('opt-partition')}"
-    )
+    style: dict[str, Any] = {
+        "epilog": _EXAMPLES,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    what = "Explain and plan the sharding of an optimizer state."
+    parser = argparse.ArgumentParser(prog="opt-partition", description=what, **style)
+    program_version = f"%(prog)s {version('opt-partition')}"
+    parser.add_argument("--version", action="version", version=program_version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="explain|plan")
-    _add_explain(commands)
-    _add_plan(commands)
-    return parser
-
-
-def _add_explain(commands: Any) -> None:
-    text = "Show which parameter dimension each dimension of the state follows, and why."
-    command = _add_command(commands, "explain", text, needs_mesh=False)
-    _add_json(command)
-
-
-def _add_plan(commands: Any) -> None:
-    text = "Show the bytes per device of parameters, gradients, accumulators and optimizer state."
-    command = _add_command(commands, "plan", text, needs_mesh=True)
-    level = "with --zero: 1 extends the state, 2 gradients and accumulators too (default: 1)"
-    dtype = "dtype of the gradients (default: the parameters')"
-    accumulate = "plan gradient accumulators too (default dtype: float32 or wider)"
-    command.add_argument("--zero-level", type=int, choices=(1, 2), default=1, help=level)
-    command.add_argument("--grad-dtype", metavar="DTYPE", help=dtype)
-    command.add_argument("--accumulate", metavar="DTYPE", nargs="?", const=True, help=accumulate)
-    picture = "draw the plan to a file, e.g. plan.png or plan.svg (needs matplotlib)"
-    _add_json(command).add_argument("--picture", metavar="FILE", help=picture)
-
-
-def _add_command(commands: Any, name: str, text: str, *, needs_mesh: bool) -> Any:
-    """Adds a command with the options common to both."""
-    command = commands.add_parser(
-        name,
-        help=text,
-        description=text,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    axes = "Show which parameter dimension each dimension of the state follows, and why."
+    memory = "Show the bytes per device of parameters, gradients, accumulators and optimizer state."
+    strict = "fail if axes could not be determined, or ZeRO leaves state replicated"
+    for name, text in (("explain", axes), ("plan", memory)):
+        command = commands.add_parser(name, help=text, description=text, **style)
+        add = command.add_argument
+        add("target", metavar="MODULE:FUNCTION", help="function that returns the job")
+        add("--strict", action="store_true", help=strict)
+        add("--all", action="store_true", help="show everything instead of what fits a screen")
+        output = command.add_mutually_exclusive_group()
+        output.add_argument("--json", action="store_true", help="print JSON")
+    # Those of `plan`, which is the last.
     mesh = "the mesh, e.g. data=8,model=4"
     rules = "JSON or TOML file with pairs of a logical name and a mesh axis"
     zero = "mesh axes to shard the state over (ZeRO), e.g. data"
-    strict = "fail if axes could not be determined, or ZeRO leaves state replicated"
-    every = "show every leaf, field and group instead of what fits a screen"
-    command.add_argument("target", metavar="MODULE:FUNCTION", help="function that returns the job")
-    command.add_argument("--mesh", metavar="AXIS=SIZE,...", required=needs_mesh, help=mesh)
-    command.add_argument("--rules", metavar="FILE", required=needs_mesh, help=rules)
-    command.add_argument("--zero", metavar="AXIS,...", help=zero)
-    command.add_argument("--strict", action="store_true", help=strict)
-    command.add_argument("--all", action="store_true", help=every)
-    return command
+    level = "with --zero: 1 extends the state, 2 gradients and accumulators too (default: 1)"
+    dtype = "dtype of the gradients (default: the parameters')"
+    accumulate = "plan gradient accumulators too (default dtype: float32 or wider)"
+    picture = "draw the plan to a file, e.g. plan.png or plan.svg (needs matplotlib)"
+    add("--mesh", metavar="AXIS=SIZE,...", required=True, help=mesh)
+    add("--rules", metavar="FILE", required=True, help=rules)
+    add("--zero", metavar="AXIS,...", help=zero)
+    add("--zero-level", type=int, choices=(1, 2), default=1, help=level)
+    add("--grad-dtype", metavar="DTYPE", help=dtype)
+    add("--accumulate", metavar="DTYPE", nargs="?", const=True, help=accumulate)
+    output.add_argument("--picture", metavar="FILE", help=picture)
+    return parser
 
 
-def _add_json(command: Any) -> Any:
-    """Adds the other outputs than a table, of which only one can be asked for."""
-    output = command.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print JSON")
-    return output
+def _explain(arguments: argparse.Namespace) -> str:
+    explanation = explain(*_load_job(arguments.target), strict=arguments.strict)
+    if arguments.json:
+        return explanation.to_json()
+    return explanation_text(explanation, everything=arguments.all)
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    if (arguments.mesh is None) != (arguments.rules is None):
-        raise InputError("`--mesh` and `--rules` must be given together")
-    if arguments.zero is not None and arguments.mesh is None:
-        raise InputError("`--zero` needs `--mesh` and `--rules`")
+def _plan(arguments: argparse.Namespace) -> str:
     # Validate cheap inputs before importing the user's program.
-    mesh = None if arguments.mesh is None else parse_mesh(arguments.mesh)
-    rules = None if arguments.rules is None else read_rules(arguments.rules)
-    options: dict[str, Any] = {"strict": arguments.strict}
-    if arguments.zero is not None:
-        options["zero"] = tuple(axis.strip() for axis in arguments.zero.split(","))
-    if arguments.command == "plan":
-        options |= {
-            "zero_level": arguments.zero_level,
-            "grad_dtype": arguments.grad_dtype,
-            "accumulate": arguments.accumulate,
-        }
-    job = load_job(arguments.target)
-    if mesh is None or rules is None:
-        with foreign_code(f"`{arguments.target}`"):
-            explanation = explain(*job, strict=arguments.strict)
-        text = explanation.to_json() if arguments.json else _table(explanation, arguments.all)
-        _print(text)
-        return
-    with foreign_code(f"`{arguments.target}`"), warnings.catch_warnings(record=True) as caught:
-        plan = memory_plan(*job, rules, mesh, **options)
+    mesh, rules = parse_mesh(arguments.mesh), read_rules(arguments.rules)
+    zero = arguments.zero and tuple(axis.strip() for axis in arguments.zero.split(","))
+    job = _load_job(arguments.target)
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            plan = memory_plan(
+                *job,
+                rules,
+                mesh,
+                zero=zero,
+                zero_level=arguments.zero_level,
+                grad_dtype=arguments.grad_dtype,
+                accumulate=arguments.accumulate,
+                strict=arguments.strict,
+            )
+        except ValueError as error:
+            raise InputError(f"`{arguments.target}`: {error}") from error
     for warning in caught:
         print(f"opt-partition: warning: {warning.message}", file=sys.stderr)
-    show = _plan_output if arguments.command == "plan" else _layout_output
-    _print(show(arguments, plan))
-
-
-def _plan_output(arguments: argparse.Namespace, plan: MemoryPlan) -> str:
     if arguments.json:
         return plan.to_json()
-    if arguments.picture is None:
-        return plan_text(plan, everything=arguments.all)
-    path, picture = Path(arguments.picture), io.BytesIO()
+    if arguments.picture is not None:
+        return _draw(plan, Path(arguments.picture))
+    return plan_text(plan, everything=arguments.all)
+
+
+def _draw(plan: MemoryPlan, path: Path) -> str:
     try:
-        plan.plot().savefig(picture, format=path.suffix[1:] or "png")
-        path.write_bytes(picture.getvalue())
+        plan.plot().savefig(path, format=path.suffix[1:] or "png")
     except (ImportError, ValueError, OSError) as error:
-        raise InputError(f"`{path}` cannot be written: {reason(error)}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"`{path}` cannot be written: {reason}") from error
     return f"wrote {path}"
 
 
-def _layout_output(arguments: argparse.Namespace, plan: MemoryPlan) -> str:
-    """Returns a state and how it is sharded."""
-    if not arguments.json:
-        return _table(plan.explanation, arguments.all, plan.state)
-    data = json.loads(plan.explanation.to_json())
-    rows = [row for row in plan.to_data()["rows"] if row["kind"] == "state"]
-    keys = ("spec", "shard_shape", "bytes_per_device", "notes", "actions")
-    for row, planned in zip(data["rows"], rows, strict=True):
-        row["layout"] = {key: planned[key] for key in keys}
-    return json.dumps({"mesh": dict(plan.mesh.shape), **data}, indent=1)
+def _load_job(target: str) -> tuple[Any, Any, Any]:
+    """Calls `MODULE:FUNCTION` and returns its transformation, parameters and logical axes.
 
-
-def _table(explanation: Explanation, every_leaf: bool, layout: Layout | None = None) -> str:
-    """Returns the table of an explanation; unless `every_leaf`, repeated leaves are one row."""
-    head = ["state", "leaves", "shape", "dtype", "parameter", "axes", "source"]
-    head += ["spec", "per device", "bytes per device"] if layout else []
-    leaves: Sequence[LeafLayout | None] = layout.rows if layout else [None] * len(explanation.rows)
-    pairs = list(zip(explanation.rows, leaves, strict=True))
-    groups = (
-        [(row.path, [(row, leaf)]) for row, leaf in pairs]
-        if every_leaf
-        else collapse(pairs, lambda pair: pair[0].path, lambda pair: _alike(*pair))
-    )
-    rows = []
-    for name, group in groups:
-        row, leaf = group[0]
-        parameter = pattern([member.parameter or "" for member, _ in group])
-        shape, axes = join_ints(row.shape), join_entries(row.axes)
-        dtype = dtype_name(row.dtype)
-        cells = [name, f"{len(group):,}", shape, dtype, parameter, axes, row.source]
-        if leaf:
-            per_device = sum(member.bytes_per_device for _, member in group if member)
-            cells += [join_entries(leaf.spec), *byte_cells(per_device)]
-        rows.append((*cells, "; ".join(_notes(row, leaf))))
-    size = sum(row.bytes for row in explanation.rows)
-    title = (
-        f"optimizer state: {len(explanation.rows):,} leaves, {human_bytes(size)} ({size:,} bytes); "
-        f"evaluations of `init`: {explanation.evaluations}"
-    )
-    right = ("leaves", "per device", "bytes per device")
-    return f"{title}\n{format_table((*head, 'note'), rows, right, rule=True)}"
-
-
-@contextlib.contextmanager
-def _standard_output() -> Iterator[None]:
-    """Context in which to write to standard output; ignores a pipe closed by its reader."""
-    # None if the process was started with standard output closed.
-    if (stream := sys.stdout) is None:
-        raise InputError("standard output cannot be written: it is closed")
-    try:
+    Output of the module is redirected to standard error, as standard output is for results.
+    """
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
+    # As for `python -m`: an installed script would not find modules in the current directory.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    with contextlib.redirect_stdout(sys.stderr):
         try:
-            yield
-        finally:
-            stream.flush()
+            function = operator.attrgetter(name)(importlib.import_module(module_name))
+        except ModuleNotFoundError as error:
+            if error.name != module_name:
+                raise
+            raise InputError(f"there is no module `{module_name}`") from None
+        except AttributeError:
+            raise InputError(f"`{module_name}` has no function `{name}`") from None
+        job = function()
+    if not isinstance(job, tuple | list) or len(job) != 3:
+        raise InputError(
+            f"`{target}` must return (transformation, parameters, logical axes); it returned {job}"
+        )
+    tx, params, param_axes = job
+    return tx, params, param_axes
+
+
+def parse_mesh(text: str) -> AbstractMesh:
+    """Returns the mesh of a text such as `data=8,model=4`."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if not name or not size.isdecimal() or int(size) < 1 or name in sizes:
+            raise InputError(
+                "`--mesh` must be distinct axes with sizes, e.g. data=8,model=4; found "
+                f"`{part}` in `{text}`"
+            )
+        sizes[name] = int(size)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def read_rules(path: str) -> list[Rule]:
+    """Reads an ordered list of pairs from a JSON or TOML file.
+
+    The list is the value of `rules` in TOML, and the value of `rules` or the whole document in
+    JSON. The second item of a pair is a mesh axis, a list of mesh axes, or `""`, `[]` or `null` for
+    none.
+    """
+    read = {".json": json.loads, ".toml": tomllib.loads}.get(Path(path).suffix)
+    if read is None:
+        raise InputError(f"`--rules` must be a .json or .toml file; found `{path}`")
+    try:
+        data: Any = read(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        # Flushing the rest when Python exits would fail again, with a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if not isinstance(error, BrokenPipeError):  # the reader may close a pipe early
-            raise InputError(f"standard output cannot be written: {reason(error)}") from error
+        raise InputError(f"`--rules`: `{path}` cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"`--rules`: `{path}` cannot be read: {error}") from error
+    pairs = data.get("rules") if isinstance(data, dict) else data
+    if not isinstance(pairs, list):
+        raise InputError(
+            f'`--rules`: `{path}` must contain a list of pairs, e.g. [["mlp", "model"], '
+            '["embed", "fsdp"]], in TOML as `rules = [...]`'
+        )
+    return [_rule(pair, path) for pair in pairs]
 
 
-def _print(text: str) -> None:
-    """Prints text to standard output."""
-    with _standard_output():
-        print(text)
-
-
-def _alike(row: Row, leaf: LeafLayout | None) -> tuple[object, ...]:
-    """Returns the key of leaves that share a row of the table."""
-    spec = leaf and (leaf.spec, leaf.memory_kind)
-    owner = words(row.parameter or "")
-    return row.shape, dtype_name(row.dtype), row.axes, row.source, owner, spec, _notes(row, leaf)
-
-
-def _notes(row: Row, leaf: LeafLayout | None) -> tuple[str, ...]:
-    memory = (f"in {leaf.memory_kind}",) if leaf and leaf.memory_kind else ()
-    return (*filter(None, [row.note]), *memory, *(leaf.notes if leaf else ()))
+def _rule(pair: Any, path: str) -> Rule:
+    match pair:
+        case [str(name), None | "" | []]:
+            return name, None
+        case [str(name), str(axis)]:
+            return name, axis
+        case [str(name), [*axes]] if all(isinstance(axis, str) and axis for axis in axes):
+            return name, tuple(axes)
+    raise InputError(
+        f"`--rules`: in `{path}`, expected a pair of a logical name and a mesh axis, a list of "
+        f"mesh axes or null; found {json.dumps(pair, default=str)}"
+    )

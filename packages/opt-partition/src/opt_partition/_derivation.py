@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,37 +25,19 @@ from opt_partition._symbols import (
 from opt_partition._trees import KeyPath, flatten_with_paths
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What is derived about one state leaf.
-
-    Attributes:
-      path: its key path.
-      struct: its shape and dtype.
-      parameter: the parameter that it belongs to, or `None`.
-      origins: what each of its dimensions is computed from.
-      dims: for each dimension the dimension of the parameter that it is, or `None`.
-      source: what decided, `'symbols'` or `'provenance'`.
-    """
+class Leaf(NamedTuple):
+    """What is derived about one state leaf; `source` is `'symbols'` or `'provenance'`."""
 
     path: KeyPath
     struct: jax.ShapeDtypeStruct
     parameter: Parameter | None
     origins: Origins
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # the dimension of the parameter that each dimension is
     source: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Derivation:
-    """What is derived about a state.
-
-    Attributes:
-      state: the state, as `jax.ShapeDtypeStruct`s.
-      leaves: its leaves in JAX's order.
-      evaluations: number of abstract evaluations of `init`.
-      notes: what could not be evaluated.
-    """
+class Derivation(NamedTuple):
+    """What is derived about a state, and what could not be evaluated."""
 
     state: Any
     leaves: list[Leaf]
@@ -65,13 +46,7 @@ class Derivation:
 
 
 def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) -> Derivation:
-    """Derives what every dimension of the state that `init` creates is computed from.
-
-    Args:
-      init: creates a state for parameters; only evaluated abstractly.
-      params: arrays or `jax.ShapeDtypeStruct`s.
-      table: the parameters with their axes, in JAX's order.
-    """
+    """Derives what every dimension of the state that `init` creates is computed from."""
     treedef: Any = jax.tree.structure(params)
     evaluations = 0
 
@@ -87,11 +62,10 @@ def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) 
     paths = [path for path, _ in flatten_with_paths(state)]
     matches = match_leaves(params, state, paths, table)
     owners = _owners(evaluate, table, keys, state, matches, origins)
-    structs = jax.tree.leaves(state)
     dims_of = functools.cache(_dims)
     leaves = []
     for path, struct, owner, origin, source in zip(
-        paths, structs, owners, origins, sources, strict=True
+        paths, jax.tree.leaves(state), owners, origins, sources, strict=True
     ):
         parameter = None if owner is None else table[owner]
         is_alike = parameter is not None and struct.shape == parameter.shape
@@ -166,34 +140,41 @@ def _owners(
     If neither tells, `init` is evaluated with a symbol for each dimension of each parameter.
     """
     inside = [frozenset(row) for row in keys]
-    by_key: dict[Key | None, set[int]] = defaultdict(set)
+    by_key: dict[Key, list[int]] = defaultdict(list)
+    by_unnamed_size: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(keys):
-        for key in row:
-            by_key[key].add(index)
+        for key, size in {*zip(row, table[index].shape, strict=True)}:
+            if key is not None:
+                by_key[key].append(index)
+            elif size > 1:
+                by_unnamed_size[size].append(index)
 
     @functools.cache
     def keys_of(leaf: Origins) -> frozenset[Key]:
         return frozenset(key for origin in leaf for key in origin.keys)
 
     @functools.cache
-    def anywhere(wanted: frozenset[Key]) -> tuple[int, ...]:
-        return tuple(sorted(set.intersection(*(by_key[key] for key in wanted))))
+    def anywhere(wanted: frozenset[Key], shape: tuple[int, ...]) -> tuple[int, ...]:
+        if wanted:
+            return tuple(sorted(set.intersection(*({*by_key[key]} for key in wanted))))
+        return tuple(sorted({n for size in shape for n in by_unnamed_size.get(size, ())}))
 
     owners: list[int | None] = []
     unclear = {}
-    for number, (match, leaf) in enumerate(zip(matches, origins, strict=True)):
+    structs = jax.tree.leaves(state)
+    for number, (match, leaf, struct) in enumerate(zip(matches, origins, structs, strict=True)):
         wanted = keys_of(leaf)
-        able = tuple(index for index in match if wanted <= inside[index])
-        if not able and wanted:
-            able = anywhere(wanted)
-        is_same = len(able) == 1 or len({table[index].axes for index in able if able is match}) == 1
-        owners.append(able[0] if is_same else None)
-        if len(able) > 1 and wanted:
+        by_path = tuple(index for index in match if wanted <= inside[index])
+        able = by_path or anywhere(wanted, struct.shape)
+        is_same = len({table[index].axes for index in by_path}) == 1
+        is_only = len(able) == 1 and bool(wanted or by_path)
+        owners.append(able[0] if is_same or is_only else None)
+        if owners[-1] is None or (len(able) > 1 and wanted):
             unclear[number] = able
-    if unclear:
+    if any(unclear.values()):
         single = [
-            tuple(key and ((index, dim), key[1]) for dim, key in enumerate(row))
-            for index, row in enumerate(keys)
+            tuple(((index, dim), size) for dim, size in enumerate(parameter.shape))
+            for index, parameter in enumerate(table)
         ]
         shown, _ = symbolic_origins(evaluate, table, single, state)
         for number, able in unclear.items():
@@ -204,13 +185,7 @@ def _owners(
 
 
 def _dims(origins: Origins, keys: tuple[Key | None, ...], is_alike: bool) -> tuple[int | None, ...]:
-    """Returns the dimension of a parameter with these keys that each dimension of a leaf is.
-
-    Args:
-      origins: the origins of the dimensions of the leaf.
-      keys: the keys of the dimensions of the parameter.
-      is_alike: whether both have the same shape.
-    """
+    """Returns the dimension of a parameter with `keys` that each dimension of a leaf is."""
     if is_alike and all(map(_may_be, origins, keys)):
         return tuple(range(len(keys)))
     dims: list[int | None] = []

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from opt_partition._derivation import Derivation, Leaf, derive
-from opt_partition._display import format_table
+from opt_partition._derivation import Derivation, derive
+from opt_partition._display import collapse, format_table, pattern, words
 from opt_partition._init import StateMaker, init_of, params_of
-from opt_partition._param_axes import Axis, Parameter, parameters
+from opt_partition._param_axes import Axis, parameters
 from opt_partition._rules import ASK, DEFAULT_RULES, Answer, Rules, apply_rules
 from opt_partition._specs import itemsize
-from opt_partition._symbols import Origin
+from opt_partition._symbols import Origin, Origins
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
 
@@ -113,22 +114,7 @@ class Explanation:
         return json.dumps(data, indent=indent)
 
     def __str__(self) -> str:
-        head = ["state", "shape", "dtype", "parameter", "axes", "source", "note"]
-        lines = [
-            [
-                row.path,
-                str(row.shape),
-                str(row.dtype),
-                row.parameter or "",
-                _spec_str(row.axes),
-                row.source,
-                row.note,
-            ]
-            for row in self.rows
-        ]
-        total = sum(row.bytes for row in self.rows)
-        end = f"{len(self.rows)} leaves, {total:,} bytes; `init` evaluated {self.evaluations} times"
-        return "\n".join([format_table(head, lines), *self.notes, end])
+        return explanation_text(self, everything=True)
 
 
 def explain(
@@ -174,7 +160,9 @@ def explain(
         )
     table = parameters(params, param_axes)
     with _collector_paused():
-        explanation = _explanation(derive(init, params, table), rules)
+        derivation = derive(init, params, table)
+        rows = list(_rows(derivation, rules))
+    explanation = Explanation(derivation.state, rows, derivation.evaluations, derivation.notes)
     if strict and explanation.undecided:
         lines = [f"  {row.path} {row.shape}: {row.note}" for row in explanation.undecided]
         raise UndecidedError(
@@ -232,81 +220,96 @@ def _to_data(row: Row) -> dict[str, Any]:
     return data | {"dtype": str(row.dtype), "parameter_axes": None if axes is None else [*axes]}
 
 
-def _explanation(derivation: Derivation, rules: Rules) -> Explanation:
-    owners = [leaf.parameter for leaf in derivation.leaves]
-    answers = apply_rules(derivation.state, owners, rules)
-    rows = [_row(leaf, answer) for leaf, answer in zip(derivation.leaves, answers, strict=True)]
-    return Explanation(derivation.state, rows, derivation.evaluations, derivation.notes)
+def _rows(derivation: Derivation, rules: Rules) -> Iterator[Row]:
+    answers = apply_rules(derivation.state, [leaf.parameter for leaf in derivation.leaves], rules)
+    decide = functools.cache(_decide)  # most leaves of a model are alike
+    for leaf, answer in zip(derivation.leaves, answers, strict=True):
+        shape, dtype, parameter = tuple(leaf.struct.shape), leaf.struct.dtype, leaf.parameter
+        names = (parameter.axes, parameter.shape) if parameter else ((), ())
+        yield Row(
+            path=path_str(leaf.path),
+            shape=shape,
+            dtype=dtype,
+            bytes=math.prod(shape) * itemsize(dtype),
+            parameter=parameter.path if parameter else None,
+            parameter_shape=parameter.shape if parameter else None,
+            parameter_axes=parameter.given if parameter else None,
+            **decide(leaf.origins, leaf.dims, leaf.source, *names, answer),
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dimension:
-    """The dimension of the parameter that a dimension is, its name, and who decided."""
-
-    dim: int | None
-    axis: Axis
-    source: str
-    note: str = ""
-    is_disputed: bool = False
-
-
-def _row(leaf: Leaf, answer: Answer) -> Row:
-    shape, dtype, parameter = tuple(leaf.struct.shape), leaf.struct.dtype, leaf.parameter
-    decided = [_decide(leaf, axis, answer) for axis in range(len(shape))]
-    dims = tuple(each.dim for each in decided)
-    sources = tuple(each.source for each in decided)
-    notes = [
-        f"dimension {axis}: {each.note}" if len(shape) > 1 else each.note
-        for axis, each in enumerate(decided)
-        if each.note
-    ]
-    dropped = (a for i, a in enumerate(parameter.axes) if i not in dims) if parameter else ()
-    return Row(
-        path=path_str(leaf.path),
-        shape=shape,
-        dtype=dtype,
-        bytes=math.prod(shape) * itemsize(dtype),
-        parameter=parameter.path if parameter else None,
-        parameter_shape=parameter.shape if parameter else None,
-        parameter_axes=parameter.given if parameter else None,
-        dims=dims,
-        axes=tuple(each.axis for each in decided),
-        dropped=tuple(axis for axis in dropped if axis is not None),
-        sources=sources,
-        source=max(sources, key=_SOURCES.index, default="scalar"),
-        note="; ".join(dict.fromkeys(notes)),
-        is_disputed=any(each.is_disputed for each in decided),
-        is_doubted=any(origin.is_doubted for origin in leaf.origins),
-    )
-
-
-def _decide(leaf: Leaf, axis: int, answer: Answer) -> _Dimension:
-    """Decides one dimension: by the answer of a rule, else by its origin."""
-    if isinstance(answer, PartitionSpec):
-        return _Dimension(None, answer[axis], "rule", "named by the rule")
-    origin, dim = leaf.origins[axis], leaf.dims[axis]
-    if answer is not None and (said := answer[axis]) != ASK:
-        assert not isinstance(said, str)
-        name = leaf.parameter.axes[said] if leaf.parameter and said is not None else None
-        # Rules exist for dimensions that follow nothing although their sizes do.
-        is_disputed = said is not None and origin.is_known and dim != said
-        verb = "say" if leaf.source == "symbols" else "says"
-        note = f"rule says {said}, {leaf.source} {verb} {dim}" if is_disputed else ""
-        return _Dimension(said, name, "rule", note, is_disputed)
-    if dim is not None and leaf.parameter is not None:
-        return _Dimension(dim, leaf.parameter.axes[dim], leaf.source)
-    note = origin.note.replace("{}", _names(origin, leaf.parameter)) if origin.keys else origin.note
-    if origin.key is not None:
-        return _Dimension(None, origin.key[0], leaf.source)
-    return _Dimension(None, None, leaf.source if origin.is_known else "fallback", note)
+def _decide(
+    origins: Origins,
+    dims: tuple[int | None, ...],
+    source: str,
+    names: tuple[Axis, ...],
+    sizes: tuple[int, ...],
+    answer: Answer,
+) -> dict[str, Any]:
+    """Returns the fields of a row that are decided: by the answer of a rule, else by origins."""
+    decided: list[tuple[int | None, Axis, str, str]] = []
+    is_disputed = False
+    for axis, (origin, dim) in enumerate(zip(origins, dims, strict=True)):
+        if isinstance(answer, PartitionSpec):
+            decided.append((None, answer[axis], "rule", "named by the rule"))
+        elif answer is not None and (said := answer[axis]) != ASK:
+            assert not isinstance(said, str)
+            # Rules exist for dimensions that follow nothing although their sizes do.
+            differs = said is not None and origin.is_known and dim != said
+            verb = "say" if source == "symbols" else "says"
+            note = f"rule says {said}, {source} {verb} {dim}" if differs else ""
+            decided.append((said, None if said is None else names[said], "rule", note))
+            is_disputed |= differs
+        elif dim is not None:
+            decided.append((dim, names[dim], source, ""))
+        elif origin.key is not None:
+            decided.append((None, origin.key[0], source, ""))
+        else:
+            note = origin.note
+            if origin.keys:
+                note = note.replace("{}", _computed_from(origin, [*zip(names, sizes, strict=True)]))
+            decided.append((None, None, source if origin.is_known else "fallback", note))
+    kept, axes, sources, notes = zip(*decided, strict=True) if decided else ((), (), (), ())
+    if len(decided) > 1:
+        notes = tuple(f"dimension {n}: {note}" * bool(note) for n, note in enumerate(notes))
+    return {
+        "dims": kept,
+        "axes": axes,
+        "dropped": tuple(a for dim, a in enumerate(names) if a is not None and dim not in kept),
+        "sources": sources,
+        "source": max(sources, key=_SOURCES.index, default="scalar"),
+        "note": "; ".join(dict.fromkeys(filter(None, notes))),
+        "is_disputed": is_disputed,
+        "is_doubted": any(origin.is_doubted for origin in origins),
+    }
 
 
-def _names(origin: Origin, parameter: Parameter | None) -> str:
+def _computed_from(origin: Origin, keys: Sequence[tuple[Axis, int]]) -> str:
     """Returns the parameter dimensions that a dimension is computed from."""
-    keys = [*zip(parameter.axes, parameter.shape, strict=True)] if parameter else []
     dims = [str(dim) for dim, key in enumerate(keys) if key in origin.keys]
     return ", ".join(dims + [repr(key[0]) for key in origin.keys if key not in keys])
 
 
-def _spec_str(axes: Sequence[Axis]) -> str:
-    return f"({', '.join('-' if axis is None else str(axis) for axis in axes)})"
+def explanation_text(explanation: Explanation, *, everything: bool) -> str:
+    """Returns a table of the leaves; unless `everything`, repeated ones are one row."""
+    groups: Iterable[tuple[str, list[Row]]] = ((row.path, [row]) for row in explanation.rows)
+    if not everything:
+        groups = collapse(explanation.rows, lambda row: row.path, _alike)
+    lines = []
+    for path, rows in groups:
+        row = rows[0]
+        axes = ", ".join("-" if axis is None else str(axis) for axis in row.axes)
+        cells = [path, str(row.shape), str(row.dtype), pattern([r.parameter or "" for r in rows])]
+        lines.append([*cells, f"({axes})", row.source, row.note])
+    head = ["state", "shape", "dtype", "parameter", "axes", "source", "note"]
+    total = sum(row.bytes for row in explanation.rows)
+    end = (
+        f"{len(explanation.rows)} leaves, {total:,} bytes; `init` evaluated "
+        f"{explanation.evaluations} times"
+    )
+    return "\n".join([format_table(head, lines), *explanation.notes, end])
+
+
+def _alike(row: Row) -> tuple[object, ...]:
+    """Returns the key of leaves that share a row of the table."""
+    return row.shape, row.dtype, row.axes, row.source, words(row.parameter or ""), row.note

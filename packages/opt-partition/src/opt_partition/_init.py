@@ -45,14 +45,7 @@ StateMaker: TypeAlias = HasInit | HasInitState | HasDefinition | Init
 
 
 def init_of(maker: StateMaker) -> Init:
-    """Returns the function from parameters to state.
-
-    Args:
-      maker: the argument `tx` of a public function.
-
-    Raises:
-      TypeError: `maker` is none of these.
-    """
+    """Returns the function from parameters to state, of the argument `tx` of a public function."""
     match maker:
         case HasDefinition():
             return maker.optimizer_def.init_state

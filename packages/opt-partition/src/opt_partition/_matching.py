@@ -24,12 +24,6 @@ def match_leaves(
     parameters may be empty nodes, and the state of a parameter may be a subtree. Outside of such
     subtrees, the longest run of keys that is a suffix of a parameter path decides; it may match
     several parameters.
-
-    Args:
-      params: the parameters.
-      state: the state.
-      paths: the key paths of its leaves.
-      table: the parameters in JAX's order.
     """
     matches = _match_mirrors(jax.tree.structure(params), jax.tree.structure(state))
     if None not in matches:
@@ -42,13 +36,7 @@ def match_leaves(
 
 
 class _Params:
-    """A tree of parameters, expanded once, as each query of a tree definition takes linear time.
-
-    Attributes:
-      treedef: the tree definition.
-      kind: type and keys of the root node; `None` for a leaf.
-      children: its subtrees.
-    """
+    """A tree of parameters, expanded once, as each query of a tree definition takes linear time."""
 
     def __init__(self, treedef: Any) -> None:
         self.treedef = treedef

@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from opt_partition._align import aligned
 from opt_partition._specs import ONLY_ARRAYS
-from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
+from opt_partition._trees import KeyPath, flatten_with_paths, path_str
 from opt_partition.errors import AxesError
 
 Axis = str | tuple[str, ...] | None
 
-
-@runtime_checkable
-class HasPartitionSpec(Protocol):
-    """A Flax box that knows its own spec, such as `nn.LogicallyPartitioned`."""
-
-    def get_partition_spec(self) -> PartitionSpec | None:
-        """Returns the logical axes."""
-
-
-@runtime_checkable
-class HasNames(Protocol):
-    """Flax metadata with axis names, such as `flax.linen.partitioning.AxisMetadata`."""
-
-    names: Any
-
-
-@runtime_checkable
-class HasMetadata(Protocol):
-    """A Flax NNX `Variable`: a pytree node that holds a value and metadata."""
-
-    def get_metadata(self) -> Mapping[str, Any]:
-        """Returns the metadata, with the axis names under one of `_NAMES`."""
-
-
-# Newest first; Flax 0.12.0 uses the second one, which later versions renamed.
+# Where an NNX variable has its axis names. Newest first; Flax 0.12.0 uses the second one, which
+# later versions renamed.
 _NAMES = ("out_sharding", "sharding_names", "sharding")
 
 
@@ -62,7 +41,7 @@ class Parameter:
     axes: tuple[Axis, ...]
     given: PartitionSpec | None = None
 
-    @property
+    @functools.cached_property
     def path(self) -> str:
         """`/`-joined keys."""
         return path_str(self.key_path)
@@ -105,90 +84,88 @@ def unboxed(params: Any) -> Any:
 
 def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     """Returns the parameters in JAX's order; see `normalise_param_axes`."""
-    leaves = list(flatten_with_paths(params))
-    found: dict[KeyPath, Any] = {}
-    problems = list(_collect(params, param_axes, (), found))
-    if found and all(map(_is_array, found.values())):
+    problems = [
+        f"{path_str(path)}: `params` contains a {type(node).__name__}; unbox the parameters"
+        for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_box)
+        if _is_box(node)
+    ]
+    if problems:
+        raise _mismatch(problems)
+    units = jax.tree.leaves(params, is_leaf=_is_variable)
+    entries, problems = aligned(
+        param_axes,
+        params,
+        is_leaf=_is_variable,
+        missing="no axes given",
+        unexpected="axes given, but not a parameter",
+    )
+    entries = list(map(_names, entries))
+    if entries and all(map(_is_array, entries)):
         raise AxesError(
             "`param_axes` contain arrays but no axis names. Pass a PartitionSpec or a tuple of "
             "names for each parameter, Flax boxes, or an nnx.State whose Variables have "
             "`out_sharding` metadata; nnx.to_pure_dict drops that metadata, so apply it to "
             "nnx.get_partition_spec(state). `None` means a parameter without names."
         )
+    # The names of a variable apply to its value.
+    every = [
+        entry
+        for unit, entry in zip(units, entries, strict=True)
+        for _ in (jax.tree.leaves(unit) if _is_variable(unit) else (unit,))
+    ]
     table = []
-    for path, leaf in leaves:
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(
-            leaf, int | float | complex
-        ):
-            problems.append(
-                f"{path_str(path)}: `params` must contain arrays or jax.ShapeDtypeStructs, found "
-                f"{type(leaf).__name__} {ONLY_ARRAYS}"
-            )
-            continue
-        shape = tuple(np.shape(leaf))
+    for (path, leaf), entry in zip(flatten_with_paths(params), every, strict=True):
         try:
-            axes = read_axes(found.get(path))
+            table.append(_parameter(path, leaf, entry))
         except AxesError as error:
             problems.append(f"{path_str(path)}: {error}")
-            continue
-        if len(axes) > len(shape):
-            problems.append(
-                f"{path_str(path)}: expected at most {len(shape)} axes, one per dimension of "
-                f"{shape}, found {axes}"
-            )
-        is_given = is_axes(found.get(path)) or isinstance(found.get(path), Sequence)
-        given = PartitionSpec(*axes) if is_given else None
-        axes += (None,) * (len(shape) - len(axes))
-        table.append(Parameter(path, shape, jax.dtypes.result_type(leaf), axes, given))
     if problems:
-        raise AxesError("`param_axes` do not match `params`:\n  " + "\n  ".join(problems))
+        raise _mismatch(problems)
     return table
 
 
-def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -> Iterator[str]:
-    """Stores the axes of each parameter in `found`; yields mismatches."""
-    if _is_box(params):
-        yield f"{path_str(path)}: `params` contains a {type(params).__name__}; unbox the parameters"
-        return
-    axes = _names_of_variable(axes)
-    node = children(params)
-    if node is None:
-        if params is not None:
-            found[path] = axes
-        return
-    given = children(axes) if not is_axes(axes) else None
-    by_name = {key_name(key): child for key, child in given} if given else {}
-    if isinstance(params, HasMetadata) and not {key_name(key) for key, _ in node} & {*by_name}:
-        # The names of a variable apply to its value.
-        found |= {(*path, *below): axes for below, _ in flatten_with_paths(params)}
-        return
-    for key, child in node:
-        name = key_name(key)
-        if name in by_name:
-            yield from _collect(child, by_name.pop(name), (*path, key), found)
-        else:
-            for below, _ in flatten_with_paths(child):
-                yield f"{path_str((*path, key, *below))}: no axes given"
-    for name, extra in by_name.items():
-        if is_axes(extra) or jax.tree.leaves(extra):
-            where = path_str(path) + "/" if path else ""
-            yield f"{where}{name}: axes given, but not a parameter"
+def _mismatch(problems: Sequence[str]) -> AxesError:
+    return AxesError("`param_axes` do not match `params`:\n  " + "\n  ".join(problems))
 
 
-def _names_of_variable(node: Any) -> Any:
-    """Returns the axis names of a variable, else its value; other nodes are returned unchanged."""
-    if not isinstance(node, HasMetadata):
-        return node
-    value = next((child for _, child in children(node) or ()), None)
-    metadata = node.get_metadata()
+def _parameter(path: KeyPath, leaf: Any, entry: Any) -> Parameter:
+    has_dtype = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if not has_dtype and not isinstance(leaf, int | float | complex):
+        raise AxesError(
+            "`params` must contain arrays or jax.ShapeDtypeStructs, found "
+            f"{type(leaf).__name__} {ONLY_ARRAYS}"
+        )
+    shape = tuple(leaf.shape) if has_dtype else ()
+    axes = read_axes(entry)
+    if len(axes) > len(shape):
+        raise AxesError(
+            f"expected at most {len(shape)} axes, one per dimension of {shape}, found {axes}"
+        )
+    dtype = jax.dtypes.result_type(leaf)
+    given = None if entry is None or _is_array(entry) else PartitionSpec(*axes)
+    return Parameter(path, shape, dtype, axes + (None,) * (len(shape) - len(axes)), given)
+
+
+def _names(entry: Any) -> Any:
+    """Returns the axis names in the metadata of a variable, else its value; others unchanged."""
+    if not _is_variable(entry):
+        return entry
+    value = next(iter(jax.tree.leaves(entry, is_leaf=lambda node: node is not entry)), None)
+    metadata = entry.get_metadata()
     names = next((metadata[name] for name in _NAMES if metadata.get(name) is not None), None)
     if names is None or is_axes(value):  # `nnx.get_partition_spec` puts specs in the values
         return value
     return names.spec if isinstance(names, NamedSharding) else PartitionSpec(*names)
 
 
+def _is_variable(node: Any) -> bool:
+    """Whether a node is an NNX `Variable`: a pytree node that holds a value and metadata."""
+    return hasattr(node, "get_metadata")
+
+
 def _is_box(node: Any) -> bool:
-    return isinstance(node, HasPartitionSpec) and not isinstance(node, PartitionSpec)
+    """Whether a node is a Flax box that knows its own spec, such as `nn.LogicallyPartitioned`."""
+    return hasattr(node, "get_partition_spec")
 
 
 def _is_array(node: Any) -> bool:
@@ -197,23 +174,21 @@ def _is_array(node: Any) -> bool:
 
 def is_axes(node: Any) -> bool:
     """Whether a node certainly is the axes of one parameter; tuples may be containers."""
-    return isinstance(node, PartitionSpec | HasPartitionSpec | HasNames)
+    # `flax.linen.partitioning.AxisMetadata` has names.
+    return isinstance(node, PartitionSpec) or _is_box(node) or hasattr(node, "names")
 
 
 def read_axes(given: Any) -> tuple[Axis, ...]:
     """Returns the names given for the dimensions of one parameter.
-
-    Raises:
-      AxesError: `given` is not axes.
 
     Examples:
       >>> read_axes(PartitionSpec('embed', None)), read_axes(None)
       (('embed', None), ())
     """
     names = given
-    if isinstance(given, HasPartitionSpec):
+    if _is_box(given):
         names = given.get_partition_spec()
-    elif isinstance(given, HasNames) and not isinstance(given, PartitionSpec):
+    elif not isinstance(given, PartitionSpec) and hasattr(given, "names"):
         names = given.names
     if names is None or _is_array(names):
         return ()

@@ -31,12 +31,7 @@ _MUON: Final = (
 
 
 def plan_text(plan: MemoryPlan, *, everything: bool = False) -> str:
-    """Returns what fits a screen: totals, the largest groups, the three worst leaves.
-
-    Args:
-      plan: the plan.
-      everything: whether to return all fields, groups and replicated leaves, as tables.
-    """
+    """Returns what fits a screen: totals, the largest groups, the worst leaves; or `everything`."""
     totals = f"{plan_title(plan)}\n{_totals(plan)}"
     memories = plan.bytes_per_device_by_memory
     if len(memories) > 1:

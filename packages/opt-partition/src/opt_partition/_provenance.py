@@ -22,16 +22,9 @@ from opt_partition._symbols import SMALL, Evaluate, Key, Keys, Origin, Origins
 def provenance(
     evaluate: Evaluate, table: Sequence[Parameter], keys: Keys, note: str
 ) -> list[Origins]:
-    """Returns the origin of every dimension of each leaf of a state.
+    """Returns the origin of every dimension of each leaf; `note` is for those without tags.
 
-    Args:
-      evaluate: evaluates `init` for the shapes of the parameters.
-      table: the parameters.
-      keys: for each of their dimensions a key, or `None` to leave it without a tag.
-      note: why a dimension without tags is unknown.
-
-    Raises:
-      Exception: any error that `init` raises if it does not work on an Explicit mesh.
+    Raises any error that `init` raises if it does not work on an Explicit mesh.
     """
     # A dimension of the same key within a parameter needs a mesh axis of its own.
     tags: dict[tuple[Key, int], str] = {}

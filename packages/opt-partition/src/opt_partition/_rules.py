@@ -94,13 +94,7 @@ DEFAULT_RULES = Rules()
 
 
 def apply_rules(state: Any, owners: Sequence[Parameter | None], rules: Rules) -> list[Answer]:
-    """Returns the answer of the rules for each leaf; the outermost type is asked first.
-
-    Args:
-      state: the state, as `jax.ShapeDtypeStruct`s.
-      owners: for each of its leaves the parameter that it belongs to.
-      rules: the rules.
-    """
+    """Returns the answer of the rules for each leaf; the outermost type is asked first."""
     if not rules.by_type:
         return [None] * len(owners)
     answers: list[Answer] = []
@@ -112,6 +106,7 @@ def apply_rules(state: Any, owners: Sequence[Parameter | None], rules: Rules) ->
             answer = rules.by_type[type(node)](leaf)
             if answer is not None:
                 _check_answer(answer, leaf)
+                answer = answer if isinstance(answer, PartitionSpec) else tuple(answer)
                 break
         answers.append(answer)
     return answers

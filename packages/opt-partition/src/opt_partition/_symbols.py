@@ -53,23 +53,14 @@ Evaluate = Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
 
 
 class Origin(NamedTuple):
-    """What one dimension of a state leaf is computed from.
+    """What one dimension of a state leaf is computed from."""
 
-    Attributes:
-      key: the parameter dimension that it is, or `None`.
-      keys: the parameter dimensions that it is computed from; none if it is constant.
-      note: what it is if it is not one of them, with `{}` for these dimensions.
-      is_known: whether it is known to be no parameter dimension if `key` is `None`.
-      is_doubted: whether it has the size of a parameter dimension at these sizes alone.
-      is_small: whether it is 1 or 0 where such sizes of parameters were numbers, too.
-    """
-
-    key: Key | None = None
-    keys: tuple[Key, ...] = ()
-    note: str = ""
-    is_known: bool = True
-    is_doubted: bool = False
-    is_small: bool = False
+    key: Key | None = None  # the parameter dimension that it is
+    keys: tuple[Key, ...] = ()  # those that it is computed from; none if it is constant
+    note: str = ""  # what it is if it is not one of them, with `{}` for these dimensions
+    is_known: bool = True  # whether it is known to be no parameter dimension without `key`
+    is_doubted: bool = False  # whether it has the size of one at these sizes alone
+    is_small: bool = False  # whether it is 1 or 0 where such sizes were numbers, too
 
 
 Origins = tuple[Origin, ...]
@@ -83,17 +74,9 @@ def symbolic_origins(
     keys: Keys,
     state: Any,
 ) -> tuple[list[Origins | None], str]:
-    """Returns the origins of every dimension of a state, as far as symbols show them.
+    """Returns the origins of the dimensions of each leaf, `None` if symbols change its shape.
 
-    Args:
-      evaluate: evaluates `init` for the shapes of the parameters.
-      table: the parameters.
-      keys: for each of their dimensions a key, or `None` to keep it a number.
-      state: the true state, as `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      For each leaf the origins of its dimensions, or `None` if symbols change its shape; and the
-      error that `init` raised on symbols, if it did.
+    And the error that `init` raised on symbols, if it did. Dimensions without a key stay numbers.
     """
     origins: list[Origins | None] = [None] * len(jax.tree.leaves(state))
     reason = ""
@@ -122,12 +105,7 @@ def _small(origins: Origins, shape: Sequence[int]) -> Origins:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the type and message of an error, shortened to one line.
-
-    Examples:
-      >>> first_line(KeyError('w'))
-      "KeyError: 'w'"
-    """
+    """Returns the type and message of an error, shortened to one line."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return text if len(text) < 120 else f"{text[:117]}..."
 
@@ -192,14 +170,8 @@ class _Symbols:
     ) -> list[tuple[str, ...] | None]:
         """Returns the dimensions, as text, of each leaf of `state`; `None` if it is not there.
 
-        If the structure of the state differs, no leaf is there; with `by_path`, those are that
-        have the same path.
-
-        Args:
-          texts: the expression for each key.
-          factor: the value of the variables.
-          state: the true state.
-          by_path: whether the structure may differ.
+        `texts` has the expression for each key, and `factor` is the value of the variables. If the
+        structure of the state differs, no leaf is there; with `by_path`, those of the same path.
         """
         scope = self._scope(factor)
         # Each dimension is one object, which JAX compares much faster.

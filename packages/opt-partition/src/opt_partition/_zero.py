@@ -136,12 +136,7 @@ def report_replicated(
 ) -> None:
     """Warns once of what `extended` layouts leave replicated, or raises; see `extend_over`.
 
-    Args:
-      layouts: the layouts.
-      axes: see `extend_over`.
-      min_bytes: see `extend_over`.
-      strict: see `extend_over`.
-      beside: bytes that a device holds besides `layouts`.
+    `beside` is the number of bytes that a device holds besides `layouts`.
     """
     mesh = layouts[0].mesh
     names = [axis for axis in _parse_axes(axes, mesh) if axis not in manual_axes(mesh)]

@@ -73,19 +73,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """An array that a collective communicates, and where this is.
-
-    Attributes:
-      row: the collective as reported.
-      part: the name of its instruction, and the index of the array in it.
-      loops: the enclosing `while` loops, outermost first, with their trip counts.
-      branches: the enclosing `conditional`s, outermost first, with the index of the branch.
-    """
+    """An array that a collective communicates, and where this is."""
 
     row: Collective
-    part: tuple[str, int]
-    loops: Enclosing
-    branches: Enclosing
+    part: tuple[str, int]  # the name of its instruction, and the index of the array in it
+    loops: Enclosing  # the enclosing `while`s, outermost first, with their trip counts
+    branches: Enclosing  # the enclosing `conditional`s, with the index of the branch
 
 
 def sites(module: Module, mesh_shape: Mapping[str, int] | None = None) -> list[Site]:

@@ -27,21 +27,15 @@ from opt_partition._verify.hlo import (
 
 @dataclasses.dataclass(slots=True)
 class Deps:
-    """The dependencies of a value, as bit sets; not frozen, as every instruction makes some.
-
-    Attributes:
-      any: all dependencies.
-      direct: dependencies from which it is computed elementwise: by arithmetic, casts, transposes,
-        slices and collectives, but not through a product, reduction or broadcast.
-      placed: dependencies whose elements were written into a larger array, or selected by index or
-        mask. Summing such values over devices gathers them.
-      reduced: dependencies whose elements were reduced along a dimension on the device, and that
-        are elementwise or placed otherwise.
-    """
+    """The dependencies of a value, as bit sets; not frozen, as every instruction makes some."""
 
     any: int = 0
+    # Computed elementwise: by arithmetic, casts, transposes, slices and collectives, but not
+    # through a product, reduction or broadcast.
     direct: int = 0
+    # Written into a larger array, or selected by index or mask: sums over devices gather them.
     placed: int = 0
+    # Reduced along a dimension on the device, and otherwise elementwise or placed.
     reduced: int = 0
 
     def __or__(self, other: Deps) -> Deps:
@@ -67,18 +61,11 @@ Part = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """The dependencies of the values of a program.
+    """The dependencies of the values of a program."""
 
-    Attributes:
-      outputs: dependencies of each array of the result.
-      moved: dependencies of each operand of a collective, by instruction and index.
-      step_loops: names of the `while` instructions whose iterations are whole training steps, in
-        which all parameters and state are updated.
-    """
-
-    outputs: tuple[Deps, ...]
-    moved: dict[Part, Deps]
-    step_loops: frozenset[str] = frozenset()
+    outputs: tuple[Deps, ...]  # of each array of the result
+    moved: Mapping[Part, Deps]  # of each operand of a collective
+    step_loops: frozenset[str] = frozenset()  # `while`s whose iterations are whole training steps
 
 
 def trace(
@@ -87,18 +74,12 @@ def trace(
     tags: Mapping[Part, int],
     stepped: tuple[int, ...] = (),
 ) -> Flow:
-    """Propagates the dependencies on inputs through a program.
+    """Propagates the dependencies of the entry's parameters, `inputs`, through a program.
 
     A loop carry that is initialised with a single input counts as that input throughout the loop:
-    parameters carried through several steps remain parameters.
-
-    Args:
-      module: the program.
-      inputs: dependencies of each parameter of the entry computation.
-      tags: a bit for each array that a collective communicates, added to its result.
-      stepped: bit sets of the parameters and of the state; an iteration of a loop must update some
-        of each to count as a training step. (A loop over layers may update only one of them,
-        masked, in each iteration.)
+    parameters carried through several steps remain parameters. `tags` are added to the results of
+    collectives. An iteration of a loop must update some of each bit set of `stepped` (parameters,
+    state) to count as a training step; a loop over layers may update only one of them, masked.
     """
     interpreter = _Interpreter(module, tags, stepped)
     entry = module.computations[module.entry]

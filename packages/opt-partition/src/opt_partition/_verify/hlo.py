@@ -38,23 +38,14 @@ _NO_ARRAY = Array("", (0,))
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Instruction:
-    """One line of a computation; not frozen, as making ten thousands of those would take longer.
+    """One line of a computation; not frozen, as making ten thousands of those would take longer."""
 
-    Attributes:
-      name: unique name in the program, without `%`.
-      type: an `Array`, or a tuple of types.
-      opcode: e.g. `'all-gather-start'`.
-      operands: names of instructions in the same computation.
-      literal: text in the parentheses, e.g. of `parameter(0)` or `constant(8)`.
-      attributes: the rest of the line.
-    """
-
-    name: str
+    name: str  # unique in the program, without `%`
     type: Type
     opcode: str
-    operands: tuple[str, ...]
-    literal: str
-    attributes: str
+    operands: tuple[str, ...]  # names of instructions in the same computation
+    literal: str  # the text in the parentheses, e.g. of `parameter(0)` or `constant(8)`
+    attributes: str  # the rest of the line
 
     @property
     def array(self) -> Array:
@@ -82,17 +73,11 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """A computation: instructions in printed order, operands before their users.
-
-    Attributes:
-      name: unique name in the program, without `%`.
-      instructions: instructions by name.
-      root: name of the instruction that computes the result.
-    """
+    """A computation: instructions by name in printed order, operands before their users."""
 
     name: str
     instructions: dict[str, Instruction]
-    root: str
+    root: str  # the instruction that computes the result
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
@@ -121,13 +106,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A compiled program.
-
-    Attributes:
-      header: its first line.
-      computations: computations by name.
-      entry: name of the entry computation.
-    """
+    """A compiled program: its first line, computations by name, and the name of the first."""
 
     header: str
     computations: dict[str, Computation]

@@ -72,24 +72,17 @@ _UNTRACED = Finding(
 
 
 class _StateMoves:
-    """The communication of state in a step, assigned to leaves or parameters.
-
-    Attributes:
-      of_leaves: per leaf, the arrays that depend on state only, with the number of its elements
-        that they communicate.
-      of_params: the arrays that depend on state and on parameters or gradients, with the parameters
-        whose budget they share.
-      reductions: those of `of_leaves` that are reduced over devices into the leaf itself.
-      unjudged: the arrays that depend on state and belong to neither.
-    """
+    """The communication of state in a step, assigned to leaves or parameters."""
 
     def __init__(self, moved: Sequence[Moved], inputs: Sequence[Leaf], severity: Severity) -> None:
         owners = Owners([leaf for leaf in inputs if leaf.role == "params"])
         self.owner: Callable[[Leaf], Leaf | None] = functools.cache(owners.of)
         self.severity = severity
+        # Arrays that depend on state only, with the elements of each leaf that they communicate.
         self.of_leaves: defaultdict[Leaf, dict[Moved, int]] = defaultdict(dict)
+        # Those mixed with parameters or gradients, with the parameters whose budget they share.
         self.of_params: dict[Moved, tuple[Leaf, ...]] = {}
-        self.reductions: list[Moved] = []
+        self.reductions: list[Moved] = []  # those reduced over devices into the leaf itself
         self.unjudged: list[Unjudged] = []
         self._owners = functools.cache(self._owners_of)
         for array in moved:

@@ -33,31 +33,18 @@ Side = Literal["input", "output"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:
-    """An argument or result of a compiled step.
-
-    Attributes:
-      side: `'input'` or `'output'`.
-      path: `/`-joined keys.
-      role: parameter, state or other.
-      name: its keys relative to the parameters or the state.
-      shape: global shape.
-      dtype: its dtype.
-      asked: the expectation.
-      found: the compiled sharding; `None` for an argument that the step does not use.
-      donated: whether it is a donated argument.
-      muon: whether it belongs to the state of Optax's Muon.
-    """
+    """An argument or result of a compiled step."""
 
     side: Side
     path: str
     role: Role
-    name: Keys
+    name: Keys  # its keys relative to the parameters or the state
     shape: tuple[int, ...]
     dtype: Any
     asked: Asked
-    found: Sharding | None
+    found: Sharding | None  # `None` for an argument that the step does not use
     donated: bool = False
-    muon: bool = False
+    muon: bool = False  # whether it belongs to the state of Optax's Muon
 
     def __post_init__(self) -> None:
         asked = self.asked.sharding

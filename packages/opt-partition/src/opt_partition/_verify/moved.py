@@ -20,42 +20,23 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moved:
-    """An array that a collective communicates, with its sources and destinations.
-
-    Attributes:
-      row: the collective as reported.
-      site: where it occurs.
-      number: its index among all such arrays.
-      count: executions per training step; a program may run several steps in a loop.
-      step_loops: the enclosing loops over whole training steps.
-      state: the sharded state leaves that it depends on; only those with an elementwise dependency
-        if there are any.
-      directly: whether it is computed from `state` elementwise.
-      placed: whether elements of `state` were written to distinct positions in it, so that a sum
-        over devices gathers them.
-      reduced: whether it is computed from `state` by a reduction on the device, and otherwise
-        elementwise.
-      alone: whether it depends on state only.
-      from_inputs: whether it depends on arguments that are neither parameters nor state.
-      follows: numbers of the arrays from whose result it is computed elementwise.
-      reaches: the results of the step that are computed from it elementwise.
-      adds_to: the results that are computed from it elementwise or by a reduction on the device.
-    """
+    """An array that a collective communicates, with its sources and destinations."""
 
     row: Collective
     site: Site
-    number: int
-    count: int
+    number: int  # among all such arrays
+    count: int  # executions per training step; a program may run several steps in a loop
     step_loops: tuple[str, ...]
+    # The sharded state that it depends on; only elementwise dependencies if there are any.
     state: tuple[Leaf, ...]
-    directly: bool
-    placed: bool
-    reduced: bool
-    alone: bool
-    from_inputs: bool
-    follows: tuple[int, ...]
-    reaches: tuple[Leaf, ...]
-    adds_to: tuple[Leaf, ...]
+    directly: bool  # whether it is computed from `state` elementwise
+    placed: bool  # whether a sum over devices gathers elements of `state`
+    reduced: bool  # whether it is computed from `state` by a reduction on the device
+    alone: bool  # whether it depends on state only
+    from_inputs: bool  # whether it depends on arguments that are neither parameters nor state
+    follows: tuple[int, ...]  # numbers of the arrays that it is computed from elementwise
+    reaches: tuple[Leaf, ...]  # results that are computed from it elementwise
+    adds_to: tuple[Leaf, ...]  # results computed from it elementwise or by a reduction
 
     @property
     def size(self) -> int:

@@ -44,26 +44,22 @@ def verify(
        depends on, and all communication is summed, including loops: gathers, all-to-alls, permutes,
        and sums over devices of shards that each device wrote to its own position.
 
-       - Values that depend on state only should not be communicated: it is an error if a device
-         receives as many elements of a leaf as it holds, in any number of pieces; fewer are noted.
+       - Values that depend on state only: it is an error if a device receives as many elements of
+         a leaf as it holds, in any number of pieces; fewer are noted.
        - Values that depend on state *and* on parameters or gradients may be communicated once per
          parameter, up to the part of it that a device holds, as ZeRO-1 gathers the new parameter or
-         its update; and not at all if state and parameter are sharded alike. More means that
-         moments were communicated, or sliced and gathered again.
-       - Leaves smaller than their parameter, e.g. the rows and columns of a factored second moment,
-         may be communicated up to the size of the parameter, which is noted.
-       - Shards that are reduced over devices into their own leaf, alone or mixed with gradients
-         (`pmean` of the new moments), are an error as if they were gathered. Reductions of which a
-         device has reduced its part before, and that are smaller, are what norms, clipping and
-         factored moments need, and are not judged.
+         its update; and not at all if state and parameter are sharded alike.
+       - Leaves smaller than their parameter, e.g. the rows and columns of a factored second
+         moment, may be communicated up to the size of the parameter, which is noted.
+       - Shards that are reduced over devices into their own leaf (`pmean` of the new moments) are
+         an error as if they were gathered. Norms, clipping and factored moments reduce parts on the
+         device before, and are not judged.
 
-       Communication of parameters (FSDP) and activations (tensor parallelism) does not depend on
-       state and is not judged. For a `lax.cond`, the branch that communicates most counts. In a
-       loop that updates all parameters and state, each iteration is a step. A state leaf belongs to
-       the parameter whose path is contained in its own; one that belongs to none, as in
-       `optax.flatten`, is judged only if communicated by itself. `Report.unjudged` lists what could
-       not be judged, and why: derived from such state, through products or reductions, in a loop of
-       unknown length, or reduced over devices without ending in the leaf that it comes from.
+       Communication of parameters (FSDP) and activations (tensor parallelism) is not judged. For
+       a `lax.cond`, the branch that communicates most counts; an iteration of a loop that updates
+       all parameters and state is a step. A state leaf belongs to the parameter whose path is
+       contained in its own; one that belongs to none, as in `optax.flatten`, is judged only if
+       communicated by itself. `Report.unjudged` lists what could not be judged, and why.
     4. *Gradients are all-reduced* although each device uses only a part: the sum over mesh axes
        that shard the new parameter or a leaf of the new state has the size of the unsharded
        gradient, and ends up there elementwise. So it is if the gradients of all devices are
