@@ -108,7 +108,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 # Values and collectives.
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
 @pytest.mark.parametrize("reduce", ["deferred", "auto"])
 def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh) -> None:
@@ -137,7 +137,7 @@ def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.shard
     assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 24])
 def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.sharding.Mesh) -> None:
     set_mesh: Any = jax.set_mesh

@@ -124,7 +124,7 @@ def orthogonal(plan: MatrixPlan, params: Any, sharding: Any) -> Any:
     return jax.device_get(jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P(("x", "y"))])
 @pytest.mark.parametrize("gram", [False, True])
@@ -169,7 +169,7 @@ def test_stacks_experts_heads_and_fused_matrices() -> None:
     close(found, jax.jit(alone.update)(params, alone.init(params))[0])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "spec", "is_stack", "fn"),
     [
@@ -250,7 +250,7 @@ ODD: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], Any]], di
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_odd_trees_have_the_numbers_of_optax(name: str) -> None:
     shape, leaves, options = ODD[name]
@@ -357,6 +357,7 @@ def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
     plan.check(apply.lower(params, state, params).compile())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_hyperball_holds_norms_of_shards_and_adds_sums_of_a_number_a_matrix(kind: AxisType) -> None:
     mesh = mesh_of((4, 2), kind)

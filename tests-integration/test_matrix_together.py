@@ -99,6 +99,7 @@ def muonh(learning_rate: Any) -> Any:
     return hyperball(direction, UNROLLED, learning_rate, rest=optax.adam(1e-2))
 
 
+@pytest.mark.slow
 def test_hyperball_is_restored_and_goes_on_bit_for_bit() -> None:
     params, first, second = layers(), layers(), layers()
     before = stepped(muonh(optax.linear_schedule(0.1, 0.0, 9)).create(params), first)

@@ -47,6 +47,7 @@ def collectives(program: Any) -> tuple[int, int]:
     return len(_COLLECTIVE.findall(entry)), len(_COLLECTIVE.findall(text))
 
 
+@pytest.mark.sample(1)
 def test_every_leaf_stays_where_its_parameter_is(mesh: Mesh) -> None:
     with jax.set_mesh(mesh):
         steps: Any = MultiSteps(INNER, 2, should_skip_update_fn=skip_not_finite)

@@ -280,11 +280,11 @@ def guarded_step(
       grads: the gradients.
       loss: NaN if there is none.
     """
-    lent = dataclasses.replace(guard_state, inner=optimizer.state)
+    lent = guard_state._replace(inner=optimizer.state)
     params, lent = guarded(optimizer, update).apply(optimizer.target, lent, grads, loss=loss)
     step = increment_step(optimizer.state.step)  # the next batch is another one
     after = optimizer.replace(target=params, state=lent.inner.replace(step=step))
-    return after, dataclasses.replace(lent, inner=())
+    return after, lent._replace(inner=())
 
 
 class GoodStates:

@@ -74,7 +74,7 @@ def test_lists_that_are_not_as_long_as_the_batch_are_scalars() -> None:
     ("options", "words"),
     [
         ({}, "Give `num_microbatches` or `microbatch_size`, one of them: they are None and None."),
-        ({"microbatch_size": 0}, "`microbatch_size` must be an integer of 1 or more; it is 0."),
+        ({"microbatch_size": 0}, "`microbatch_size` must be an integer of at least 1, found 0."),
         ({"num_microbatches": 2, "weights": "mean"}, "`weights` has no rule 'mean'. If the loss"),
         (
             {"num_microbatches": 2, "has_aux": True, "aux": {"a": {"b": "max"}, "c": "sum"}},
@@ -205,6 +205,16 @@ def test_windows(call: Callable[[], Any], error: type[Exception], words: str) ->
     check(call, error, words)
 
 
+class Definition:
+    """As those of opt-core, which this package does not need."""
+
+    def init_state(self, params: Any) -> Any:
+        raise NotImplementedError
+
+    def apply_gradient(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
 GUARDED: Any = guard(SGD)
 AROUND: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: with_average(SGD), OptionError, "`decay` is missing"),
@@ -221,6 +231,22 @@ AROUND: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: GUARDED.update(PARAMS, GUARDED.init(PARAMS), PARAMS),
         TypeError,
         "`update` needs the argument `loss`",
+    ),
+    (
+        lambda: GUARDED.update(PARAMS, GUARDED.init(PARAMS), PARAMS, value=1.0),
+        TypeError,
+        "or build `guard(tx, loss=None)`. Passed are ['value']",
+    ),
+    (
+        lambda: guard(SGD, grad_norm=Spike(argument="value")),
+        OptionError,
+        "`grad_norm` is computed, not passed",
+    ),
+    (lambda: Spike(argument="the loss"), OptionError, "`argument` must be the name of a keyword"),
+    (
+        lambda: MultiSteps(Definition(), 2),
+        TypeError,
+        "an optimizer definition: give `opt_optax_bridge.as_transformation(...)` of it",
     ),
     (lambda: rollback().restore(), RollbackError, "no good state is held"),
     (lambda: check_skips(STATE, 3), OptionError, "nothing in `state` "),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_accumulate import MultiSteps, skip_not_finite, with_average
+from opt_accumulate import MultiSteps, skip_not_finite
 
 SIDE = 256
 PARAMS = {f"w{i}": jnp.full((SIDE, SIDE), 0.5, jnp.float32) for i in range(3)}
@@ -91,35 +91,6 @@ def test_a_mini_step_that_does_not_emit_does_the_bare_accumulation(inner: str) -
     assert len(entry(optax_step(INNER[inner]))) > 3 * len(expected)
 
 
-def test_skipping_adds_no_pass_that_writes() -> None:
-    def guarded(acc: Any, count: jax.Array, grads: Any) -> Any:
-        keep = jnp.isfinite(optax.tree.norm(grads, squared=True))
-        new = jax.tree.map(lambda a, g: a + (g - a) / (count + 1), acc, grads)
-        return jax.tree.map(lambda a, b: jnp.where(keep, b, a), acc, new), count + 1
-
-    least = entry(compiled(guarded, PARAMS, jnp.int32(0), PARAMS))  # jax 0.8 fuses no reduction
-    assert entry(ours(ADAMW, should_skip_update_fn=skip_not_finite)) == least
-
-
-def test_the_inner_update_is_traced_once() -> None:
-    adam, traces = optax.adam(1e-3), []
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        traces.append(1)
-        return adam.update(updates, state, params)
-
-    steps = MultiSteps(optax.GradientTransformation(adam.init, update), 2)
-    jax.jit(steps.update).lower(PARAMS, steps.init(PARAMS))
-    assert len(traces) == 1
-
-
-def test_windows_of_one_take_the_memory_of_the_bare_step() -> None:
-    steps = MultiSteps(ADAMW, 1)
-    program = compiled(steps.apply, PARAMS, steps.init(PARAMS), PARAMS)
-    assert temporaries(program) < temporaries(bare_step(ADAMW)) + 0.05
-    assert temporaries(optax_step(ADAMW, 1)) > 2.0
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", INNER)
 def test_an_emission_takes_the_memory_of_the_bare_step(inner: str) -> None:
@@ -147,31 +118,3 @@ def test_one_program_for_every_mini_step() -> None:
     for scale in (1.0, jnp.nan, 2.0, 3.0):
         carried = step(*carried, jax.tree.map(lambda p, scale=scale: p * scale, PARAMS))
     assert int(carried[1].gradient_step) == 2
-
-
-MANY = {f"layer_{i}": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)} for i in range(10)}
-STEPS = {
-    "apply": MultiSteps(optax.sgd(0.1), 4),
-    "update": MultiSteps(optax.sgd(0.1), 4).gradient_transformation(),
-    "skip": MultiSteps(optax.sgd(0.1), 4, should_skip_update_fn=skip_not_finite),
-    "average": with_average(optax.sgd(0.1), 0.9),
-    "decays": with_average(optax.sgd(0.1), lambda t: 0.9, every=2),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", STEPS)
-def test_leaves_that_are_alike_are_traced_once(name: str) -> None:
-    """Ten layers are calls of what one layer is traced to."""
-    tx: Any = STEPS[name]
-
-    def functions(params: Any) -> int:
-        def step(params: Any, state: Any, grads: Any) -> Any:
-            if hasattr(tx, "apply"):
-                return tx.apply(params, state, grads)
-            return tx.update(grads, state, params)
-
-        text = jax.jit(step).lower(params, tx.init(params), params).as_text()
-        return text.count("func.func private")
-
-    assert functions(MANY) == functions({"layer_0": MANY["layer_0"]}) >= 2

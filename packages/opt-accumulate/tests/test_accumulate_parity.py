@@ -127,6 +127,7 @@ def test_compiled_steps_are_the_same(inner: str, options: str) -> None:
     check_parity(inner, options, exact=False)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("transformed", [scanned, vmapped])
@@ -145,6 +146,7 @@ if HAS_ACCUMULATOR_DTYPE:
     BFLOAT16["bfloat16"] = {"every_k_schedule": 3, "accumulator_dtype": jnp.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", BFLOAT16)
 def test_bfloat16_differs_by_its_rounding_only(options: str) -> None:

@@ -57,34 +57,6 @@ def test_squares_that_optax_cannot_take(value: Any, dtype: Any) -> None:
 # What a skip function may return
 
 
-def negative(updates: Any, gradient_step: Any, params: Any) -> tuple[Any, Any]:
-    return updates["w"][0] < 0, ()
-
-
-def test_the_decision_is_kept_where_the_function_does_not_keep_it() -> None:
-    steps = MultiSteps(SGD, 2, should_skip_update_fn=negative)
-    added, state = train(steps, [1.0, 1.0, -1.0])
-    assert added == [0.0, -1.0, 0.0]
-    assert bool(state.skip_state["should_skip"])
-    assert not steps.has_updated(state)
-    theirs = optax.MultiSteps(SGD, 2, should_skip_update_fn=negative)
-    _, their_state = train(theirs, [1.0, 1.0, -1.0])
-    assert their_state.skip_state == ()
-    assert theirs.has_updated(their_state)
-    added, _ = train_on(steps, their_state, [3.0, 5.0])
-    assert added == [0.0, -4.0]
-    added, _ = train_on(theirs, state, [3.0, 5.0])
-    assert added == [0.0, -4.0]
-
-
-def train_on(steps: Any, state: Any, values: list[float]) -> tuple[list[float], Any]:
-    added, update = [], jax.jit(steps.update)
-    for value in values:
-        updates, state = update(grads_of(value), state, PARAMS)
-        added.append(float(updates["w"][0]))
-    return added, state
-
-
 @pytest.mark.parametrize("answer", [True, np.bool_(True), jnp.array(True)])
 def test_booleans_of_every_kind(answer: Any) -> None:
     steps = MultiSteps(SGD, 1, should_skip_update_fn=lambda *_: (answer, {"seen": jnp.int32(1)}))

@@ -112,17 +112,6 @@ def test_start_and_every(form: Any, start: int, every: int) -> None:
         chex.assert_trees_all_equal(state.average, jax.tree.map(np.float32, params[-1]))
 
 
-def test_update_is_apply() -> None:
-    tx = with_average(ADAM, 0.9)
-    params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
-    for step in range(STEPS):
-        updates, state = update(gradient(step), state, params)
-        params = optax.apply_updates(params, updates)
-    chex.assert_trees_all_close(state.average, trajectory(tx)[1].average, rtol=1e-6, atol=1e-7)
-    with pytest.raises(ValueError, match="needs the parameters"):
-        tx.update(gradient(0), state)
-
-
 def test_bfloat16_parameters_are_averaged_as_they_are_rounded() -> None:
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     tx = with_average(optax.sgd(1e-2), 0.999)
@@ -157,17 +146,6 @@ def test_what_is_not_selected_takes_no_memory(select: Any) -> None:
     assert_close(state.average["w"], axlearn(params, lambda step: 0.9)["w"])
 
 
-def test_integers_are_not_averaged() -> None:
-    tx = with_average(optax.identity(), 0.9)
-    params = {"w": jnp.ones(2), "steps": jnp.int32(3)}
-    state = tx.init(params)
-    assert isinstance(state.average["steps"], optax.MaskedNode)
-    updates = {"w": jnp.ones(2), "steps": jnp.int32(1)}
-    params, state = tx.apply(params, state, updates)
-    assert params["steps"] == 4
-    np.testing.assert_allclose(state.average["w"], 1.1, rtol=1e-6)
-
-
 # Steps that are none
 
 
@@ -195,6 +173,7 @@ def test_a_skipped_mini_step_does_not_count() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_guard_leaves_it_alone(outside: bool) -> None:

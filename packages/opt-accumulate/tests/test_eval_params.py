@@ -26,10 +26,10 @@ LABELS = {"w": "w", "b": "b"}
 
 
 def trained(tx: Any, params: Any = PARAMS, steps: int = 3) -> tuple[Any, Any]:
-    state = tx.init(params)
+    state, update = tx.init(params), jax.jit(tx.update)
     for step in range(steps):
         grads = jax.tree.map(lambda p, step=step: jnp.cos(3 * p + step), params)
-        updates, state = tx.update(grads, state, params)
+        updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -74,6 +74,7 @@ def test_without_a_provider_it_is_the_parameters() -> None:
     assert eval_params(state, params)["w"] is params["w"]
 
 
+@pytest.mark.slow
 def test_schedule_free() -> None:
     tx = contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9)
     params, state = trained(tx)

@@ -114,6 +114,30 @@ def test_update_skips_what_apply_skips() -> None:
     assert int(state.skipped) == 2
 
 
+def test_a_loss_that_comes_under_another_name() -> None:
+    """NumPyro and Optax's `reduce_on_plateau` call it `value`; the optimizer still gets it."""
+    contrib: Any = optax.contrib
+    inner = optax.chain(INNER, contrib.reduce_on_plateau())
+    tx = guard(inner, loss=dataclasses.replace(QUICK, argument="value"))
+    params, state = START, tx.init(PARAMS)
+    update = jax.jit(lambda s, p, value: tx.update(grads_of(1.0), s, p, value=value))
+    seen = []
+    for value in [1.0] * 5 + [50.0, NAN, 1.0]:
+        _, state = update(state, params, jnp.float32(value))
+        seen.append(bool(state.was_skipped))
+    assert seen == [False] * 5 + [True, True, False]
+    assert float(state.inner[1].best_value) == 1.0
+
+
+def test_states_are_walked_as_tuples() -> None:
+    """Trainers look for a part of a state in this way."""
+    for tx in (guard(INNER, loss=None), with_average(INNER, 0.9), MultiSteps(INNER, 2)):
+        state: Any = tx.init(PARAMS)
+        assert issubclass(type(state), tuple)
+        assert list(state) == [getattr(state, name) for name in state._fields]
+
+
+@pytest.mark.slow
 def test_there_is_no_decision_before_32_values() -> None:
     tx = guarded(grad_norm=None)
     losses = [1.0] * 31 + [100.0] + [1.0] * 3
@@ -139,11 +163,6 @@ def test_the_threshold_is_mean_and_deviation_of_the_last_accepted() -> None:
     assert len(accepted) == 38
 
 
-def test_squares_that_are_no_float32_are_judged() -> None:
-    tx = guarded(loss=QUICK, grad_norm=None)
-    assert skips(tx, [1e30, 1.1e30, 1e30, 1e30, 1.2e30, 9e30, 1e30])[-3:] == [False, True, False]
-
-
 def test_a_level_that_has_come_to_stay_is_accepted() -> None:
     tx = guarded(grad_norm=None)
     losses = [1.0] * 40 + [5.0] * 60
@@ -162,6 +181,7 @@ def test_spikes_apart_are_no_new_level() -> None:
     assert skips(tx, [1.0] * 6 + [9.0, 9.0, NAN, 9.0, 9.0])[6:] == [True] * 4 + [False]
 
 
+@pytest.mark.slow
 def test_all_reasons_are_told() -> None:
     tx = guarded(loss=QUICK, grad_norm=QUICK)
     _, state = steps_of(tx, [1.0] * 5 + [9.0], [1.0] * 5 + [20.0])[-1]
@@ -188,13 +208,14 @@ def test_spikes_of_the_update_norm(form: str) -> None:
     inner = optax.GradientTransformationExtraArgs(jumping.init, jumping.update)
     tx = guard(inner, loss=None, grad_norm=None, update_norm=QUICK)
     params, state = START, tx.init(PARAMS)
+    apply, update = jax.jit(tx.apply), jax.jit(tx.update)
     seen = []
     for jump in [1e-2] * 5 + [1.0, NAN, 1e-2]:
         before = params, state.inner
         if form == "apply":
-            params, state = tx.apply(params, state, grads_of(1.0), jump=jump)
+            params, state = apply(params, state, grads_of(1.0), jump=jump)
         else:
-            updates, state = tx.update(grads_of(1.0), state, params, jump=jump)
+            updates, state = update(grads_of(1.0), state, params, jump=jump)
             params = optax.apply_updates(params, updates)
         if state.was_skipped:
             assert_bit_equal((params, state.inner), before)
@@ -202,13 +223,6 @@ def test_spikes_of_the_update_norm(form: str) -> None:
     assert seen == [None] * 5 + [Reason.UPDATE_NORM, Reason.NONFINITE, None]
     assert (int(state.inner), int(state.update_norm.count)) == (6, 6)
     np.testing.assert_allclose(state.update_norm.values[:6], 1e-2, rtol=1e-5)
-
-
-def test_an_update_that_was_not_computed_is_not_judged() -> None:
-    tx = guarded(loss=QUICK, update_norm=QUICK)
-    carried = steps_of(tx, [1.0] * 5 + [9.0, 1.0])
-    assert_bit_equal(carried[6][1].update_norm, carried[5][1].update_norm)
-    assert int(carried[7][1].update_norm.count) == 6
 
 
 # When nothing helps
@@ -228,6 +242,7 @@ def test_max_consecutive() -> None:
         jax.jit(lambda s: check_skips(s))(carried[0][1])
 
 
+@pytest.mark.slow
 def test_nonfinite_apply_makes_the_step_and_remembers_nothing_of_it() -> None:
     tx = guarded(nonfinite="apply", loss=QUICK)
     carried = steps_of(tx, [1.0, NAN, 1.0])
@@ -273,13 +288,6 @@ def test_one_program_and_one_type_for_every_step() -> None:
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
 
 
-def test_bfloat16_gradients_are_summed_in_float32() -> None:
-    tx = guard(optax.sgd(0.0), loss=None)
-    params = jnp.ones(1000, jnp.bfloat16)
-    _, state = tx.apply(params, tx.init(params), params)
-    assert float(state.grad_norm.values[0]) == pytest.approx(1000**0.5)
-
-
 LARGE = float(np.finfo(np.float32).max)
 
 
@@ -309,6 +317,7 @@ def test_finite_gradients_are_finite_whatever_their_squares(
         assert float(state.grad_norm.values[0]) == pytest.approx(min(exact, LARGE), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("grads", [[3e30], [3e30 + 4e30j]])
 def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:

@@ -1,13 +1,20 @@
 """Which leaves hold matrices: every leaf is decided, by one rule."""
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
-from opt_matrix import DEFAULT_RULES, Dims, Matrices
+from opt_matrix import DEFAULT_RULES, Dims, Matrices, plan_matrices
 from opt_matrix.errors import OptionError, UndecidedError
-from optax.contrib._muon import MuonDimensionNumbers
+
+
+class MuonDimensionNumbers(NamedTuple):
+    """Optax's, which it has since its 0.2.6."""
+
+    reduction_axis: Any
+    output_axis: Any
 
 
 def leaf(*shape: int) -> Any:
@@ -47,6 +54,34 @@ def test_paths() -> None:
         "qkv": Dims((0,), (1,), (4, 2, 2)),
         "stack": Dims((1,), (2,)),
     }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Variable:
+    """Has the key that variables and boxes of Flax have."""
+
+    value: Any
+
+
+@pytest.mark.parametrize("pattern", [".*/kernel", ".*/kernel(/value)?"])
+def test_one_pattern_for_variables_and_arrays(pattern: str) -> None:
+    matrices = Matrices.by_path({pattern: (0, 1), ".*/bias": None})
+    plain = {"mlp": {"kernel": leaf(2, 3), "bias": leaf(3)}}
+    boxed = jax.tree.map(Variable, plain)
+    found = matrices.resolve(boxed)
+    assert found == {"mlp/bias": None, "mlp/kernel": Dims((0,), (1,))} == matrices.resolve(plain)
+    mesh = jax.make_mesh((1,), ("x",))
+    plans = [plan_matrices(tree, None, mesh, matrices) for tree in (boxed, plain)]
+    assert plans[0].layouts == plans[1].layouts
+    axes = {"mlp": {"kernel": P("embed", "mlp"), "bias": P("mlp")}}
+    assert Matrices.by_logical_axes(axes).resolve(boxed) == found
+
+
+def test_a_pattern_may_name_the_attribute_of_a_box() -> None:
+    boxed = {"kernel": Variable(leaf(2, 3)), "value": leaf(3)}
+    found = Matrices.by_path({"kernel/value": (0, 1), "value": None}).resolve(boxed)
+    assert found == {"kernel": Dims((0,), (1,)), "value": None}
 
 
 @pytest.mark.parametrize(

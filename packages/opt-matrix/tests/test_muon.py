@@ -44,7 +44,7 @@ def run(tx: Any, params: Any, grads: Any, state: Any = None) -> tuple[Any, Any]:
     return params, state
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -77,21 +77,10 @@ def test_states_go_over_to_optax_and_back_in_the_middle() -> None:
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_schedules_and_another_optimizer_for_the_rest() -> None:
-    schedule = optax.linear_schedule(0.1, 0.0, 10)
-    tx = muon(schedule, matrices=Matrices.by_rank2(), rest=optax.sgd(0.5), orthogonalize=F32)
-    found, _ = run(tx, PARAMS, GRADS)
-    expected, _ = run(contrib.muon(schedule), PARAMS, GRADS)
-    chex.assert_trees_all_close(found["wi"], expected["wi"], rtol=1e-5, atol=1e-5)
-    total = sum(own["b"] for own in GRADS)
-    np.testing.assert_allclose(found["b"], PARAMS["b"] - 0.5 * total, atol=1e-5)
-
-
 def one(dims: Any, x: jax.Array, **options: Any) -> jax.Array:
     options = {"orthogonalize": F32, "matrices": Matrices.by_path({"w": dims}), **options}
     tx = scale_by_muon(**options)
-    updates: Any = tx.update({"w": x}, tx.init({"w": x}))[0]
+    updates: Any = jax.jit(tx.update)({"w": x}, tx.init({"w": x}))[0]
     found: jax.Array = updates["w"]
     return found
 
@@ -103,8 +92,8 @@ def of_matrix(x: jax.Array, scale: Any = "width") -> jax.Array:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", ["width", "rms", "spectral"])
 def test_stacks_heads_and_fused_matrices_equal_their_parts(scale: Any) -> None:
-    stack = array(2, 3, 6, 8)
-    each = [[of_matrix(stack[i, j], scale) for j in range(3)] for i in range(2)]
+    stack = array(1, 2, 6, 8)
+    each = [[of_matrix(matrix, scale) for matrix in stack[0]]]
     np.testing.assert_allclose(one((-2, -1), stack, scale=scale), each, atol=2e-5)
 
     heads = array(6, 2, 4)  # embed, heads, features
@@ -113,7 +102,7 @@ def test_stacks_heads_and_fused_matrices_equal_their_parts(scale: Any) -> None:
     per_head = jnp.stack([of_matrix(heads[:, h], scale) for h in range(2)], axis=1)
     np.testing.assert_allclose(one((0, 2), heads, scale=scale), per_head, atol=2e-5)
 
-    qkv = array(2, 6, 16)
+    qkv = array(1, 6, 16)
     blocks = [
         jnp.concatenate([of_matrix(p, scale) for p in jnp.split(q, [8, 12], axis=1)], axis=1)
         for q in qkv
@@ -126,19 +115,9 @@ def test_any_function_of_matrices() -> None:
     tx: Any = muon(
         1.0, matrices=Matrices.by_rank2(), orthogonalize=jnp.sign, momentum=0.0, nesterov=False
     )
-    updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    updates, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
     np.testing.assert_allclose(updates["sq"], -jnp.sign(PARAMS["sq"]))
     assert state.inner_states["muon"].inner_state[0].ns_coeffs.shape == (0, 3)
-
-
-@pytest.mark.slow
-def test_a_plan_for_one_device_changes_nothing() -> None:
-    mesh = jax.make_mesh((1,), ("x",))
-    plan = plan_matrices(PARAMS, P(), mesh, Matrices.by_rank2(), fn=F32)
-    planned, state = run(muon(0.1, matrices=Matrices.by_rank2(), plan=plan), PARAMS, GRADS[:3])
-    plain, same = run(muon(0.1, matrices=Matrices.by_rank2(), orthogonalize=F32), PARAMS, GRADS[:3])
-    chex.assert_trees_all_close(planned, plain, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, same)
 
 
 @pytest.mark.sample(1)

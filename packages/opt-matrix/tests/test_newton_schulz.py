@@ -42,6 +42,7 @@ def test_more_polar_express_steps_repeat_the_last_in_a_loop(gram: bool) -> None:
     assert str(jax.make_jaxpr(long)(x)).count("dot_general") < 3 * 8
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(8, 40), (40, 8), (12, 12)])
 def test_the_gram_form_is_the_same_function(shape: tuple[int, int]) -> None:
@@ -71,16 +72,6 @@ def test_the_size_of_a_matrix_does_not_matter(gram: bool, dtype: Any) -> None:
     for size in sizes:
         np.testing.assert_array_equal(iteration(x * jnp.asarray(2.0**size, dtype)), found)
     np.testing.assert_array_equal(iteration(jnp.zeros_like(x)), jnp.zeros_like(x))
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("size", [1e-12, 1e-8, 1.0, 1e15, 1e20, 1e37])
-def test_sizes_are_those_of_optax_where_its_squares_do_not_overflow(size: float) -> None:
-    ours, x = newton_schulz(dtype=None), matrix(8, 24)
-    theirs = _muon.orthogonalize_via_newton_schulz(
-        x if size > 1e15 else x * size, ours.state_coefficients(), 5
-    )
-    np.testing.assert_allclose(ours(x * size), theirs, atol=2e-5)
 
 
 def test_bfloat16_is_within_three_percent_and_closer_than_optax() -> None:
@@ -120,8 +111,3 @@ def test_an_array_gives_its_last_steps() -> None:
 def test_bad_arguments(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         newton_schulz(*arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("gram", [False, True])
-def test_empty_matrices_stay_empty(gram: bool) -> None:
-    assert newton_schulz(gram=gram)(jnp.ones((2, 0, 4))).shape == (2, 0, 4)

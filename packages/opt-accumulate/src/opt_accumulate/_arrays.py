@@ -15,12 +15,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def at_least_32_bits(dtype: Any) -> Any:
-    """Returns a dtype that sums of `dtype` do not quickly overflow or lose digits in.
-
-    Examples:
-      >>> [str(at_least_32_bits(jnp.dtype(d))) for d in ('bfloat16', 'float64', 'bool', 'uint8')]
-      ['float32', 'float64', 'int32', 'uint32']
-    """
+    """Returns a dtype that sums of `dtype` do not quickly overflow or lose digits in."""
     dtype = jnp.dtype(dtype)
     if dtype == jnp.bool_:
         return jnp.dtype(jnp.int32)
@@ -57,17 +52,8 @@ def check_accumulator_dtype(wanted: Any) -> None:
 
 
 def accumulator_dtype_of(dtype: Any, wanted: Any) -> Any:
-    """Returns the dtype that gradients of `dtype` are summed in.
-
-    `None` is `dtype` itself; a dtype of 32 bits or more widens only (float64 stays float64), a
-    smaller one is taken at its word. Complex gradients stay complex.
-
-    Examples:
-      >>> [str(accumulator_dtype_of(jnp.dtype(d), jnp.float32)) for d in ('bfloat16', 'complex64')]
-      ['float32', 'complex64']
-      >>> str(accumulator_dtype_of(jnp.dtype('float32'), jnp.bfloat16))
-      'bfloat16'
-    """
+    """Returns the dtype that gradients of `dtype` are summed in."""
+    # 32 bits or more only widen: float64 stays float64. Fewer are taken at their word.
     dtype = jnp.dtype(dtype)
     if wanted is None:
         return dtype
@@ -90,11 +76,8 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def widen(accumulator: Any, grads: Any) -> Any:
-    """Returns the accumulator in no narrower dtypes than those of `grads`.
-
-    Optimizers compute in the dtype of what they get: bfloat16, chosen to save memory, is to be that
-    of the accumulator alone.
-    """
+    """Returns the accumulator in no narrower dtypes than those of `grads`."""
+    # Optimizers compute in the dtype of what they get: bfloat16 is to be the accumulator's alone.
 
     def leaf(total: Any, grad: Any) -> Any:
         dtype = jnp.promote_types(jnp.result_type(total), jnp.result_type(grad))
@@ -109,26 +92,18 @@ def _has(value: Any, dtype: Any) -> bool:
 
 
 def traced_once(function: _F, *operands: Any) -> _F:
-    """Returns a function of leaves that a compiled caller traces once for leaves that are alike.
-
-    Each leaf is then a call of one function, which XLA inlines: the compiled program is the same.
-    Elsewhere the function runs as it is, since nothing is to be compiled that nobody asked for.
-
-    Args:
-      function: of arrays; what else is traced it must take as an argument.
-      *operands: trees that hold its arguments.
-    """
+    """Returns a function of leaves that a compiled caller traces once for leaves that are alike."""
+    # Each leaf is then a call of one function, which XLA inlines. Elsewhere the function runs as it
+    # is, since nothing is to be compiled that nobody asked for.
     is_traced = any(isinstance(leaf, DynamicJaxprTracer) for leaf in jax.tree.leaves(operands))
     return cast(_F, jax.jit(function)) if is_traced else function
 
 
 def own_buffers(state: Any, *, apart_from: Any) -> Any:
-    """Copies the arrays of `state` whose memory occurs before in it, or in `apart_from`.
-
-    Some optimizers keep the initial parameters in their state: donating both would donate one
-    buffer twice, which XLA refuses. Two arrays may share memory without being the same object:
-    `jax.device_put` to where an array lies, or to more devices, makes such.
-    """
+    """Copies the arrays of `state` whose memory occurs before in it, or in `apart_from`."""
+    # Some optimizers keep the initial parameters: donating both would donate one buffer twice,
+    # which XLA refuses. Arrays that are not one object may share one: `jax.device_put` to where an
+    # array lies makes such.
     seen: set[int] = set().union(*map(_buffers, jax.tree.leaves(apart_from)))
 
     def own(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import optax
 from opt_accumulate._arrays import (
     accumulator_dtype_of,
     on_device,
-    own_buffers,
     put_beside,
     traced_once,
 )
@@ -29,9 +28,7 @@ Form = Literal["ema", "polyak"]
 Decay = float | jax.Array | Callable[[Any], Any]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AverageState:
+class AverageState(NamedTuple):
     """The state of `with_average`.
 
     Attributes:
@@ -105,8 +102,9 @@ def with_average(
       >>> tx = with_average(optax.sgd(1.0), 0.5)
       >>> params = jnp.zeros(2)
       >>> state = tx.init(params)
+      >>> step = jax.jit(tx.apply)
       >>> for _ in range(2):
-      ...     params, state = tx.apply(params, state, jnp.array([-1.0, -2.0]))
+      ...     params, state = step(params, state, jnp.array([-1.0, -2.0]))
       >>> params.tolist(), state.average.tolist()
       ([2.0, 4.0], [1.25, 2.5])
     """
@@ -118,9 +116,7 @@ def with_average(
         check_numbers(params, "params")
         state = inner.init(params)
         average = _copies(master_params(state, params), wanted, select)
-        state = AverageState(jnp.zeros([], jnp.int32), average, state)
-        owned: AverageState = own_buffers(state, apart_from=params)
-        return owned
+        return AverageState(jnp.zeros([], jnp.int32), average, state)
 
     def update(
         grads: Any, state: AverageState, params: Any = None, **extra_args: Any
@@ -165,11 +161,9 @@ def with_average(
 
 
 def _has_updated(new: Any, old: Any) -> jax.Array | None:
-    """Returns whether the step from one state to the next updated parameters; `None` for always.
-
-    A `MultiSteps`, Optax's included, shows it in its count of steps, a guard in its last decision.
-    Of several side by side, as in `optax.partition`, one that updated is enough.
-    """
+    """Returns whether the step from one state to the next updated parameters; `None` for always."""
+    # A `MultiSteps`, Optax's too, shows it in its count of steps, a guard in its last decision. Of
+    # several side by side, as in `optax.partition`, one that updated is enough.
     if isinstance(new, optax.MultiStepsState):
         stepped: jax.Array = jnp.asarray(new.gradient_step) != jnp.asarray(old.gradient_step)
         inside = _has_updated(new.inner_opt_state, old.inner_opt_state)

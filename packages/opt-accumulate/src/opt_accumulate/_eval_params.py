@@ -77,7 +77,7 @@ def eval_params(state: Any, params: Any) -> Any:
       >>> tx = optax.chain(optax.clip(1.0), with_average(optax.sgd(1.0), 0.9))
       >>> params = jnp.zeros(2, jnp.bfloat16)
       >>> state = tx.init(params)
-      >>> updates, state = tx.update(-jnp.ones(2), state, params)
+      >>> updates, state = jax.jit(tx.update)(-jnp.ones(2), state, params)
       >>> params = optax.apply_updates(params, updates)
       >>> found = eval_params(state, params)
       >>> str(found.dtype), [round(float(x), 2) for x in found]

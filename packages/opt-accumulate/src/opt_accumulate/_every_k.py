@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,21 +13,20 @@ _MAX = int(np.iinfo(np.int32).max)
 
 
 def parse_every_k(every_k_schedule: Any) -> int | Callable[[jax.Array], jax.Array]:
-    """Returns a positive Python integer, or a function whose values are int32 and at least 1.
-
-    Examples:
-      >>> parse_every_k(np.int64(4))
-      4
-      >>> int(parse_every_k(lambda step: 2 * step)(jnp.int32(0)))  # 0 would never emit
-      1
-    """
-    if isinstance(every_k_schedule, jax.core.Tracer):
-        _check_integer(every_k_schedule)
-        return lambda step: _clamp(every_k_schedule)
+    """Returns a positive Python integer, or a function whose values are int32 and at least 1."""
     if callable(every_k_schedule):
-        return lambda step: _clamp(every_k_schedule(step))
-    _check_integer(every_k_schedule)
-    number = operator.index(every_k_schedule)
+        return lambda step: _clamped(every_k_schedule(step))
+    _check_scalar("`every_k_schedule` must be", every_k_schedule)
+    kind = getattr(every_k_schedule, "dtype", np.dtype(object))
+    is_number = isinstance(every_k_schedule, int) and not isinstance(every_k_schedule, bool)
+    if not (is_number or jnp.issubdtype(kind, jnp.integer)):
+        raise TypeError(
+            "`every_k_schedule` must be an integer or a function from the gradient step to one, "
+            f"found {every_k_schedule!r}. Give the number of mini-steps that make one step, e.g. 4."
+        )
+    if isinstance(every_k_schedule, jax.core.Tracer):
+        return lambda step: _clamped(every_k_schedule)
+    number = int(every_k_schedule)
     if not 1 <= number <= _MAX:
         raise ValueError(
             f"`every_k_schedule` must be at least 1, found {number}; and at most {_MAX}, an int32. "
@@ -37,35 +35,19 @@ def parse_every_k(every_k_schedule: Any) -> int | Callable[[jax.Array], jax.Arra
     return number
 
 
-def _check_integer(value: Any) -> None:
-    is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
-    if is_array and np.ndim(value):
-        raise ValueError(
-            f"`every_k_schedule` must be a scalar, found an array of shape {np.shape(value)}. "
-            "Give one integer, or a function from the gradient step to one."
-        )
-    if is_array:
-        is_integer = jnp.issubdtype(value.dtype, jnp.integer)
-        found = f"an array of dtype {value.dtype}"
-    else:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        found = repr(value)
-    if not is_integer:
-        raise TypeError(
-            "`every_k_schedule` must be an integer or a function from the gradient step to one, "
-            f"found {found}. Give the number of mini-steps that make one step, e.g. 4."
-        )
-
-
-def _clamp(value: Any) -> jax.Array:
+def _clamped(value: Any) -> jax.Array:
     if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
         raise TypeError(
             "the function `every_k_schedule` must return a number, found "
             f"{type(value).__name__}. Return the number of mini-steps of this gradient step."
         )
-    if np.shape(value):
-        raise ValueError(
-            "the function `every_k_schedule` must return a scalar, found an array of shape "
-            f"{np.shape(value)}. Return the number of mini-steps of this gradient step."
-        )
+    _check_scalar("the function `every_k_schedule` must return", value)
     return jnp.maximum(jnp.asarray(value).astype(jnp.int32), 1)
+
+
+def _check_scalar(rule: str, value: Any) -> None:
+    if np.ndim(value):
+        raise ValueError(
+            f"{rule} a scalar, found an array of shape {np.shape(value)}. Give one number of "
+            "mini-steps."
+        )

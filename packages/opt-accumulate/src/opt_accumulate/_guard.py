@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._arrays import cast_like, on_device, own_buffers, put_beside
+from opt_accumulate._arrays import cast_like, on_device, put_beside
 from opt_accumulate._inner import InnerUpdate
 from opt_accumulate._loop import emit_if
 from opt_accumulate._norms import all_finite, global_norm
@@ -52,8 +52,9 @@ def guard(
     Args:
       tx: the optimizer: a gradient transformation, a `MultiSteps`, or anything with `init` and
         `apply`, whose `params` may be any tree that a step replaces.
-      loss: what is a spike of the loss, which is then the argument `loss=` of `update` and `apply`;
-        `None` to ignore the loss.
+      loss: what is a spike of the loss, which is then the argument `loss=` of `update` and `apply`,
+        or the one that `Spike(argument=...)` names; `None` to ignore the loss, in loops that pass
+        none.
       grad_norm: what is a spike of the global norm of the gradients; `None` to ignore it.
       update_norm: what is a spike of the global norm of the updates (in `apply`, of the change of
         `params`); `None` to ignore it.
@@ -72,8 +73,9 @@ def guard(
       >>> tx = guard(optax.sgd(1.0), loss=Spike(warmup=2))
       >>> params = jnp.zeros(())
       >>> state = tx.init(params)
+      >>> step = jax.jit(tx.apply)
       >>> for loss in (1.0, 1.1, 50.0, jnp.nan, 1.0):
-      ...     params, state = tx.apply(params, state, jnp.ones(()), loss=loss)
+      ...     params, state = step(params, state, jnp.ones(()), loss=loss)
       ...     print(float(params), bool(state.was_skipped))
       -1.0 False
       -2.0 False
@@ -84,6 +86,11 @@ def guard(
     for name, spike in (("loss", loss), ("grad_norm", grad_norm), ("update_norm", update_norm)):
         if spike is not None and not isinstance(spike, Spike):
             raise OptionError(f"`{name}` must be a `Spike` or None, found {spike!r}.")
+        if spike is not None and name != "loss" and spike.argument != "loss":
+            raise OptionError(
+                f"`{name}` is computed, not passed: its `Spike` takes no `argument`, found "
+                f"{spike.argument!r}. Give it to the `Spike` of `loss`."
+            )
     if nonfinite not in get_args(NonFinite):
         raise OptionError(f"`nonfinite` must be 'skip' or 'apply', found {nonfinite!r}.")
     if max_consecutive is not None:
@@ -93,8 +100,7 @@ def guard(
 
     def init(params: Any) -> GuardState:
         check_numbers(params, "params")
-        owned: GuardState = own_buffers(judge.init(inner.init(params)), apart_from=params)
-        return owned
+        return judge.init(inner.init(params))
 
     def update(
         grads: Any, state: GuardState, params: Any = None, **extra_args: Any
@@ -108,7 +114,7 @@ def guard(
         carry = jax.tree.map(jnp.zeros_like, like), state.inner
         operands = params, grads, extra_args
         (updates, new), state = judge.make(step, carry, operands, state, grads, extra_args)
-        return updates, dataclasses.replace(state, inner=new)
+        return updates, state._replace(inner=new)
 
     def apply(
         params: Any, state: GuardState, grads: Any, **extra_args: Any
@@ -122,7 +128,7 @@ def guard(
         (params, new), state = judge.make(
             step, carry, (grads, extra_args), state, grads, extra_args
         )
-        return params, dataclasses.replace(state, inner=new)
+        return params, state._replace(inner=new)
 
     return ParamsTransformation(init, update, apply)
 
@@ -139,7 +145,7 @@ class _Judge:
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that it takes from the extra arguments of an update."""
-        return frozenset(names) & ({"loss"} if self.loss is not None else set())
+        return frozenset(names) & ({self.loss.argument} if self.loss is not None else set())
 
     def init(self, inner: Any) -> GuardState:
         """Returns the state before the first step."""
@@ -163,20 +169,18 @@ class _Judge:
         grads: Any,
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, GuardState]:
-        """Returns what a step carries, made or not, and the state but for the optimizer's.
-
-        `step` goes from what a step replaces (`carry`) and what it only reads (`operands`) to the
-        first and, by a function, the updates.
-        """
+        """Returns what a step carries, made or not, and the state but for the optimizer's."""
+        # `step` goes from what a step replaces (`carry`) and what it only reads (`operands`) to the
+        # first and, by a function, the updates.
         inner = cast_like(state.inner, state.inner)
-        state = dataclasses.replace(state, inner=inner)
+        state = state._replace(inner=inner)
         values = {}
         if self.grad_norm is not None:
             values["grad_norm"] = global_norm(grads)
         elif self.skips_nonfinite:
             values["grad_norm"] = jnp.where(all_finite(grads), 0.0, jnp.nan)
         if self.loss is not None:
-            values["loss"] = _loss(extra_args)
+            values["loss"] = _loss(self.loss.argument, extra_args)
         reason = self._reason(values, state)
         judges_update = self.update_norm is not None
 
@@ -207,7 +211,7 @@ class _Judge:
             windows["update_norm"] = jax.tree.map(
                 lambda new, old: jnp.where(judged, new, old), window, state.update_norm
             )
-        return carried[0], self._counted(dataclasses.replace(state, **windows), reason)
+        return carried[0], self._counted(state._replace(**windows), reason)
 
     def _reason(self, values: Mapping[str, jax.Array], state: GuardState) -> jax.Array:
         """Returns the `Reason` that these values are, 0 for none."""
@@ -227,8 +231,7 @@ class _Judge:
         count = jnp.asarray(state.count)
         consecutive = jnp.where(skip, optax.safe_increment(state.consecutive), 0)
         most = self.max_consecutive
-        return dataclasses.replace(
-            state,
+        return state._replace(
             count=optax.safe_increment(count),
             skipped=jnp.where(skip, optax.safe_increment(state.skipped), state.skipped),
             consecutive=consecutive,
@@ -256,16 +259,18 @@ def _difference(new: Any, old: Any) -> Any:
     return jax.tree.map(leaf, new, old)
 
 
-def _loss(extra_args: Mapping[str, Any]) -> jax.Array:
-    if "loss" not in extra_args:
+def _loss(argument: str, extra_args: Mapping[str, Any]) -> jax.Array:
+    if argument not in extra_args:
         raise TypeError(
-            "`update` needs the argument `loss`: the guard judges it. Pass `loss=...` in every "
-            "step, or build `guard(tx, loss=None)`."
+            f"`update` needs the argument `{argument}`: the guard judges it. Pass "
+            f"`{argument}=...` in every step; of a loop that passes it by another name give that, "
+            "`guard(tx, loss=Spike(argument=...))`; or build `guard(tx, loss=None)`. Passed are "
+            f"{sorted(extra_args) or 'no extra arguments'}."
         )
-    loss = extra_args["loss"]
+    loss = extra_args[argument]
     if np.shape(loss) or jnp.iscomplexobj(loss):
         raise ValueError(
-            "`loss` must be a real scalar; found an array of shape "
+            f"`{argument}` must be a real scalar; found an array of shape "
             f"{np.shape(loss)} and dtype {jnp.result_type(loss)}."
         )
     return jnp.asarray(loss, jnp.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._arrays import cast_like, widen
+from opt_accumulate._arrays import cast_like, own_buffers, widen
 from opt_accumulate._trees import differences
 
 
@@ -20,17 +21,24 @@ class InnerUpdate:
     def __init__(self, opt: Any, *, takes_apply: bool = False) -> None:
         acts = hasattr(opt, "update") or (takes_apply and hasattr(opt, "apply"))
         if not (hasattr(opt, "init") and acts):
+            is_definition = hasattr(opt, "init_state") and hasattr(opt, "apply_gradient")
             raise TypeError(
                 "`opt` must be a gradient transformation, with `init` and `update`, found "
-                f"{opt!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`."
+                f"{opt!r}. "
+                + (
+                    "It is an optimizer definition: give "
+                    "`opt_optax_bridge.as_transformation(...)` of it."
+                    if is_definition
+                    else "Give an optimizer, e.g. `optax.adamw(1e-3)`."
+                )
             )
         self.opt = _with_extra_args(opt)
         self._apply = getattr(opt, "apply", None)
 
     def init(self, params: Any) -> Any:
-        """Returns the optimizer's state, without weak types."""
+        """Returns the optimizer's state, without weak types, in buffers that may be donated."""
         state = self.opt.init(params)
-        return cast_like(state, state)
+        return own_buffers(cast_like(state, state), apart_from=params)
 
     def __call__(
         self, acc: Any, like: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
@@ -62,10 +70,8 @@ class InnerUpdate:
         return cast_like(new_params, params), cast_like(new_state, state)
 
     def traced_once(self, extra_args: Mapping[str, Any]) -> InnerUpdate:
-        """Returns the same, for one step, which is traced once though `updates_like` is asked.
-
-        What is not an array among `extra_args` has to stay as it is, and costs a second trace.
-        """
+        """Returns the same, for one step, which is traced once though `updates_like` is asked."""
+        # What is not an array has to stay as it is, and costs a second trace.
         if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(extra_args)):
             return self
 
@@ -95,12 +101,20 @@ def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:
     if hasattr(opt, "gradient_transformation"):  # a `MultiSteps`, of ours or of Optax
         return _with_extra_args(opt.gradient_transformation())
 
+    if not isinstance(opt, optax.GradientTransformation) and _takes_any_keyword(opt.update):
+        return optax.GradientTransformationExtraArgs(opt.init, opt.update)
+
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         del extra_args
         return opt.update(grads, state, params)
 
     init_and_update: Any = opt.init, update  # Optax's type of `update` lacks the extra arguments
     return optax.GradientTransformationExtraArgs(*init_and_update)
+
+
+def _takes_any_keyword(function: Any) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _no_update(*_: Any, **__: Any) -> Any:

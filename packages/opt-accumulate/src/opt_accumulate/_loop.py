@@ -13,20 +13,9 @@ from jax import lax
 def emit_if(
     emit: jax.Array, body: Callable[[Any, Any], Any], carry: Any, operands: Any
 ) -> tuple[jax.Array, Any]:
-    """Returns `body(carry, operands)` where `emit` is true, `carry` otherwise.
-
-    A loop of no or one trip, whose carry stays where it is: `lax.cond` copies what passes through.
-
-    Args:
-      emit: a boolean scalar. Do not fold it where its value is static: without it to order the
-        emission by, XLA copies the accumulator that it reads.
-      body: takes and returns what is carried; neither structure nor dtypes may change.
-      carry: what an emission replaces.
-      operands: what an emission only reads.
-
-    Returns:
-      `emit`, available only after `body` has run, and what is carried.
-    """
+    """Returns `body(carry, operands)` where `emit` is true, `carry` otherwise."""
+    # A loop of no or one trip, whose carry stays in place: `lax.cond` copies what passes through.
+    # It is not folded where `emit` is static: XLA would copy the accumulator that it reads.
     limit = emit.astype(jnp.int32)
 
     def trip(counted: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
@@ -38,19 +27,14 @@ def emit_if(
 
 
 def zeros_if(done: jax.Array, tree: Any) -> Any:
-    """Returns zeros where `done`, of `emit_if`, is true, `tree` otherwise.
-
-    `done` orders the two: when this overwrites `tree`, all that reads it has been computed, so that
-    XLA need not copy `tree` for the emission.
-    """
+    """Returns zeros where `done`, of `emit_if`, is true, `tree` otherwise."""
+    # When this overwrites `tree`, all that reads it has been computed: XLA need not copy it.
     return emit_if(done, lambda carry, _: jax.tree.map(jnp.zeros_like, carry), tree, ())[1]
 
 
 def _tied_to(count: jax.Array, tree: Any) -> Any:
-    """Ties arrays to the loop's count: what does not depend on it, XLA computes before the loop.
-
-    One by one, as all that passes a barrier together varies, under `shard_map`, over the same axes.
-    """
+    """Ties arrays to the loop's count: what does not depend on it, XLA computes before the loop."""
+    # One by one: what passes a barrier together varies, under `shard_map`, over the same axes.
 
     def tie(leaf: Any) -> Any:
         return lax.optimization_barrier((count, leaf))[1] if _is_plain_array(leaf) else leaf

@@ -13,7 +13,6 @@ from opt_accumulate._arrays import (
     accumulator_dtype_of,
     cast_like,
     check_accumulator_dtype,
-    own_buffers,
     traced_once,
 )
 from opt_accumulate._every_k import parse_every_k
@@ -54,8 +53,9 @@ class MultiSteps:
       >>> steps = MultiSteps(optax.sgd(1.0), 2)
       >>> params = jnp.zeros(2)
       >>> state = steps.init(params)
+      >>> step = jax.jit(steps.apply)
       >>> for grads in (jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])):
-      ...     params, state = steps.apply(params, state, grads)
+      ...     params, state = step(params, state, grads)
       ...     print(params.tolist(), bool(steps.has_updated(state)))
       [0.0, 0.0] False
       [-2.0, -3.0] True
@@ -122,15 +122,13 @@ class MultiSteps:
         if self._should_skip is not None:
             zeros = jax.tree.map(jnp.zeros_like, params)
             _, skip_state = ask(self._should_skip, zeros, jnp.zeros([], jnp.int32), params)
-        state = optax.MultiStepsState(
+        return optax.MultiStepsState(
             mini_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             inner_opt_state=self._inner.init(params),
             acc_grads=jax.tree.map(empty, params),
             skip_state=skip_state,
         )
-        owned: optax.MultiStepsState = own_buffers(state, apart_from=params)
-        return owned
 
     def update(
         self, updates: Any, state: optax.MultiStepsState, params: Any = None, **extra_args: Any
@@ -327,10 +325,8 @@ def _ended(state: optax.MultiStepsState, done: jax.Array, inner: Any) -> optax.M
 
 
 def _keep_imaginary(total: Any, grad: Any) -> Any:
-    """Makes a real leaf complex that is to hold complex gradients; others stay as they are.
-
-    A state that Optax made accumulates complex gradients in float32, without imaginary parts.
-    """
+    """Makes a real leaf complex that is to hold complex gradients; others stay as they are."""
+    # A state that Optax made accumulates complex gradients in float32, without imaginary parts.
     dtype = jnp.result_type(total)
     if not jnp.iscomplexobj(grad) or jnp.issubdtype(dtype, jnp.complexfloating):
         return total

@@ -13,25 +13,14 @@ from opt_accumulate._arrays import traced_once
 
 
 def squared_norm(tree: Any) -> jax.Array:
-    """Returns the squared global norm, a real scalar of float32 at least; 0 for an empty tree.
-
-    Examples:
-      >>> float(squared_norm([jnp.float16(300.0), jnp.complex64(3 + 4j)]))  # float16 ends at 65504
-      90025.0
-    """
+    """Returns the squared global norm, a real scalar of float32 at least; 0 for an empty tree."""
     return total(_sum_of_squares, tree)
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Returns the global norm in float32, which is finite if and only if all values are.
-
-    One read, and a second one only where the squares add up to infinity: of values whose squares
-    overflow, or that are infinite. What is more than float32 has comes out as its largest number.
-
-    Examples:
-      >>> [f'{global_norm([jnp.array(values)]):.3g}' for values in ([3e30, 4e30], [jnp.inf])]
-      ['5e+30', 'inf']
-    """
+    """Returns the global norm in float32, which is finite if and only if all values are."""
+    # Read twice only where the squares add up to infinity. What is more than float32 has comes out
+    # as its largest number.
     squared = squared_norm(tree)
     # The squares of what is left of the largest values are far from overflow, the sum of them is,
     # too; that of values which matter beside those is far from 0.
@@ -50,12 +39,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Returns whether no value is inf or NaN, by one sum: it costs what a norm costs.
-
-    Examples:
-      >>> bool(all_finite([jnp.float32(3e38)] * 2)), bool(all_finite([jnp.array([jnp.inf, 0.0])]))
-      (True, False)
-    """
+    """Returns whether no value is inf or NaN, by one sum: it costs what a norm costs."""
     return jnp.isfinite(total(_sum_of_differences, tree))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ class Reason(enum.IntFlag):
     UPDATE_NORM = 8
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GuardState:
+class GuardState(NamedTuple):
     """The state of `guard`.
 
     Attributes:
@@ -78,16 +76,7 @@ class GuardState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardReport:
-    """What a guard has done, as scalars for logs.
-
-    Attributes:
-      skipped: int32; steps skipped since `init`.
-      consecutive: int32; steps skipped in a row up to now.
-      was_skipped: bool; whether the last step was skipped.
-      stuck: bool; whether `consecutive` has reached `max_consecutive`.
-      reason: int32; the `Reason` of the last skipped step, 0 if there was none.
-      last_skipped: int32; the number of that step, counted from 0, or -1.
-    """
+    """What a guard has done, as scalars for logs: the fields of `GuardState` by the same names."""
 
     skipped: Any
     consecutive: Any
@@ -117,7 +106,7 @@ def report(state: Any) -> GuardReport:
       >>> from opt_accumulate import guard
       >>> tx = guard(optax.sgd(0.1), loss=None)
       >>> params = jnp.ones(2)
-      >>> _, state = tx.apply(params, tx.init(params), jnp.array([1.0, jnp.nan]))
+      >>> _, state = jax.jit(tx.apply)(params, tx.init(params), jnp.array([1.0, jnp.nan]))
       >>> found = report(state)
       >>> int(found.skipped), Reason(int(found.reason))
       (1, <Reason.NONFINITE: 1>)
@@ -152,8 +141,9 @@ def check_skips(state: Any, max_consecutive: int | None = None) -> None:
       >>> from opt_accumulate import guard
       >>> tx = guard(optax.sgd(0.1), loss=None)
       >>> params, state = jnp.ones(1), tx.init(jnp.ones(1))
+      >>> step = jax.jit(tx.apply)
       >>> for _ in range(3):
-      ...     params, state = tx.apply(params, state, jnp.array([jnp.nan]))
+      ...     params, state = step(params, state, jnp.array([jnp.nan]))
       >>> check_skips(state, 3)
       >>> check_skips(state, 2)
       Traceback (most recent call last):

@@ -32,8 +32,9 @@ def rollback(keep: int = 2, memory_kind: str | None = "pinned_host") -> Rollback
       >>> tx = guard(optax.sgd(1.0), loss=None, max_consecutive=2)
       >>> params, good = jnp.zeros(()), rollback(keep=2, memory_kind=None)
       >>> state = tx.init(params)
+      >>> apply = jax.jit(tx.apply)
       >>> for step, grad in enumerate([1.0, 1.0, jnp.inf, jnp.inf]):
-      ...     params, state = tx.apply(params, state, jnp.float32(grad))
+      ...     params, state = apply(params, state, jnp.float32(grad))
       ...     if report(state).stuck:
       ...         last, (params, state) = good.restore()
       ...         print('back to', last, 'from', step)

@@ -28,9 +28,11 @@ class Spike:
       warmup: values to accept before the first decision; at most `window`.
       patience: after this many consecutive finite spikes the level is taken to have changed: the
         window is emptied and restarts with the next step.
+      argument: of a guard's `loss`, the keyword by which the loop passes it to `update`, such as
+        `value` (NumPyro, `optax.contrib.reduce_on_plateau`).
 
     Raises:
-      OptionError: a number is out of range.
+      OptionError: a number is out of range, or `argument` is not a keyword.
     """
 
     window: int = 128
@@ -38,9 +40,10 @@ class Spike:
     min_deviation: float = 0.01
     warmup: int = 32
     patience: int = 16
+    argument: str = "loss"
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
+        """Checks the values."""
         for name, least in (("window", 2), ("warmup", 2), ("patience", 1)):
             check_integer(name, getattr(self, name), least)
         if self.warmup > self.window:
@@ -54,6 +57,8 @@ class Spike:
             raise OptionError(
                 f"`min_deviation` must not be negative, found {self.min_deviation!r}."
             )
+        if type(self.argument) is not str or not self.argument.isidentifier():
+            raise OptionError(f"`argument` must be the name of a keyword, found {self.argument!r}.")
 
 
 @jax.tree_util.register_dataclass
@@ -92,13 +97,7 @@ class Window:
         return jnp.where(self.count < spike.warmup, jnp.inf, limit)
 
     def judged(self, spike: Spike, value: jax.Array, accepted: jax.Array) -> Window:
-        """Returns the window after a step.
-
-        Args:
-          spike: what it is compared by.
-          value: of this step.
-          accepted: whether the step was made.
-        """
+        """Returns the window after a step."""
         is_finite = jnp.isfinite(value)
         enters = accepted & is_finite
         is_next = jnp.arange(spike.window) == self.count % spike.window

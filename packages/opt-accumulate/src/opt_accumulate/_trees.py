@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,11 +18,8 @@ Path = tuple[Any, ...]
 
 
 def path_str(path: Sequence[Any]) -> str:
-    """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
-
-    Inside of a key `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
-    a tree share a path.
-    """
+    """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`."""
+    # As in JSON Pointer (RFC 6901): no two leaves of a tree share a path.
     if not path:
         return "."
     names = (keystr((key,), simple=True) for key in path)
@@ -42,12 +40,7 @@ def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def differences(expected: Any, found: Any) -> list[str]:
-    """Returns one indented line for each way in which a tree is not as expected.
-
-    Examples:
-      >>> differences({'a': jax.numpy.ones(2)}, {'a': jax.numpy.ones(3)})
-      ['  a: expected shape (2,), found (3,)']
-    """
+    """Returns one indented line for each way in which a tree is not as expected."""
     treedef: Any
     leaves, treedef = tree_flatten_with_path(expected)
     others, other_treedef = tree_flatten_with_path(found)
@@ -63,15 +56,15 @@ def differences(expected: Any, found: Any) -> list[str]:
     return lines or [f"  containers: expected {treedef}, found {other_treedef}"]
 
 
-def not_numbers(tree: Any) -> list[str]:
-    """Returns one indented line for each leaf that JAX cannot compute with; random keys may pass.
+def described(tree: Any, describe: Callable[[Any], str], is_leaf: Any = None) -> list[str]:
+    """Returns an indented line with the path of each leaf that there is something to say of."""
+    keyed = tree_flatten_with_path(tree, is_leaf)[0]
+    return [f"  {path_str(path)}: {text}" for path, leaf in keyed if (text := describe(leaf))]
 
-    Examples:
-      >>> not_numbers({'a': 1.0, 'b': 'text', 'c': np.array([None])})
-      ['  b: a str', '  c: an array of dtype object']
-    """
-    keyed = ((path, _what_is_wrong(leaf)) for path, leaf in tree_flatten_with_path(tree)[0])
-    return [f"  {path_str(path)}: {wrong}" for path, wrong in keyed if wrong]
+
+def not_numbers(tree: Any) -> list[str]:
+    """Returns a line for each leaf that JAX cannot compute with; random keys may pass."""
+    return described(tree, _what_is_wrong)
 
 
 def _what_is_wrong(leaf: Any) -> str:
@@ -103,21 +96,21 @@ def check_like(tree: Any, accumulator: Any, argument: str = "updates") -> None:
         )
 
 
-def check_integer(name: str, value: Any, least: int) -> None:
-    """Raises an `OptionError` unless `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def check_integer(name: str, value: Any, least: int) -> int:
+    """Returns Python's integer; raises an `OptionError` unless it is one of at least `least`."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
         raise OptionError(f"`{name}` must be an integer of at least {least}, found {value!r}.")
+    return number
 
 
 def broadcast_prefix(
     prefix: Any, tree: Any, argument: str, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:
-    """Returns, for every leaf of `tree`, the leaf of `prefix` at or above it.
-
-    Examples:
-      >>> broadcast_prefix({'a': 'sum', 'b': 'mean'}, {'a': [1, 2], 'b': 3}, 'aux')
-      ['sum', 'sum', 'mean']
-    """
+    """Returns, for every leaf of `tree`, the leaf of `prefix` at or above it."""
     try:
         full = jax.tree.broadcast(prefix, tree, is_leaf)
     except ValueError as error:

@@ -336,7 +336,7 @@ def distribute(
       >>> params = {'w': jnp.array([[0.0, 2.0], [1.0, 0.0]])}
       >>> def inverse(x):
       ...     return jnp.linalg.inv(x)
-      >>> inverses, _ = distribute(inverse, params, None, mesh).apply(params)
+      >>> inverses, _ = jax.jit(distribute(inverse, params, None, mesh).apply)(params)
       >>> inverses['w'].tolist()
       [[0.0, 1.0], [0.5, 0.0]]
     """
@@ -355,11 +355,9 @@ def distribute(
 
 
 def _after(first: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Returns `x`, as something that is not known before `first` is.
-
-    XLA drops an `optimization_barrier` before it orders instructions, and would then have the
-    buffers of several groups at a time. What it cannot prove to be zero is added to the bits.
-    """
+    """Returns `x`, as something that is not known before `first` is."""
+    # XLA drops an `optimization_barrier` before it orders instructions, and would then have the
+    # buffers of several groups at a time. What it cannot prove to be zero is added to the bits.
     if first is None:
         return x
     known = lax.bitcast_convert_type(first.ravel()[0], _bits_of(first)).astype(jnp.uint32)

@@ -10,7 +10,7 @@ gradients and the shape of the matrix. Weight decay would change nothing.
   >>> import optax
   >>> tx = hyperball(optax.identity(), Matrices.by_rank2(), 0.75)
   >>> params = {'w': jnp.array([[4.0, 0.0]])}
-  >>> updates, _ = tx.update({'w': jnp.array([[0.0, -7.0]])}, tx.init(params), params)
+  >>> updates, _ = jax.jit(tx.update)({'w': jnp.array([[0.0, -7.0]])}, tx.init(params), params)
   >>> optax.apply_updates(params, updates)['w'].round(4).tolist()
   [[3.2, 2.4]]
 """
@@ -70,7 +70,7 @@ def hyperball(
       >>> from opt_matrix import scale_by_muon
       >>> params = {'b': jnp.ones(3), 'w': jnp.ones((2, 3))}
       >>> tx = hyperball(scale_by_muon(), Matrices.by_rank2(), 0.01, rest=optax.adam(1e-3))
-      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
       >>> [jnp.linalg.norm(w).round(2).item() for w in (params['w'], params['w'] + updates['w'])]
       [2.45, 2.45]
     """

@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from optax.contrib._muon import MuonDimensionNumbers
 
-from opt_matrix._paths import leaves_by_path
+from opt_matrix._paths import full_path_str, leaves_by_path, path_str
 from opt_matrix.errors import OptionError, UndecidedError
 
 
@@ -128,6 +128,9 @@ class Matrices:
     def by_path(cls, patterns: Mapping[str, Any]) -> Matrices:
         """The regular expression that matches a leaf's whole path says what it is.
 
+        Of a variable or box of Flax the path is `mlp/kernel`, as it is without the box. The one
+        with its attribute, `mlp/kernel/value`, decides where that does not.
+
         Args:
           patterns: for each, `(reduction, output)` as dimensions or tuples of dimensions, `Dims`,
             Optax's `MuonDimensionNumbers`, or `None` for rest. Every leaf must be matched by one
@@ -201,11 +204,15 @@ class Matrices:
         """
         found: dict[str, Dims | None] = {}
         problems: list[str] = []
-        leaves = leaves_by_path(params)
-        for path, leaf in leaves.items():
+        names = set[str]()
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+            path, full = path_str(keys), full_path_str(keys)
+            names |= {path, full}
             shape = tuple(leaf.shape)
             try:
                 decision = self._decide(path, shape)
+                if isinstance(decision, _Undecided) and full != path:
+                    decision = self._decide(full, shape)
             except UndecidedError as error:
                 problems.append(str(error))
                 continue
@@ -217,7 +224,7 @@ class Matrices:
             problems += [
                 f"{pattern.pattern!r} matches no leaf"
                 for pattern in self._patterns
-                if not any(map(pattern.fullmatch, leaves))
+                if not any(map(pattern.fullmatch, names))
             ]
         if problems:
             raise UndecidedError(
@@ -231,7 +238,7 @@ def as_dims(given: Any) -> Dims | None:
     """What a user gave for one leaf, as `Dims`."""
     if given is None or isinstance(given, Dims):
         return given
-    if isinstance(given, MuonDimensionNumbers):
+    if hasattr(given, "reduction_axis"):  # Optax's, since its 0.2.6
         given = (given.reduction_axis, given.output_axis)
     if isinstance(given, tuple | list) and len(given) == 2:
         sides = [(side,) if isinstance(side, int) else side for side in given]

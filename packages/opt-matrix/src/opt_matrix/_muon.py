@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.contrib import _muon
 from optax.contrib._muon import MuonState
 
 from opt_matrix._distribute import Distributed, place_like, refuse_others
@@ -70,7 +71,8 @@ def scale_by_muon(
     Examples:
       >>> tx = scale_by_muon(orthogonalize=newton_schulz(dtype=None))
       >>> params = {'w': jnp.eye(2)}
-      >>> updates, _ = tx.update({'w': jnp.diag(jnp.array([4.0, 4.0]))}, tx.init(params))
+      >>> grads = {'w': jnp.diag(jnp.array([4.0, 4.0]))}
+      >>> updates, _ = jax.jit(tx.update)(grads, tx.init(params))
       >>> updates['w'].round(1).tolist()
       [[1.1, 0.0], [0.0, 1.1]]
     """
@@ -172,7 +174,7 @@ def muon(
     Examples:
       >>> params = {'b': jnp.ones(3), 'w': jnp.ones((2, 3))}
       >>> tx = muon(0.1, matrices=Matrices.by_rank2())
-      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> updates, state = jax.jit(tx.update)(params, tx.init(params), params)
       >>> sorted(state.inner_states)
       ['adam', 'muon']
     """
@@ -189,9 +191,11 @@ def muon(
         plan=plan,
         max_group_bytes=max_group_bytes,
     )
+    # Since 0.2.7 Optax scales by shape in a part of its own: the state has the installed one's.
+    shaped = [scale_by_shape()] if hasattr(_muon, "scale_by_shape") else []
     chained = optax.chain(
         scaled,
-        scale_by_shape(),
+        *shaped,
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         _scale_by_learning_rate(learning_rate),
     )
@@ -222,10 +226,8 @@ def require_rules(matrices: Any) -> None:
 
 
 def scale_by_shape() -> optax.GradientTransformation:
-    """Keeps the place of Optax's, which scales where `scale_by_muon` already has.
-
-    Checkpoints know a transformation by the name of its constructor.
-    """
+    """Keeps the place of Optax's, which scales where `scale_by_muon` already has."""
+    # Checkpoints know a transformation by the name of its constructor.
 
     def init(params: Any) -> optax.EmptyState:
         return optax.EmptyState()

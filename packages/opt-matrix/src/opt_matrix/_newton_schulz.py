@@ -185,7 +185,7 @@ def newton_schulz(
       >>> newton_schulz(8, 'polar_express', jnp.float32)(x).round(2).tolist()
       [[1.0, 0.0], [0.0, 1.0]]
     """
-    if not _is_positive_integer(steps):
+    if not is_positive_integer(steps):
         raise OptionError(f"`steps` must be a positive integer; got {steps!r}")
     chosen = _NAMED.get(coefficients) if isinstance(coefficients, str) else _rows(coefficients)
     if chosen is None:
@@ -213,7 +213,8 @@ _NAMED: dict[Any, Coefficients] = {
 }
 
 
-def _is_positive_integer(value: Any) -> bool:
+def is_positive_integer(value: Any) -> bool:
+    """Whether it is Python's integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
 from opt_matrix._plan import MatrixPlan
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class NorMuonState:
+class NorMuonState(NamedTuple):
     """The state of `scale_by_normuon`.
 
     Attributes:
@@ -94,7 +92,7 @@ def scale_by_normuon(
     Examples:
       >>> params = {'w': jnp.ones((4, 8))}
       >>> tx = scale_by_normuon(params, None, jax.make_mesh((1,), ('x',)))
-      >>> updates, state = tx.update(params, tx.init(params))
+      >>> updates, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params))
       >>> jnp.sqrt(jnp.mean(updates['w'] ** 2)).round(2).item(), state.nu[0].shape
       (0.2, (1, 8))
     """

@@ -17,7 +17,7 @@ from opt_matrix import _check, _costs, _tables
 from opt_matrix._costs import Kind, Way
 from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
 from opt_matrix._matrices import Matrices
-from opt_matrix._newton_schulz import SplitFunction, newton_schulz
+from opt_matrix._newton_schulz import SplitFunction, is_positive_integer, newton_schulz
 from opt_matrix._paths import leaves_by_path
 from opt_matrix.errors import OptionError, PlanError
 
@@ -262,7 +262,7 @@ def plan_matrices(
       [('all_to_all', 2, 1048576)]
     """
     fn = newton_schulz() if fn is None else fn
-    if not _is_positive(max_group_bytes):
+    if not is_positive_integer(max_group_bytes):
         raise OptionError(
             f"`max_group_bytes` must be a positive integer; got {max_group_bytes!r}. With "
             "`optax.inject_hyperparams` name it among `static_args`"
@@ -305,10 +305,6 @@ def plan_matrices(
     return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes, least)
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1
-
-
 def _kind(layout: LeafLayout, fn: Any) -> Kind:
     sent = getattr(fn, "dtype", None)
     return Kind(
@@ -324,10 +320,7 @@ def _kind(layout: LeafLayout, fn: Any) -> Kind:
 def _bytes_by_rounds(
     kind: Kind, way: Way, total: int, mesh: dict[str, int], fn: Any
 ) -> dict[int, int]:
-    """The temporaries for each even cut into groups, the fewest groups first.
-
-    A cut is the number of rounds of its largest group: of matrices that each device computes with.
-    """
+    """The temporaries for each even cut into groups, the fewest groups first."""
     workers = _costs.size(mesh, way.share)
     rounds = -(-total // workers)
 

@@ -140,7 +140,7 @@ def scale_by_soap(
     Examples:
       >>> params = {'w': jnp.ones((4, 8))}
       >>> tx = scale_by_soap(params, None, jax.make_mesh((1,), ('x',)))
-      >>> updates, state = tx.update(params, tx.init(params))
+      >>> updates, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params))
       >>> updates['w'].shape, state[0]['left'].shape
       ((4, 8), (1, 4, 4))
     """
@@ -164,12 +164,9 @@ def _turned(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _next_basis(covariance: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A basis nearer to the eigenvectors, by falling eigenvalue, and where each column was.
-
-    A covariance of few gradients has a null space, of which a decomposition would return rounding
-    errors, other ones on every mesh. A shift keeps eigenvectors and has those directions continue
-    the basis that was, in the order they had.
-    """
+    """A basis nearer to the eigenvectors, by falling eigenvalue, and where each column was."""
+    # A covariance of few gradients has a null space, of which a decomposition would return rounding
+    # errors, other ones on every mesh. A shift has those directions continue the basis that was.
     values = jnp.sum(basis * (covariance @ basis), axis=0)
     shift = _SHIFT * jnp.max(values)
     order = jnp.argsort(-jnp.where(values > shift, values, 0))

@@ -120,10 +120,8 @@ def _inverted(order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Moves an array as bits where its dtype is narrow.
-
-    XLA's CPU compiler turns bfloat16 into float32 around a collective, and twice the bytes move.
-    """
+    """Moves an array as bits where its dtype is narrow."""
+    # XLA's CPU compiler turns bfloat16 into float32 around a collective, and twice the bytes move.
     if x.dtype.itemsize != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         return move(x)
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from opt_accumulate._arrays import check_accumulator_dtype
 from opt_accumulate._microbatches.auxiliary import check_reductions, divide, joined
 from opt_accumulate._microbatches.batch import Sizes, batch_rows, check_devices
 from opt_accumulate._microbatches.deferred import accumulate_deferred, check_axes, find_mesh
-from opt_accumulate._microbatches.loop import BatchShard, Further, Loop, Rng, accumulate
+from opt_accumulate._microbatches.loop import Loop, Rng, accumulate
 from opt_accumulate._microbatches.losses import (
     SkipFunction,
     Weights,
@@ -26,7 +25,7 @@ from opt_accumulate._microbatches.losses import (
 )
 from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place
 from opt_accumulate._microbatches.varying import sum_as_like
-from opt_accumulate._trees import not_numbers, path_str
+from opt_accumulate._trees import check_integer, described, not_numbers
 from opt_accumulate.errors import OptionError
 
 
@@ -193,7 +192,7 @@ def accumulate_gradients(
     ) -> tuple[Any, Any]:
         _check_key(loop.rng, rng)
         _check_params(params)
-        further = Further(args, kwargs)
+        further = args, kwargs
         shardings = leaf_shardings(out_shardings, params)
         if reduce == "deferred":
             over = find_mesh(mesh, shardings, axes)
@@ -207,8 +206,7 @@ def accumulate_gradients(
             if mesh is not None:
                 check_devices(split, mesh, axes, "`data_axes`")
             keep_place = functools.partial(place, shardings=shardings)
-            shard = BatchShard(0, rng)
-            sums, stacks = accumulate(loop, split, shard, params, batch, further, keep_place)
+            sums, stacks = accumulate(loop, split, 0, rng, params, batch, further, keep_place)
 
         def mean(total: Any) -> Any:
             return jax.tree.map(lambda leaf: divide(leaf, sums.weight), total)
@@ -230,35 +228,25 @@ def _check_sizes(num: Any, size: Any) -> Sizes:
             "Give `num_microbatches` or `microbatch_size`, one of them: "
             f"they are {num!r} and {size!r}."
         )
-    num = None if num is None else _check_positive("num_microbatches", num)
-    size = None if size is None else _check_positive("microbatch_size", size)
+    num = None if num is None else check_integer("num_microbatches", num, 1)
+    size = None if size is None else check_integer("microbatch_size", size, 1)
     return Sizes(num, size)
-
-
-def _check_positive(name: str, value: Any) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise OptionError(f"`{name}` must be an integer of 1 or more; it is {value!r}.")
-    return number
 
 
 def _check_params(params: Any) -> None:
     if unfit := not_numbers(params):
         raise OptionError("`params` must be a tree of arrays; it has\n" + "\n".join(unfit))
-    wrong = [
-        f"  {path_str(path)}: {jnp.result_type(leaf)}\n"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    ]
-    if wrong:
+    if wrong := described(params, _not_inexact):
         raise OptionError(
             "`params` must be arrays of floating-point or complex numbers, to differentiate by; "
-            "found\n" + "".join(wrong) + "Pass counters, keys and other state that is not "
+            "found\n" + "\n".join(wrong) + "\nPass counters, keys and other state that is not "
             "learned as a further argument."
         )
+
+
+def _not_inexact(leaf: Any) -> str:
+    dtype = jnp.result_type(leaf)
+    return "" if jnp.issubdtype(dtype, jnp.inexact) else str(dtype)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from opt_accumulate._arrays import inexact
 from opt_accumulate._microbatches.batch import Split
 from opt_accumulate._microbatches.varying import axes_of_types, vary
-from opt_accumulate._trees import broadcast_prefix, not_numbers, path_str
+from opt_accumulate._trees import broadcast_prefix, described, not_numbers, path_str
 from opt_accumulate.errors import LossOutputError, OptionError
 
 Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]
@@ -24,16 +24,15 @@ _REDUCTIONS = get_args(Reduction)
 
 def check_reductions(aux: Any) -> None:
     """Raises an `OptionError` unless every leaf of `aux` is a reduction; lists every path."""
-    wrong = [
-        f"  {path_str(path)}: {leaf!r}\n"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
-        if not (isinstance(leaf, str) and leaf in _REDUCTIONS)
-    ]
-    if wrong:
+    if wrong := described(aux, _no_reduction):
         raise OptionError(
             "`aux` must be one of 'stack', 'sum', 'mean', 'concat', or a tree of them; it has\n"
-            + "".join(wrong)
+            + "\n".join([*wrong, ""])
         )
+
+
+def _no_reduction(leaf: Any) -> str:
+    return "" if isinstance(leaf, str) and leaf in _REDUCTIONS else repr(leaf)
 
 
 def check_outputs(output: Any) -> None:
@@ -45,13 +44,7 @@ def check_outputs(output: Any) -> None:
 
 
 def reductions_of(shapes: Any, aux: Any, split: Split) -> tuple[Reduction, ...]:
-    """Returns the reduction of each leaf of an auxiliary output.
-
-    Raises:
-      LossOutputError: a leaf to be concatenated has no dimension of rows, or keys are to be summed;
-        lists every path.
-      OptionError: `aux` does not fit `output`.
-    """
+    """Returns the reduction of each leaf of an auxiliary output."""
     rules = broadcast_prefix(aux, shapes, "aux")
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     keyed = [(path, leaf, rule) for (path, leaf), rule in zip(leaves, rules, strict=True)]
@@ -134,12 +127,7 @@ def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns `total / weight`, and zeros for a weight of zero.
-
-    Examples:
-      >>> divide(jnp.float16(3), jnp.int32(100_000)).dtype, divide(jnp.float32(1), jnp.int32(0))
-      (dtype('float16'), Array(0., dtype=float32))
-    """
+    """Returns `total / weight`, and zeros for a weight of zero."""
     empty = weight == 0
     wide = inexact(total.dtype)  # counts do not fit float16
     quotient = total.astype(wide) / jnp.where(empty, jnp.ones_like(weight), weight).astype(wide)

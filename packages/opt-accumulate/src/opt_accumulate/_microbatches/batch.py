@@ -26,19 +26,12 @@ _Index = jax.tree_util.SequenceKey
 
 
 class Split(NamedTuple):
-    """How many rows go where.
+    """How many rows go where."""
 
-    Attributes:
-      num: how many microbatches.
-      size: rows of each of them.
-      rows: of the batch, or of one device's part of it; others are padding.
-      devices: on how many devices there are as many rows.
-    """
-
-    num: int
-    size: int
-    rows: int
-    devices: int
+    num: int  # of microbatches
+    size: int  # rows of each of them
+    rows: int  # of the batch, or of one device's part of it; others are padding
+    devices: int  # that have as many rows
 
     @property
     def padding(self) -> int:
@@ -52,12 +45,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def batch_rows(batch: Any) -> int:
-    """Returns the number of rows that all leaves of a batch have but for scalars.
-
-    Raises:
-      BatchError: no leaf with rows, no rows, leaves that differ, that cannot be computed with, or
-        rows that are numbers in a list; lists every path.
-    """
+    """Returns the number of rows that all leaves of a batch have but for scalars."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = {path_str(path): np.shape(leaf) for path, leaf in leaves if has_rows(leaf)}
     if not shapes:
@@ -114,14 +102,7 @@ class Sizes:
     microbatch_size: int | None
 
     def of(self, rows: int, devices: int = 1) -> Split:
-        """Returns the sizes for a batch, or for the part of it on each of some devices.
-
-        Examples:
-          >>> Sizes(4, None).of(12)
-          Split(num=4, size=3, rows=12, devices=1)
-          >>> Sizes(None, 4).of(26, devices=2).padding
-          1
-        """
+        """Returns the sizes for a batch, or for the part of it on each of some devices."""
         if rows % devices or (self.microbatch_size or 0) % devices:
             raise BatchError(
                 f"`batch` has {rows} rows and {self._asked}: the rows must divide evenly over the "
@@ -214,13 +195,7 @@ def check_devices(split: Split, mesh: Any, axes: Sequence[str], where: str) -> N
 
 
 def take(folded: Any, index: Any) -> Any:
-    """Returns one microbatch of what `fold` returned.
-
-    Examples:
-      >>> folded = fold(jnp.arange(1, 6), Split(num=3, size=2, rows=5, devices=1))
-      >>> [take(folded, i).tolist() for i in range(3)]
-      [[1, 4], [2, 5], [3, 0]]
-    """
+    """Returns one microbatch of what `fold` returned."""
 
     def cut(leaf: Any) -> Any:
         if not has_rows(leaf):
@@ -237,13 +212,7 @@ def row_numbers(split: Split, index: Any) -> jax.Array:
 
 
 def unfold(stacked: Any, split: Split) -> jax.Array:
-    """Puts per-row outputs, stacked over the microbatches, in the order of the batch's rows.
-
-    Examples:
-      >>> stacked = jnp.array([[1, 4], [2, 5], [3, 0]])
-      >>> unfold(stacked, Split(num=3, size=2, rows=5, devices=1)).tolist()
-      [1, 2, 3, 4, 5]
-    """
+    """Puts per-row outputs, stacked over the microbatches, in the order of the batch's rows."""
     rows = jnp.swapaxes(stacked, 0, 1)
     shape = (split.num * split.size, *rows.shape[2:])
     spec = explicit_spec(rows)

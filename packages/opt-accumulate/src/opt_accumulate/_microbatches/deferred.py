@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from opt_accumulate._microbatches.batch import batch_rows, has_rows
-from opt_accumulate._microbatches.loop import BatchShard, Further, Loop, Stacks, Sums, accumulate
+from opt_accumulate._microbatches.loop import Further, Loop, Stacks, Sums, accumulate
 from opt_accumulate._microbatches.placement import (
     Shardings,
     axes_of,
@@ -32,7 +32,7 @@ from opt_accumulate._microbatches.placement import (
     reshard,
     without,
 )
-from opt_accumulate._trees import path_str
+from opt_accumulate._trees import described
 from opt_accumulate.errors import OptionError
 
 
@@ -90,10 +90,8 @@ def accumulate_deferred(
 
     leaves, treedef = jax.tree.flatten((batch, further))
     of_batch = len(jax.tree.leaves(batch))
-    arrays, specs = (
-        {},
-        {},
-    )  # by position; functions, strings and Python's numbers stay what they are
+    # By position; functions, strings and Python's numbers stay what they are.
+    arrays, specs = dict[int, Any](), dict[int, Any]()
     for i, leaf in enumerate(leaves):
         if i < of_batch and has_rows(leaf):
             arrays[i], specs[i] = _spread(leaf, mesh, data_axes), over_devices
@@ -109,8 +107,7 @@ def accumulate_deferred(
         def keep_place(tree: Any) -> Any:
             return place(tree, shardings, data_axes)
 
-        shard = BatchShard(index[0], rng)
-        sums, stacks = accumulate(loop, split, shard, params, batch, further, keep_place)
+        sums, stacks = accumulate(loop, split, index[0], rng, params, batch, further, keep_place)
         return jax.tree.map(lambda leaf: leaf[None], sums), stacks
 
     run = jax.shard_map(
@@ -137,18 +134,15 @@ def accumulate_deferred(
 
 
 def _check_rows(batch: Any, data_axes: tuple[str, ...]) -> None:
-    wrong = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not has_rows(leaf):
-            continue
-        spec = explicit_spec(leaf)
+    def other_axes(leaf: Any) -> str:
+        spec = explicit_spec(leaf) if has_rows(leaf) else None
         axes = axes_of(spec[0]) if spec else ()
-        if not set(axes) <= set(data_axes):
-            wrong.append(f"  {path_str(path)}: {', '.join(map(repr, axes))}\n")
-    if wrong:
+        return "" if set(axes) <= set(data_axes) else ", ".join(map(repr, axes))
+
+    if wrong := described(batch, other_axes):
         raise OptionError(
             f"`data_axes` has {', '.join(map(repr, data_axes))}, but rows of `batch` lie over "
-            "other mesh axes too:\n" + "".join(wrong) + "Name all axes that the rows lie over."
+            "other mesh axes too:\n" + "\n".join(wrong) + "\nName all axes that the rows lie over."
         )
 
 

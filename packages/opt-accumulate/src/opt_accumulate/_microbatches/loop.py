@@ -36,6 +36,7 @@ from opt_accumulate._microbatches.losses import (
 from opt_accumulate._microbatches.varying import axes_of_types, vary
 
 Rng: TypeAlias = bool | Literal["rows"]
+Further: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]  # arguments after the microbatch
 
 
 @dataclass(frozen=True)
@@ -52,89 +53,47 @@ class Loop:
     accumulator_dtype: Any
 
 
-class Further(NamedTuple):
-    """What every call of the loss function gets after parameters and microbatch."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-class BatchShard(NamedTuple):
-    """The part of a batch that one call of `accumulate` sums.
-
-    Attributes:
-      index: of this shard.
-      rng: the key of the whole batch; `None` without.
-    """
-
-    index: Any
-    rng: Any
-
-
 class Sums(NamedTuple):
-    """What is added up.
-
-    Attributes:
-      grads: like the parameters, in the accumulator's dtype.
-      loss: scalar.
-      weight: scalar, of `sum_dtype`.
-      aux_sums: the auxiliary output, with `None` for all but `"sum"`.
-      aux_means: the same times the weights, for `"mean"`.
-    """
+    """What is added up; grads in the accumulator's dtype, the weight in that of `sum_dtype`."""
 
     grads: Any
     loss: jax.Array
     weight: jax.Array
-    aux_sums: Any
-    aux_means: Any
+    aux_sums: Any  # with `None` for all but `"sum"`
+    aux_means: Any  # times the weights, for `"mean"`
 
 
 class Stacks(NamedTuple):
-    """What is kept for each microbatch; all leaves begin with that dimension.
+    """What is kept for each microbatch; all leaves begin with that dimension."""
 
-    Attributes:
-      weights: those that counted.
-      skipped: whether it was dropped.
-      aux: the auxiliary output, with `None` for all but `"stack"`.
-      aux_rows: the same for `"concat"`; in the end in the order of the rows.
-    """
-
-    weights: jax.Array
+    weights: jax.Array  # those that counted
     skipped: jax.Array
-    aux: Any
-    aux_rows: Any
+    aux: Any  # with `None` for all but `"stack"`
+    aux_rows: Any  # for `"concat"`; in the end in the order of the rows
 
 
 def accumulate(
     loop: Loop,
     split: Split,
-    shard: BatchShard,
+    shard_index: Any,
+    key: Any,
     params: Any,
     batch: Any,
     further: Further,
     place: Callable[[Any], Any],
 ) -> tuple[Sums, Stacks]:
-    """Sums losses and gradients over microbatches.
-
-    Args:
-      loop: what happens to each.
-      split: of the rows of `batch`.
-      shard: which part of the whole batch this is.
-      params: to differentiate by.
-      batch: leaves of `split.rows` rows, and scalars.
-      further: arguments of the loss function.
-      place: puts a tree like the gradients where the accumulator lies.
-    """
+    """Sums losses and gradients over microbatches."""
     folded = fold(batch, split)
+    args, keywords = further
 
     def call(params: Any, microbatch: Any, index: Any) -> Weighted:
-        kwargs = dict(further.kwargs)
+        kwargs = dict(keywords)
         if loop.rng == "rows":
-            rows = row_numbers(split, index) + shard.index * split.rows
-            kwargs["rng"] = jax.vmap(jax.random.fold_in, (None, 0))(shard.rng, rows)
+            rows = row_numbers(split, index) + shard_index * split.rows
+            kwargs["rng"] = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
         elif loop.rng:
-            kwargs["rng"] = jax.random.fold_in(shard.rng, index + shard.index * split.num)
-        output = loop.loss_fn(params, microbatch, *further.args, **kwargs)
+            kwargs["rng"] = jax.random.fold_in(key, index + shard_index * split.num)
+        output = loop.loss_fn(params, microbatch, *args, **kwargs)
         weighted = read_loss(output, microbatch, loop.weights, loop.has_aux)
         auxiliary.check_outputs(weighted.aux)
         return weighted
@@ -227,11 +186,9 @@ def _add(
 def _padding_counts(
     loop: Loop, split: Split, call: Callable[[Any, int], Weighted], microbatch: Any
 ) -> jax.Array:
-    """Whether a microbatch of padding alone has a weight, or a loss that is a sum, other than 0.
-
-    It is in the program, not an error, since a mask may be made of anything. Where the weight does
-    not depend on the rows, it cannot be 0 for some of them: that is seen in the jaxpr.
-    """
+    """Whether a microbatch of padding alone has a weight, or a loss that is a sum, other than 0."""
+    # In the program, since a mask may be made of anything. A weight that does not depend on the
+    # rows cannot be 0 for some of them: that is seen in the jaxpr.
     rows = jax.tree.map(lambda leaf: leaf if has_rows(leaf) else None, microbatch)
 
     def weight(rows: Any) -> jax.Array:

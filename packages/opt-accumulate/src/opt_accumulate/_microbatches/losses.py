@@ -33,17 +33,11 @@ number
 
 
 class Weighted(NamedTuple):
-    """One microbatch's loss, in the words of its loss function.
+    """One microbatch's loss, in the words of its loss function."""
 
-    Attributes:
-      loss: scalar; differentiate this.
-      weight: scalar, of 32 bits or more.
-      aux: what else the loss function returned; `None` without.
-    """
-
-    loss: jax.Array
-    weight: jax.Array
-    aux: Any
+    loss: jax.Array  # differentiate this
+    weight: jax.Array  # of 32 bits or more
+    aux: Any  # what else the loss function returned
 
 
 def check_weights(weights: Any) -> None:
@@ -69,24 +63,13 @@ def is_sum(weights: Weights) -> bool:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Returns the dtype that weights are summed in: a floating-point one, where counts do not wrap.
-
-    Examples:
-      >>> [str(sum_dtype(jnp.dtype(d))) for d in ('int32', 'uint32', 'int64', 'float64')]
-      ['float32', 'float32', 'float64', 'float64']
-    """
+    """Returns the dtype that weights are summed in, where counts do not wrap."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)
 
 
 def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> Weighted:
-    """Takes apart what a loss function returned, or raises a `LossOutputError`.
-
-    Examples:
-      >>> out = read_loss(((jnp.float32(6), jnp.int32(3)), 'aux'), None, 'returned', True)
-      >>> out.loss.item(), out.weight.item(), out.aux
-      (6.0, 3, 'aux')
-    """
+    """Takes apart what a loss function returned, or raises a `LossOutputError`."""
     aux = None
     if has_aux:
         if not _is_pair(output):
@@ -118,12 +101,7 @@ def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> 
 def should_skip(
     skip_fn: SkipFunction | None, loss: jax.Array, grads: Any, weight: jax.Array
 ) -> jax.Array | None:
-    """Returns whether to drop a microbatch; `None` where none ever is.
-
-    Examples:
-      >>> bool(should_skip('non_finite', jnp.float32(1), [jnp.array([jnp.inf])], jnp.int32(1)))
-      True
-    """
+    """Returns whether to drop a microbatch; `None` where none ever is."""
     if skip_fn is None:
         return None
     # Parts of one loss are dropped together, though gradients of parts of parameters differ.

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from opt_accumulate._trees import broadcast_prefix, path_str
+from opt_accumulate._trees import broadcast_prefix, described
 from opt_accumulate.errors import OptionError
 
 Shardings: TypeAlias = list[NamedSharding | None]
@@ -18,22 +18,15 @@ _LIKE_PARAMS = object()
 
 def leaf_shardings(out_shardings: Any, params: Any) -> Shardings:
     """Returns one sharding, or `None`, for every leaf of `params`, or raises an `OptionError`."""
-    keyed = jax.tree_util.tree_leaves_with_path(out_shardings, is_leaf=_is_sharding)
-    wrong = [f"  {path_str(path)}: {leaf!r}\n" for path, leaf in keyed if not _is_sharding(leaf)]
-    if wrong:
+    if wrong := described(out_shardings, _no_sharding, _is_sharding):
         raise OptionError(
             "`out_shardings` must be a `jax.sharding.NamedSharding`, `None`, or a tree of them "
-            "like the parameters; it has\n" + "".join(wrong)
+            "like the parameters; it has\n" + "\n".join([*wrong, ""])
         )
-    mixed = [
-        f"  {path_str(path)}: {_entries(leaf.spec)}\n"
-        for path, leaf in keyed
-        if leaf is not None and _has_mixed_entry(leaf)
-    ]
-    if mixed:
+    if mixed := described(out_shardings, _mixed_entries, _is_sharding):
         raise OptionError(
             "`out_shardings` split one dimension over Auto and Explicit mesh axes together, which "
-            "JAX cannot do:\n" + "".join(mixed) + "Split it over axes of one type."
+            "JAX cannot do:\n" + "\n".join(mixed) + "\nSplit it over axes of one type."
         )
     marked = jax.tree.map(
         lambda leaf: leaf or _LIKE_PARAMS, out_shardings, is_leaf=lambda leaf: leaf is None
@@ -43,12 +36,8 @@ def leaf_shardings(out_shardings: Any, params: Any) -> Shardings:
 
 
 def like_params(shardings: Shardings, params: Any, mesh: Any = None) -> Shardings:
-    """Returns the shardings with those of the parameters, where known, in the place of `None`.
-
-    An array that is being traced has a sharding in its type on Explicit meshes only. `mesh` is the
-    only one of interest; without, types are left to JAX, which gives gradients those of the
-    parameters.
-    """
+    """Returns the shardings with those of the parameters, where known, in the place of `None`."""
+    # Of an array that is traced the type has a sharding on Explicit meshes only.
     pairs = zip(shardings, jax.tree.leaves(params), strict=True)
     return [given or _sharding_of(leaf, mesh) for given, leaf in pairs]
 
@@ -65,6 +54,10 @@ def _sharding_of(leaf: Any, mesh: Any) -> NamedSharding | None:
         return None
     other = mesh is not None and dict(mesh.shape) != dict(sharding.mesh.shape)
     return None if other else NamedSharding(sharding.mesh, sharding.spec)
+
+
+def _no_sharding(value: Any) -> str:
+    return "" if _is_sharding(value) else repr(value)
 
 
 def _is_sharding(value: Any) -> bool:
@@ -103,13 +96,13 @@ def explicit_axes(mesh: Any) -> frozenset[str]:
     return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
-def _entries(spec: PartitionSpec) -> str:
-    return ", ".join(map(repr, tuple(spec)))
-
-
-def _has_mixed_entry(sharding: NamedSharding) -> bool:
+def _mixed_entries(sharding: NamedSharding | None) -> str:
+    if sharding is None:
+        return ""
     explicit = explicit_axes(sharding.mesh)
-    return any(len({axis in explicit for axis in axes_of(entry)}) > 1 for entry in sharding.spec)
+    entries = [{axis in explicit for axis in axes_of(entry)} for entry in sharding.spec]
+    is_mixed = any(len(kinds) > 1 for kinds in entries)
+    return ", ".join(map(repr, tuple(sharding.spec))) if is_mixed else ""
 
 
 def reshard(leaf: Any, sharding: NamedSharding | PartitionSpec) -> jax.Array:
@@ -119,35 +112,20 @@ def reshard(leaf: Any, sharding: NamedSharding | PartitionSpec) -> jax.Array:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a spec.
-
-    Examples:
-      >>> axes_of(None), axes_of('data'), axes_of(('data', 'model'))
-      ((), ('data',), ('data', 'model'))
-    """
+    """Returns the mesh axes of one entry of a spec."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def without(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
-    """Returns a spec that does not use some mesh axes.
-
-    Examples:
-      >>> tuple(without(PartitionSpec('model', ('data', 'expert')), {'data'}))
-      ('model', 'expert')
-    """
+    """Returns a spec that does not use some mesh axes."""
     kept = (tuple(name for name in axes_of(entry) if name not in names) for entry in tuple(spec))
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
 
 
 def only(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
-    """Returns a spec that uses some mesh axes only.
-
-    Examples:
-      >>> tuple(only(PartitionSpec('model', ('data', 'expert')), {'data'}))
-      (None, 'data')
-    """
+    """Returns a spec that uses some mesh axes only."""
     used = {axis for entry in spec for axis in axes_of(entry)}
     return without(spec, used.difference(names))
 
