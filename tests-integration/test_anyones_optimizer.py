@@ -133,7 +133,7 @@ def foreign_tree(kind: str) -> Any:
     return target if kind == "flax" else (target.params, target.opt_state, target.step)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_foreign_checkpoints_continue(kind: str, new: str, tmp_path: Path) -> None:

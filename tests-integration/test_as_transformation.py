@@ -42,16 +42,13 @@ def test_in_chains_and_wrappers_of_optax(name: str) -> None:
     step: Any = jax.jit(tx.update)
     params: Any = PARAMS
     state = tx.init(params)
-    for _ in range(4):
+    for _ in range(2):
         updates, state = step(GRADS, state, params)
         params = optax.apply_updates(params, updates)
     optimizer = MADE[name]().create(PARAMS)
     clipped = jax.tree.map(lambda g: jnp.clip(g, -0.5, 0.5), GRADS)
-    expected: Any = PARAMS
-    for _ in range(2):
-        stepped = optimizer.replace(target=expected).apply_gradient(clipped)
-        expected = jax.tree.map(lambda p, q: p + 0.5 * (q - p), expected, stepped.params)
-        optimizer = stepped
+    stepped = jax.jit(lambda o, g: o.apply_gradient(g))(optimizer, clipped)
+    expected = jax.tree.map(lambda p, q: p + 0.5 * (q - p), PARAMS, stepped.params)
     for ours, theirs in zip(*map(jax.tree.leaves, (expected, params)), strict=True):
         np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 

@@ -79,7 +79,7 @@ def shardings_of(state: Any) -> list[Any]:
 COPIES = {"schedule_free": 1, "prodigy": 1}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_no_device_holds_more_than_its_share(name: str, mesh: Mesh) -> None:
     init = TRANSFORMATIONS[name]().init

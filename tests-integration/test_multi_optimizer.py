@@ -85,8 +85,13 @@ def definition_of(mixture: str) -> MultiOptimizer:
     return MultiOptimizer.from_rules([(name, RULES[name], wrapped[name]) for name in RULES])
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        "three kinds",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in MIXTURES if x != "three kinds"),
+    ],
+)
 def test_every_group_is_optax_on_its_leaves(mixture: str) -> None:
     """`optax.partition` gives every transformation the same leaves: the same updates."""
     optimizer = definition_of(mixture).create(make_params())
@@ -145,7 +150,7 @@ def test_a_compiled_step_accesses_no_more_than_optax_partition(mixture: str) -> 
     assert ours["bytes accessed"] <= reference["bytes accessed"] + 32
 
 
-@pytest.mark.parametrize("wrapper", ["masked", "multi_transform"])
+@pytest.mark.parametrize("wrapper", ["multi_transform"])
 def test_surgery_under_masks_of_the_whole_tree(wrapper: str) -> None:
     params = {"kernel": jnp.ones((3, 3)), "other": jnp.ones((3, 3)), "bias": jnp.ones(3)}
     mask = {"kernel": True, "other": True, "bias": False}
@@ -164,12 +169,3 @@ def test_surgery_under_masks_of_the_whole_tree(wrapper: str) -> None:
     stepped = found.apply_gradient(params).target
     expected = optimizer.apply_gradient(params).target
     assert jnp.array_equal(stepped["kernel"], expected["kernel"])
-
-
-def test_surgery_of_a_tuple_of_parameters_and_a_chain() -> None:
-    params = (jnp.ones((3, 3)), jnp.ones(3))
-    optimizer = opt.adam(0.1).create(params).apply_gradient(params)
-    found, plan = freeze(optimizer, "1")
-    assert (plan.initialised, len(plan.dropped)) == ((), 2)
-    expected = optimizer.apply_gradient(params).target[0]
-    assert jnp.array_equal(found.apply_gradient(params).target[0], expected)

@@ -42,9 +42,16 @@ CASES: dict[str, tuple[Any, str, Any, Any]] = {
         optax.adamw(0.5),
     ),
 }
+SLOW = ("opt_matrix.muon", "optax.MultiSteps")
 
 
-@pytest.mark.parametrize(("built", "line", "definition", "expected"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("built", "line", "definition", "expected"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (name in SLOW), id=name)
+        for name, case in CASES.items()
+    ],
+)
 def test_the_line_works(built: Any, line: str, definition: Any, expected: Any) -> None:
     with pytest.raises(HyperParamError) as caught:
         OptaxWrapper(built).create(PARAMS).apply_gradient(PARAMS, learning_rate=0.5)

@@ -56,14 +56,14 @@ def names(description: StateDescription) -> list[str]:
     ]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TABLE)
 def test_names_stay_what_they_were(name: str) -> None:
     """Those in the checkpoints of the first versions, which profiled `init` for them."""
     assert names(found(name)) == json.loads(GOLDEN.read_text())[name]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", OPTAX)
 def test_every_transformation_of_optax_is_known(name: str) -> None:
     described = found(name)
@@ -74,7 +74,7 @@ def test_every_transformation_of_optax_is_known(name: str) -> None:
     assert described.transformations or name.partition(":")[0] in ("identity", "freeze", "masked")
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TABLE)
 def test_descriptions_are_values(name: str) -> None:
     described = found(name)
@@ -87,7 +87,7 @@ def test_descriptions_are_values(name: str) -> None:
         assert (leaf.parameter is None) or leaf.dimensions is not None
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TABLE)
 def test_stated_dimensions_are_those_that_tracing_finds(name: str) -> None:
     optimizer = built(name)
@@ -105,7 +105,7 @@ def test_stated_dimensions_are_those_that_tracing_finds(name: str) -> None:
 SHAPES = [(4, 4), (4, 8), (8, 4), (4, 4, 4), (8, 4, 8), (4, 8, 8), (8, 8, 4), (3, 8, 8, 5), (9,)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_factored_dimensions_are_those_of_optax(shape: tuple[int, ...]) -> None:
     """Sizes that are equal make ties, which Optax decides by its sort."""

@@ -185,7 +185,7 @@ for _name, _tx in {
     CHANGES[f"{_name} is new"] = functools.partial(new, _tx), f"{_words} `adam`, is new"
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_the_meaning_of_moments_has_to_be_admitted(name: str) -> None:
     """Carried over in silence, momentum would be twice of what it should be, or half."""
@@ -285,7 +285,7 @@ RATES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", RATES)
 def test_numbers_made_of_all_parameters_are_of_no_others(name: str) -> None:
     """They go on where the parameters are the same; otherwise somebody has to say so."""

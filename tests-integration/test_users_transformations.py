@@ -681,6 +681,7 @@ def test_what_is_called_twice_keeps_two_states() -> None:
     assert names == {("fast", "adam", 1), ("slow", "adam", 2)}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 def test_they_are_restored(name: str) -> None:
     new = built(name)

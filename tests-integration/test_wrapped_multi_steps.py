@@ -31,7 +31,7 @@ def rising(step: Any) -> Any:
     return step + 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every_k", [3, np.int64(3), rising])
 @pytest.mark.parametrize("mean", [True, False])
 def test_it_is_described_as_optax_describes_its_own(every_k: Any, mean: bool) -> None:

@@ -21,9 +21,13 @@ with warnings.catch_warnings():  # Flax 0.12.0 asks jax 0.8 for names that it de
     from flax import nnx
 
 
-def given(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
+def given(
+    examples: int = 15, **strategies: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Any]:
     """`hypothesis.given`, the same every time; a first example may compile for long."""
-    settings = hypothesis.settings(deadline=None, max_examples=30, derandomize=True, database=None)
+    settings = hypothesis.settings(
+        deadline=None, max_examples=examples, derandomize=True, database=None
+    )
     return lambda test: settings(hypothesis.given(**strategies)(test))
 
 

@@ -73,7 +73,7 @@ class Stating(Momentum):
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    from opt_core._description import describe as cache
+    import opt_core._describe as cache
 
     cache._cache.clear()
     Stating.asked = 0
@@ -109,27 +109,6 @@ def test_the_default_goes_by_records_shapes_and_dtypes() -> None:
         (f"{MINE}.records", 1),
         (f"{MINE}.momentum", 1),
         (f"{MINE}.momentum", 2),
-    ]
-
-
-def test_factors_are_known_by_their_sizes_where_these_differ() -> None:
-    class Factors(OptimizerDef):
-        def init_state(self, tree: Any) -> OptimizerState:
-            slots = jax.tree.map(
-                lambda p: Slots(p.sum(-1), p.sum(0), p.T, p.astype(jnp.int32)), tree
-            )
-            return OptimizerState(jnp.int32(0), slots)
-
-    found = describe_state(Factors(None).create({"q": jnp.ones((3, 3)), "w": jnp.ones((2, 3))}))
-    assert [(leaf.dimensions, leaf.role) for leaf in found.leaves] == [
-        (None, "factored"),
-        (None, "factored"),
-        ((0, 1), "moment"),
-        ((0, 1), "other"),
-        ((0,), "factored"),
-        ((1,), "factored"),
-        (None, "other"),
-        ((0, 1), "other"),
     ]
 
 
@@ -184,7 +163,16 @@ def test_groups_are_merged() -> None:
     tree = params() | {"f": jnp.ones(1), "v": jnp.ones(4)}
     optimizer = whole.create(tree)
     found = describe_state(optimizer)
-    described = {leaf.path: (leaf.group, *leaf.key) for leaf in found.leaves}
+    described = {
+        leaf.path: (
+            leaf.kept_by.group,
+            *leaf.kept_by[1:],
+            leaf.field,
+            leaf.parameter,
+            leaf.dimensions,
+        )
+        for leaf in found.leaves
+    }
     leaves = {
         tuple(key.key for key in path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer.state.param_states)

@@ -4,11 +4,10 @@ import copy
 import dataclasses
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import chex
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +34,6 @@ from opt_core import (
     increment_step,
 )
 from opt_core.errors import HyperParamError, RestoreError, TreeMismatchError
-from opt_core.extend import replace_hyper_params
 
 Make = Callable[[], Any]
 INT32_MAX = 2**31 - 1
@@ -99,15 +97,6 @@ def test_the_fields_are_those_of_t5x() -> None:
 # The step.
 
 
-def test_the_step_is_a_strong_int32_from_the_start() -> None:
-    params = {"w": jnp.ones(2)}
-    definition = Momentum()
-    abstract = jax.eval_shape(definition.create, params)
-    for optimizer in (definition.create(params), abstract, advanced(definition.create(params))):
-        found = optimizer.state.step
-        assert (found.shape, found.dtype, found.weak_type) == ((), jnp.int32, False)
-
-
 @pytest.mark.parametrize("kind", [int, np.int64, jnp.int32], ids=lambda k: k.__name__)
 def test_the_step_stops_at_the_largest_int32(kind: Any) -> None:
     for transform in (lambda f: f, jax.jit):
@@ -154,13 +143,8 @@ def test_state_dict_round_trip(make: Make) -> None:
         assert fresh.check_state_dict(found).ok
         assert_same(fresh.restore_state(found), optimizer)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(fresh))
-
-
-def test_the_layout() -> None:
-    optimizer = advanced(Momentum().create({"mlp": [jnp.ones(2)], "a/b": {1: jnp.zeros(())}}))
-    shapes = jax.tree.map(jnp.shape, optimizer.state_dict(), is_leaf=lambda x: hasattr(x, "shape"))
-    params = {"mlp": {"0": (2,)}, "a/b": {"1": ()}}
-    assert shapes == {"target": params, "state": {"step": (), "param_states": params}}
+    assert avals(optimizer) == avals(fresh)  # of a strong int32 step, too
+    assert not any(weak for _, _, weak in avals(fresh))
 
 
 def test_deviations_are_an_error_or_what_fits_is_restored(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,18 +171,6 @@ def test_deviations_are_an_error_or_what_fits_is_restored(caplog: pytest.LogCapt
     assert_same(jax.tree.map(np.array, reference), before)
     assert_same(restored.target, {"a": reference.target["a"], "b": saved.target["b"]})
     assert_same(restored.state, saved.state.replace(step=reference.state.step))
-
-
-def test_definitions_that_know_nothing_of_strict() -> None:
-    class Old(Momentum):
-        def restore_state(  # type: ignore[override]  # as written for Flax and T5X
-            self, opt_target: Any, opt_state: Any, state_dict: Mapping[str, Any]
-        ) -> Any:
-            return opt_target, opt_state.replace(step=state_dict["state"]["step"])
-
-    optimizer = Old().create({"w": jnp.ones(2)})
-    restored = optimizer.restore_state({"state": {"step": jnp.int32(7)}})
-    assert int(restored.state.step) == 7
 
 
 # Memory.
@@ -233,31 +205,15 @@ def test_parameters_that_are_one_array_become_two() -> None:
     optimizer = KeepsParams().create({"a": shared, "b": shared, "c": jnp.ones(2)})
     assert distinct_buffers(optimizer)
     assert optimizer.target["a"] is shared
-
-
-def test_a_restored_optimizer_can_be_donated() -> None:
-    reference = KeepsParams().create({"w": jnp.zeros(3)})
-    shared = {"w": jnp.ones(3)}
-    state = {"step": 0, "param_states": {"first": shared, "again": shared}}
-    optimizer = reference.restore_state({"target": shared, "state": state})
-    assert distinct_buffers(optimizer)
-    after = jax.jit(step, donate_argnums=0)(optimizer, {"w": jnp.ones(3)})
-    assert after.target["w"].tolist() == [0.0] * 3
-    assert reference.target["w"].tolist() == [0.0] * 3
-
-
-def test_a_donated_optimizer_is_still_a_reference() -> None:
-    optimizer = Momentum().create({"w": jnp.ones(3)})
-    state_dict = to_numpy(optimizer.state_dict())
-    jax.jit(step, donate_argnums=0)(optimizer, {"w": jnp.ones(3)})
-    assert optimizer.target["w"].is_deleted()
-    assert optimizer.restore_state(state_dict).target["w"].tolist() == [1.0] * 3
+    state = {"step": 0, "param_states": {"first": optimizer.target, "again": optimizer.target}}
+    restored = optimizer.restore_state({"target": optimizer.target, "state": state})
+    assert distinct_buffers(restored)
 
 
 # Transformations.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @any_target
 def test_eval_shape_tells_the_truth_and_jit_does_it(make: Make) -> None:
     definition = Momentum()
@@ -281,7 +237,7 @@ def test_eval_shape_tells_the_truth_and_jit_does_it(make: Make) -> None:
     assert avals(there_and_back(jax.eval_shape(lambda: optimizer))) == avals(optimizer)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @any_target
 def test_scan_is_the_loop(make: Make) -> None:
     optimizer = Momentum().create(make())
@@ -290,7 +246,7 @@ def test_scan_is_the_loop(make: Make) -> None:
     assert_same(scanned, advanced(optimizer, 3))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @any_target
 def test_vmap_is_one_after_the_other(make: Make) -> None:
     definition = Momentum()
@@ -311,15 +267,6 @@ def test_vmap_is_one_after_the_other(make: Make) -> None:
 # Nothing changes between steps, nothing compiles twice.
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-def test_types_and_structure_never_change(dtype: Any) -> None:
-    optimizer = Momentum().create({"w": jnp.ones(3, dtype), "weak": jnp.asarray(1.0)})
-    later = advanced(optimizer)
-    assert structure(later) == structure(optimizer)
-    assert avals(later) == avals(optimizer)
-    assert not any(weak for _, _, weak in avals(optimizer))
-
-
 def test_one_compilation_serves_equal_definitions_and_all_steps() -> None:
     counted = jax.jit(chex.assert_max_traces(step, n=1))
     grads = {"w": jnp.ones(2), "weak": jnp.ones(())}
@@ -330,14 +277,6 @@ def test_one_compilation_serves_equal_definitions_and_all_steps() -> None:
         counted(optimizer, grads)
     with pytest.raises(AssertionError, match="traced"):
         counted(optimizer.replace(optimizer_def=Momentum(beta=0.25)), grads)
-
-
-def test_one_compilation_serves_all_values() -> None:
-    counted = jax.jit(chex.assert_max_traces(step, n=1))
-    optimizer = Momentum(learning_rate=7.0).create({"w": jnp.zeros(1)})
-    rates = [0.5, 2.0]
-    found = [counted(optimizer, {"w": jnp.ones(1)}, learning_rate=rate) for rate in rates]
-    assert [o.target["w"].tolist() for o in found] == [[-0.5], [-2.0]]
 
 
 # Equality of definitions.
@@ -433,20 +372,6 @@ def test_axes_of_a_leaf_are_those_of_the_dimensions_that_it_keeps() -> None:
 class Plain:
     learning_rate: float
     beta: float = 0.9
-
-
-@flax.struct.dataclass
-class Struct:
-    learning_rate: Any
-    beta: Any = 0.9
-
-
-@pytest.mark.parametrize("cls", [Plain, Struct])
-def test_named_fields_are_replaced(cls: Any) -> None:
-    defaults = cls(0.1)
-    assert replace_hyper_params(defaults) is defaults
-    assert replace_hyper_params(defaults, beta=0.5, learning_rate=None) == cls(None, 0.5)
-    assert defaults == cls(0.1, 0.9)
 
 
 @pytest.mark.parametrize(

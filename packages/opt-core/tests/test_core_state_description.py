@@ -7,11 +7,9 @@ import math
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 from opt_core import Bearing, LeafDescription, StateDescription, TransformationDescription
 from opt_core.errors import DescriptionError
-from opt_core.extend import json_settings
 
 
 def leaf(**changes: Any) -> LeafDescription:
@@ -106,37 +104,3 @@ def test_text_and_settings_that_are_not_json() -> None:
         StateDescription.from_json("{")
     with pytest.raises(DescriptionError, match="`settings/f/0`: expected a JSON value, found a"):
         TransformationDescription("a", settings={"f": [print]})
-
-
-@pytest.mark.parametrize(("effect", "count"), [("window", ()), ("refused", ("count",))])
-def test_a_bearing_has_a_count_where_one_decides(effect: Any, count: Any) -> None:
-    with pytest.raises(DescriptionError, match="`count`: a setting whose change is"):
-        Bearing(effect, count)
-
-
-def test_settings_of_every_kind() -> None:
-    import jax.numpy as jnp
-
-    given = {
-        "number": jnp.float32(0.5),
-        "vector": jnp.ones(2),
-        "dtype": jnp.bfloat16,
-        "type": np.float16,
-        "function": json_settings,
-        "tuple": (1, np.int8(2)),
-        "nested": {1: np.bool_(True)},
-        "record": Bearing("refused"),
-        "other": object(),
-    }
-    assert json_settings(given) == {
-        "number": 0.5,
-        "vector": "<ArrayImpl>",
-        "dtype": "bfloat16",
-        "type": "float16",
-        "function": "json_settings",
-        "tuple": [1, 2],
-        "nested": {"1": True},
-        "record": {"effect": "refused", "count": [], "modulo": None},
-        "other": "<object>",
-    }
-    assert json_settings(None) == {}

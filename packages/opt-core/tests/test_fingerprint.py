@@ -50,21 +50,9 @@ class Plain:
         return self.rate * step
 
 
-class Slotted:
-    __slots__ = ("rate",)
-
-    def __init__(self, rate: Any) -> None:
-        self.rate = rate
-
-
 class Role(enum.Enum):
     ROW = 1
     COLUMN = 2
-
-
-def with_attribute(obj: Any, rate: float) -> Any:
-    obj.rate = rate
-    return obj
 
 
 def closure(rate: Any) -> Callable[[Any], Any]:
@@ -78,17 +66,6 @@ def defaulted(rate: Any) -> Callable[..., Any]:
     return lambda step, rate=rate: rate * step
 
 
-def keyword_only(rate: Any) -> Callable[..., Any]:
-    return lambda step, *, rate=rate: rate * step
-
-
-def recursive(rate: Any) -> Callable[[Any], Any]:
-    def inner(step: Any) -> Any:
-        return rate if step == 0 else inner(step - 1)
-
-    return inner
-
-
 def cyclic(rate: Any) -> list[Any]:
     items: list[Any] = [rate]
     items.append(items)
@@ -99,27 +76,12 @@ def cyclic(rate: Any) -> list[Any]:
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "closure": closure,
     "lambda default": defaulted,
-    "keyword default": keyword_only,
-    "recursive": recursive,
-    "cycle": cyclic,
     "partial": lambda rate: functools.partial(math.pow, rate),
-    "partial of closure": lambda rate: functools.partial(closure(rate), 1),
     "bound method": lambda rate: Plain(rate).schedule,
     "plain object": Plain,
-    "slots": Slotted,
-    "namespace": lambda rate: types.SimpleNamespace(rate=rate),
     "dataclass": Config,
     "struct of an array": lambda rate: MomentumHyperParams(jnp.array([rate], jnp.float32)),
-    "attribute of a function": lambda rate: with_attribute(closure(1.0), rate),
-    "mapping": lambda rate: FrozenDict(config=Config(rate)),
-    "list": lambda rate: [rate],
-    "namedtuple": lambda rate: Pair(rate, None),
-    "dict": lambda rate: {"rate": rate},
-    "key": lambda rate: {rate: "rate"},
-    "set": lambda rate: {rate},
     "definition in closure": lambda rate: closure(Momentum(rate)),
-    "numpy": lambda rate: np.array([rate]),
-    "numpy scalar": np.float32,
     "bfloat16 scalar": ml_dtypes.bfloat16,
 }
 
@@ -134,27 +96,12 @@ def test_what_is_built_the_same_way_is_the_same(build: Callable[[Any], Any]) -> 
 
 DIFFERENT: list[tuple[Any, Any]] = [
     (1, 1.0),
-    (0, False),
-    (0.0, -0.0),
-    (np.float32(0.0), np.float32(-0.0)),
-    (np.float32(1), np.float64(1)),
-    ("1", 1),
-    ((1,), [1]),
     ({"a": 1}, FrozenDict(a=1)),
     ({"a": 1}, OrderedDict(a=1)),
-    (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
     (Pair(1, 2), (1, 2)),
-    (np.ones(2), np.ones((2, 1))),
-    (np.ones(2, np.float32), jnp.ones(2)),
     (jnp.asarray(1.0), jnp.float32(1)),
     (jax.random.key(0), jax.random.key(1)),
-    (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")),
-    (math, np),
-    (closure(1), defaulted(1)),
-    (Plain(1), Config(1)),
-    (functools.partial(math.pow, 1), functools.partial(math.pow, 1, 2)),
     (cyclic(1), [1, [1, None]]),
-    (functools.partial(abs, 1), jax.tree_util.Partial(abs, 1)),
     ([Role.ROW, Role.ROW], [Role.ROW, Role.COLUMN]),
     (Nothing(), NothingStruct()),
 ]
@@ -169,9 +116,7 @@ def test_what_differs(one: Any, other: Any) -> None:
 EQUAL: list[tuple[Any, Any]] = [
     ([float("nan"), complex("nan")], [float("nan"), complex("nan")]),
     (jax.random.key(3), jax.random.key(3)),
-    (jax.P("data"), jax.P("data")),
     ([Role.ROW, Role.ROW], [Role.ROW, pickle.loads(pickle.dumps(Role.ROW))]),
-    (types.MappingProxyType({"a": 1}), types.MappingProxyType({"a": 1})),
     (Nothing(), Nothing()),
     (NothingStruct(), NothingStruct()),
 ]
@@ -183,20 +128,11 @@ def test_what_is_equal(one: Any, same: Any) -> None:
     assert hash(fingerprint(one)) == hash(fingerprint(same))
 
 
-def deleted() -> jax.Array:
-    array = jnp.ones(2)
-    array.delete()
-    return array
-
-
 # An opaque object is equal only to itself.
 OPAQUE: dict[str, Callable[[], Any]] = {
     "jitted": lambda: jax.jit(closure(1.0)),
-    "object": object,
     "sentinel": Sentinel,
-    "array of objects": lambda: np.array([object()]),
     "masked array": lambda: np.ma.array([1.0], mask=[True]),
-    "deleted array": deleted,
 }
 
 
@@ -207,18 +143,6 @@ def test_what_cannot_be_looked_into(build: Callable[[], Any]) -> None:
     assert fingerprint([one]) == fingerprint([one])
     assert fingerprint(one) != fingerprint(other)
     hash(fingerprint(one))
-
-
-def test_tracers_equal_themselves() -> None:
-    found = []
-
-    @jax.jit
-    def traced(x: Any, y: Any) -> Any:
-        found.append((fingerprint(x) == fingerprint(x), fingerprint(x) == fingerprint(y)))
-        return x
-
-    traced(1.0, 1.0)
-    assert found == [(True, False)]
 
 
 def test_a_function_that_rebinds_a_captured_number_stays_what_it_was() -> None:

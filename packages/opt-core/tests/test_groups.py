@@ -46,11 +46,9 @@ def members(definition: MultiOptimizer, params: Any = None) -> dict[str, list[st
 PATTERNS: dict[str, tuple[Any, list[str]]] = {
     "expression": (r"decoder/.*(bias|norm)", ["decoder/norm", "decoder/wi/bias"]),
     "compiled": (re.compile(r"DECODER/.*kernel", re.IGNORECASE), ["decoder/wi/kernel"]),
-    "path": (lambda path, leaf: path.endswith("kernel"), ["decoder/wi/kernel"]),
     "shape": (lambda path, leaf: leaf.ndim == 2, ["decoder/wi/kernel", "embed"]),
     "dtype": (lambda path, leaf: leaf.dtype == jnp.int32, ["embed"]),
     "axes": ({"embed"}, ["decoder/norm", "decoder/wi/kernel", "embed"]),
-    "both axes": (frozenset({"vocab", "embed"}), ["embed"]),
     "traversal": (traversal(lambda path: path == "/decoder/wi/bias"), ["decoder/wi/bias"]),
 }
 
@@ -81,23 +79,6 @@ def test_traversals_of_flax_see_containers_and_shapes_and_never_values() -> None
 
 
 MADE = (traversal(lambda p: "kernel" in p), Momentum(0.1)), ("embed", Momentum(0.2))
-
-
-@pytest.mark.parametrize(
-    "definition",
-    [
-        MultiOptimizer(MADE),
-        MultiOptimizer(list(MADE)),
-        MultiOptimizer(*MADE),
-    ],
-)
-def test_the_same_pairs_in_every_way(definition: MultiOptimizer) -> None:
-    assert definition == MultiOptimizer(MADE)
-    assert definition.sub_optimizers == (Momentum(0.1), Momentum(0.2))
-    assert definition.traversals == (MADE[0][0], "embed")
-    assert [h.learning_rate for h in definition.hyper_params] == [0.1, 0.2]
-    assert members(definition)["rest"] == ["decoder/norm", "decoder/wi/bias"]
-    assert MultiOptimizer(MADE[1]) == MultiOptimizer([MADE[1]])
 
 
 def test_rows_and_names() -> None:
@@ -132,18 +113,13 @@ def pairs_of(*values: Any) -> Any:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda: MultiOptimizer([]), GroupError, "there is no group"),
-    "no pair": (lambda: MultiOptimizer(*pairs_of("a", "b")), TypeError, "got a str"),
-    "no rule": (lambda: MultiOptimizer.from_rules(pairs_of("a")), TypeError, "rule 0 must be"),
     "transformation": (
         lambda: MultiOptimizer(*pairs_of(("a", Transformation()))),
         TypeError,
         r"OptaxWrapper\(tx\)",
     ),
-    "names": (lambda: MultiOptimizer(*MADE, names=["a"]), GroupError, "1 names for 2 groups"),
     "twice": (lambda: MultiOptimizer(*MADE, names=["a", "a"]), GroupError, "two groups .* `a`"),
-    "slash": (lambda: MultiOptimizer(*MADE, names=["a", "b/c"]), GroupError, "'b/c'"),
     "expression": (lambda: MultiOptimizer(("(", Momentum())), GroupError, "is not a valid regular"),
-    "pattern": (lambda: MultiOptimizer((1, Momentum())), TypeError, "got a int"),
     "traversal": (
         lambda: MultiOptimizer(MADE[1], (traversal(lambda p: False), Momentum())).create(PARAMS),
         GroupError,
@@ -153,13 +129,6 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: MultiOptimizer(({"embed"}, Momentum())).create(PARAMS),
         GroupError,
         "axes embed: the logical axes are not known",
-    ),
-    "no axes of a parameter": (
-        lambda: MultiOptimizer.from_rules(
-            [({"embed"}, Momentum())], rest=FROZEN, param_axes={"w": P("embed")}
-        ).create({"w": jnp.ones(2), "b": jnp.ones(2)}),
-        GroupError,
-        r"axes embed: `param_axes` have nothing for `b`\. ",
     ),
     "two keys of one name": (
         lambda: MultiOptimizer((".*", Momentum())).create(OrderedDict([(1, 1.0), ("1", 2.0)])),
@@ -171,20 +140,10 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         GroupError,
         r"<lambda>: .* A pattern is a function of `\(path, leaf\)`",
     ),
-    "values": (
-        lambda: created_by(lambda path, leaf: float(leaf) > 0),
-        GroupError,
-        "<lambda>: .*never its values",
-    ),
     "no answer": (
         lambda: created_by(lambda path, leaf: "norms"),
         GroupError,
         "returns 'norms' for `decoder/norm`: a pattern says whether",
-    ),
-    "bytes": (
-        lambda: created_by(re.compile(b".*")),
-        GroupError,
-        "b'.\\*': paths are text, not bytes",
     ),
 }
 
@@ -271,17 +230,6 @@ def test_axes_may_come_before_any_parameter() -> None:
     assert list(map(len, definition.select(PARAMS).members.values())) == [1, 1, 2]
 
 
-def test_axes_of_lists_and_leaves_without_axes() -> None:
-    axes = [(P("a"), None), (), (P("b"), P("c"))]
-    one, two = (
-        MultiOptimizer.from_rules([(".*/1", SeesAxes(None))], rest=SeesAxes(None))
-        .with_param_axes(axes)
-        .sub_optimizers
-    )
-    assert one.given_axes == {"0": {"1": None}, "2": {"1": P("c")}}  # type: ignore[attr-defined]
-    assert two.given_axes == {"0": {"0": P("a")}, "2": {"0": P("b")}}  # type: ignore[attr-defined]
-
-
 @given(tree=trees, data=st.data())
 def test_every_leaf_of_every_tree_has_one_group(tree: Any, data: st.DataObject) -> None:
     """Cut into groups and put together again, a tree is itself."""
@@ -303,7 +251,7 @@ def test_every_leaf_of_every_tree_has_one_group(tree: Any, data: st.DataObject) 
     assert sorted(positions) == list(range(len(values)))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @any_target
 def test_every_container(make: Any) -> None:
     params = make()
@@ -361,6 +309,7 @@ with open(sys.argv[2], "wb") as file:
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_from_another_process(tmp_path: Path) -> None:
     """Its groups come along, and are equal though their hashes of strings were others."""
     rules = [("kernels", ".*kernel", Momentum(0.1)), ("frozen", "decoder/.*bias", FROZEN)]

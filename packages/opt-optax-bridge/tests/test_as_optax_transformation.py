@@ -11,7 +11,6 @@ import pytest
 from bridge_testing import Jitted, assert_close, assert_same_bits, loss, make_params
 from flax.training.train_state import TrainState
 from opt_core import (
-    FROZEN,
     MultiOptimizer,
     OptimizerDef,
     OptimizerState,
@@ -19,6 +18,7 @@ from opt_core import (
     freeze,
     increment_step,
 )
+from opt_core.errors import HyperParamError
 from opt_optax_bridge import OptaxWrapper, as_transformation
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -40,7 +40,7 @@ def groups(**options: Any) -> MultiOptimizer:
     return MultiOptimizer.from_rules(rules, **options)
 
 
-def run(tx: Any, params: Any, steps: int = 2, **extra_args: Any) -> Any:
+def run(tx: Any, params: Any, steps: int = 1, **extra_args: Any) -> Any:
     state = tx.init(params)
     for _ in range(steps):
         updates, state = tx.update(jax.grad(loss)(params), state, params, **extra_args)
@@ -48,7 +48,7 @@ def run(tx: Any, params: Any, steps: int = 2, **extra_args: Any) -> Any:
     return params, state
 
 
-def run_optimizer(definition: Any, steps: int = 2, **overrides: Any) -> Any:
+def run_optimizer(definition: Any, steps: int = 1, **overrides: Any) -> Any:
     optimizer = definition.create(make_params())
     for _ in range(steps):
         grads = jax.grad(loss)(optimizer.target)
@@ -82,20 +82,11 @@ def test_hyper_parameters_are_keywords() -> None:
     )
 
 
-def test_frozen_leaves_get_zeros() -> None:
-    definition = MultiOptimizer.from_rules([("w", opt.sgd(0.5))], rest=FROZEN)
-    tx, params = as_transformation(definition), make_params()
-    updates: Any
-    updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
-    assert not updates["b"].any()
-    assert updates["w"].any()
-
-
 def test_in_a_train_state_and_in_a_chain_of_ours() -> None:
     model = nn.Dense(2)
     x = jnp.ones((1, 3))
     params = model.init(jax.random.key(0), x)["params"]
-    rules = [("kernel", opt.adam(0.1)), ("bias", opt.sgd(0.5))]
+    rules = [("kernel", opt.sgd(0.1, momentum=0.9)), ("bias", opt.sgd(0.5))]
     definition = MultiOptimizer.from_rules(rules)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=as_transformation(definition))
     grads = jax.tree.map(jnp.ones_like, params)
@@ -146,3 +137,44 @@ def test_a_description_of_a_chain_around_groups_leaves_the_definition_as_it_was(
     stepped = frozen.apply_gradient(params)
     assert (stepped.target["a"]["w"] == params["a"]["w"]).all()
     assert (stepped.target["c"]["w"] != params["c"]["w"]).all()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.chain(optax.clip(9.0), tx),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.MultiSteps(tx, 1),
+        lambda tx: optax.masked(tx, True),
+    ],
+)
+def test_a_definition_stands_where_optax_takes_a_transformation(around: Any) -> None:
+    ours, theirs = around(opt.adamw(0.1)), around(optax.adamw(0.1))
+    assert_same_bits(run(ours, make_params()), run(theirs, make_params()))
+    state = OptaxWrapper(ours).create(make_params())
+    described = describe_state(state)
+    expected = describe_state(OptaxWrapper(theirs).create(make_params()))
+    assert described.leaves == expected.leaves
+    assert [x.name for x in described.transformations] == [x.name for x in expected.transformations]
+
+
+def test_keywords_reach_a_definition_but_not_through_containers_of_optax() -> None:
+    grads = jax.tree.map(jnp.ones_like, make_params())
+    definition: Any = opt.sgd(0.5)  # for type checkers no transformation of Optax
+    state = definition.init(make_params())
+    updates, _ = definition.update(grads, state, make_params(), learning_rate=0.25, unknown=1)
+    assert updates["b"].tolist() == [-0.25] * 3
+    optimizer = OptaxWrapper(optax.chain(optax.clip(9.0), definition)).create(make_params())
+    with pytest.raises(HyperParamError, match="`learning_rate`: neither a hyper-parameter"):
+        optimizer.apply_gradient(grads, learning_rate=0.25)
+
+
+def test_a_definition_wrapped_again_keeps_its_hyper_parameters() -> None:
+    definition = opt.sgd(0.5)
+    again = OptaxWrapper(definition)
+    assert again == definition
+    assert again.hyper_params == definition.hyper_params
+    with pytest.raises(
+        TypeError, match=r"got MultiOptimizer\. It is a definition: use it, or `as_"
+    ):
+        OptaxWrapper(groups())

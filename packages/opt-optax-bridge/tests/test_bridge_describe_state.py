@@ -170,14 +170,6 @@ def test_an_update_behind_a_lambda_that_calls_another_init_is_named(make: Any, m
         regroup(wrapped(make(halved)), OptaxWrapper(make(signed)))
 
 
-def test_one_init_with_two_updates_says_which() -> None:
-    base = optax.scale_by_adam()
-    (adam,) = of(optax.GradientTransformation(base.init, halved)).transformations
-    assert (adam.name, adam.settings["update"]) == ("adam", f"{MINE}.halved")
-    assert adam.effect("update") == "refused"
-    assert "update" not in of(base).transformations[0].settings
-
-
 # Settings and what bears on state.
 
 
@@ -256,31 +248,4 @@ def test_transformations_that_describe_their_fields(tx: Any, name: str) -> None:
     assert made.effect("decay") == "refused"
 
 
-def test_counts_of_schedules_have_a_role_of_their_own() -> None:
-    tx = optax.adamw(optax.linear_schedule(1.0, 0.0, 3), weight_decay=optax.constant_schedule(0.1))
-    found = {(x.transformation, x.field): x.role for x in of(tx).leaves if x.parameter is None}
-    assert found == {
-        ("adam", ("count",)): "count",
-        ("add_decayed_weights", ("count",)): "schedule_count",
-        ("schedule", ("count",)): "schedule_count",
-    }
-
-
 # Where it is asked.
-
-
-def test_arrays_shapes_and_tracers_say_the_same() -> None:
-    optimizer = wrapped(optax.chain(rebuilding(optax.scale_by_yogi()), optax.adamw(0.1)))
-    definition = optimizer.optimizer_def
-    expected = definition.describe_state(optimizer.target, optimizer.state)
-    shapes = jax.eval_shape(lambda: optimizer)
-    assert definition.describe_state(shapes.target, shapes.state) == expected
-    inside: list[Any] = []
-
-    def step(o: Any) -> Any:
-        inside.append(definition.describe_state(o.target, o.state))
-        return o.apply_gradient(o.target)
-
-    stepped = jax.jit(step)(optimizer)
-    assert inside == [expected]
-    assert definition.describe_state(stepped.target, stepped.state) == expected

@@ -3,20 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from opt_core.errors import (
     HyperParamError,
     StateChangedError,
-    TreeMismatchError,
 )
-from opt_optax_bridge import OptaxWrapper, overridable_hyper_params, resolve_hyper_params, t5x
-from opt_partition.errors import AxesError
+from opt_optax_bridge import OptaxWrapper, resolve_hyper_params
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -25,7 +21,6 @@ ADAMW = opt_optax_bridge.adamw(0.1).create(GRADS)
 MUON = opt_optax_bridge.muon(0.1).create({"w": jnp.ones((2, 2))})
 ADAGRAD = opt_optax_bridge.adagrad(0.1).create(GRADS)
 SGD: Any = opt_optax_bridge.sgd(0.1, momentum=0.9).create(GRADS)
-OLD: Any = t5x.sgd(0.1).create(GRADS)
 OPAQUE = OptaxWrapper(optax.sgd(0.1)).create(GRADS)
 NOT_OVERRIDABLE = (
     "What is already built has no hyper-parameters. Wrap its constructor: "
@@ -33,9 +28,6 @@ NOT_OVERRIDABLE = (
     "wrapped in opt_optax_bridge: `opt_optax_bridge.adamw(...)` for `optax.adamw(...)`, "
     "`opt_optax_bridge.chain(...)` for `optax.chain(...)`"
 )
-CLOSED = OptaxWrapper(
-    optax.GradientTransformation(lambda params: (), lambda u, s, params=None: (u, s))
-).create(GRADS)
 
 
 def reshape(params: Any) -> Any:
@@ -84,53 +76,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "extra argument that its transformation takes. " + NOT_OVERRIDABLE
         ),
     ),
-    "no extra arguments": (
-        lambda: CLOSED.apply_gradient(GRADS, value=0.5),
-        HyperParamError,
-        (
-            "`value`: neither a hyper-parameter of this optimizer (it has none) nor an extra "
-            "argument that its transformation takes. " + NOT_OVERRIDABLE
-        ),
-    ),
-    "other hyper-parameters": (
-        lambda: SGD.apply_gradient(GRADS, hyper_params=ADAGRAD.optimizer_def.hyper_params),
-        HyperParamError,
-        (
-            "`hyper_params` must be a sgd_hyper_params; got adagrad_hyper_params. Use "
-            "`optimizer_def.hyper_params.replace(...)`."
-        ),
-    ),
     "a constructor": (
         lambda: OptaxWrapper(optax.sgd),
         TypeError,
         (
             "`optax_optimizer` must have Optax's `init` and `update`; got function. Call the "
             "constructor, or wrap it with `wrap_optax_optimizer`."
-        ),
-    ),
-    "not asked of a wrapper": (
-        lambda: overridable_hyper_params(SGD.replace(optimizer_def=None)),
-        TypeError,
-        "`optimizer` must be one of an `OptaxWrapper`; its definition is a NoneType",
-    ),
-    "gradients": (
-        lambda: SGD.apply_gradient({"v": jnp.ones(2)}),
-        TreeMismatchError,
-        (
-            "`grads` do not match the parameters:\n"
-            "  w: expected an array of shape (2,), found nothing\n"
-            "  v: expected nothing, found an array of shape (2,)\n"
-            "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
-            "containers to those of the parameters."
-        ),
-    ),
-    "axes": (
-        lambda: SGD.optimizer_def.derive_logical_axes(SGD, {"v": P()}),
-        AxesError,
-        (
-            "`param_axes` do not match `params`:\n"
-            "  w: no axes given\n"
-            "  v: axes given, but not a parameter"
         ),
     ),
     "a state that changes": (
@@ -143,30 +94,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "initialises its whole state, and gradients with the shapes of the parameters."
         ),
     ),
-    "T5X, a structural argument": (
-        lambda: OLD.apply_gradient(GRADS, nesterov=True),
-        HyperParamError,
-        (
-            "`nesterov` cannot be overridden at run time: only arguments that are a float or a "
-            "schedule can. Of this optimizer these may be: none (`learning_rate` is ignored; "
-            "those of `opt_optax_bridge` override it)"
-        ),
-    ),
 }
 
 
 REFUSED: list[tuple[Any, dict[str, Any]]] = [
     (ADAMW, {"learning_rate": None}),
-    (ADAMW, {"learning_rate": True}),
-    (ADAMW, {"learning_rate": 1j}),
     (ADAMW, {"learning_rate": np.ones(1)}),
-    (ADAMW, {"learning_rate": jax.random.key(0)}),
     (ADAMW, {"learning_rate": optax.constant_schedule(0.1)}),
-    (SGD, {"momentum": None}),
     (ADAMW, {"lerning_rate": 0.1}),
-    (ADAMW, {"mask": {"w": True}}),
-    (ADAMW, {"mu_dtype": jnp.bfloat16}),
-    (ADAMW, {"params": 1.0}),
     (ADAMW, {"value": 1.0}),
     (ADAMW, {"hyper_params": 0.1}),
     (ADAGRAD, {"initial_accumulator_value": 0.5}),
@@ -190,11 +125,4 @@ def test_the_words(call: Callable[[], Any], error: type[Exception], words: str) 
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error
-    assert str(caught.value) == words
-
-
-def test_the_words_are_the_same_while_tracing() -> None:
-    call, error, words = CASES["at the start only"]
-    with pytest.raises(error) as caught:
-        jax.jit(call)()
     assert str(caught.value) == words

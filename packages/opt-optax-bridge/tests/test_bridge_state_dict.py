@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import numpy as np
 import opt_optax_bridge
 import optax
 import pytest
@@ -14,7 +13,6 @@ from bridge_testing import (
     grads_of,
     labels,
     make_params,
-    step,
     structure,
     through_bytes,
     trained,
@@ -102,8 +100,8 @@ def test_the_layout_is_that_of_t5x(tx: Any, paths: set[str]) -> None:
 
 @pytest.mark.parametrize(
     "tx",
-    [optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.identity()],
-    ids=["sgd", "chain", "identity"],
+    [optax.chain(optax.clip(1.0), optax.sgd(0.1))],
+    ids=["chain"],
 )
 def test_a_state_without_arrays_has_no_entry(tx: Any) -> None:
     optimizer = OptaxWrapper(tx).create(make_params())
@@ -125,14 +123,6 @@ def test_dicts_of_either_kind_come_back(kind: str, container: Any) -> None:
         restored = optimizer.restore_state(given)
         assert_same_bits(restored, optimizer)  # the order of names too
         assert isinstance(restored.target, FrozenDict if container is freeze else dict)
-
-
-def test_a_restored_noise_continues_with_the_same_numbers() -> None:
-    optimizer = trained("noisy_sgd")
-    written = through_bytes(optimizer.state_dict())
-    assert written["state"]["param_states"]["0"]["rng_key"].dtype == np.uint32
-    restored = definition("noisy_sgd").create(make_params()).restore_state(written)
-    assert_same_bits(step("noisy_sgd", restored), step("noisy_sgd", optimizer))
 
 
 # What does not fit.

@@ -7,7 +7,6 @@ from typing import Any
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_core
 import optax
 import pytest
@@ -47,13 +46,6 @@ def test_the_learning_rate_of_the_trainer_is_ignored(made: t5x.OptaxWrapper) -> 
     assert_close(plain.target, jax.tree.map(lambda p: p / 2, make_params()))
 
 
-def test_and_nothing_else_is_ignored() -> None:
-    optimizer = t5x.adamw(0.5).create(make_params())
-    for overrides in ({"weight_decay": 0.1}, {"b1": 0.5}, {"typo": 1.0}):
-        with pytest.raises(HyperParamError, match=next(iter(overrides))):
-            optimizer.apply_gradient(make_params(), **overrides)
-
-
 def test_parameters_may_come_back_in_another_precision() -> None:
     optimizer = t5x.adam(0.1).create(make_params()).apply_gradient(make_params())
     saved = through_bytes(optimizer.state_dict())
@@ -65,28 +57,6 @@ def test_parameters_may_come_back_in_another_precision() -> None:
     plain = OptaxWrapper(optax.adam(0.1)).create(make_params())
     with pytest.raises(RestoreError, match="target/w: dtype"):  # in the package itself
         plain.restore_state({**plain.state_dict(), "target": saved["target"]})
-
-
-def test_nothing_else_may() -> None:
-    optimizer = t5x.adam(0.1).create(make_params())
-    saved = through_bytes(optimizer.state_dict())
-    moments = saved["state"]["param_states"]["0"]
-    moments["mu"]["w"] = np.zeros((2, 3), np.float16)
-    moments["count"] = {}
-    del moments["nu"]["b"]
-    saved["target"]["w"] = saved["target"]["w"].T
-    saved["target"]["b"] = np.array(["a", "b", "c"])
-    assert not optimizer.check_state_dict(saved).ok
-    with pytest.raises(RestoreError) as caught:
-        optimizer.restore_state(saved)
-    found = {m.path: m.kind.value for m in caught.value.report.mismatches}
-    assert found == {
-        "state/param_states/0/count": "container",
-        "state/param_states/0/mu/w": "dtype",
-        "state/param_states/0/nu/b": "missing",
-        "target/b": "dtype",
-        "target/w": "shape",
-    }
 
 
 def test_axes_travel_through_state_dicts() -> None:
@@ -217,15 +187,3 @@ def test_a_rate_that_cannot_act_in_a_group_is_an_error() -> None:
         optimizer.apply_gradient(make_params(), group_overrides={"0": {"learning_rate": 0.1}})
     with pytest.raises(HyperParamError, match=r"group `0`: .*`typo`"):
         optimizer.apply_gradient(make_params(), group_overrides={"0": {"typo": 0.1}})
-
-
-def test_groups_restore_as_leniently_as_one_does() -> None:
-    optimizer = t5x.MultiOptimizer([("w", t5x.adam(0.5))]).create(make_params())
-    saved = through_bytes(optimizer.state_dict())
-    saved["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), saved["target"])
-    restored = optimizer.restore_state(saved)
-    assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.bfloat16)}
-    assert_same_bits(restored.state, optimizer.state)
-    saved["target"]["b"] = saved["target"]["b"][None]
-    with pytest.raises(RestoreError, match="target/b: shape"):
-        optimizer.restore_state(saved)

@@ -11,7 +11,7 @@ import opt_optax_bridge
 import optax
 import pickled_elsewhere
 import pytest
-from bridge_testing import Jitted, assert_same_bits, make_params, step, trained
+from bridge_testing import Jitted, make_params, step
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 BUILT = pickled_elsewhere.built()
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", BUILT)
 def test_a_pickle_is_equal_and_hashes_equal(name: str) -> None:
     unpickled = pickle.loads(pickle.dumps(BUILT[name]))
@@ -27,14 +27,6 @@ def test_a_pickle_is_equal_and_hashes_equal(name: str) -> None:
     assert unpickled == BUILT[name]
     assert hash(unpickled) == hash(BUILT[name])
     assert vars(unpickled.hyper_params).keys() == vars(BUILT[name].hyper_params).keys()
-
-
-@pytest.mark.parametrize("name", pickled_elsewhere.BY_ARGUMENTS)
-def test_of_every_kind_of_constructor(name: str) -> None:
-    definition = BUILT[f"by {name}"]
-    unpickled = pickle.loads(pickle.dumps(definition))
-    assert unpickled == definition
-    assert unpickled.recipe.constructor is definition.recipe.constructor  # type: ignore[union-attr]
 
 
 PROGRAM = """
@@ -77,14 +69,6 @@ def test_an_unpickled_definition_is_not_traced_again() -> None:
         train_step(made.create(make_params()))
         made = pickle.loads(pickle.dumps(made))
     assert train_step.traces == 1
-
-
-def test_an_unpickled_optimizer_takes_the_same_step() -> None:
-    optimizer = trained("adamw")
-    unpickled = pickle.loads(pickle.dumps(optimizer))
-    assert_same_bits(unpickled, optimizer)
-    changed = [step("adamw", o, learning_rate=0.5) for o in (optimizer, unpickled)]
-    assert_same_bits(*changed)
 
 
 NAMELESS: dict[str, OptaxWrapper] = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_optax_bridge as opt
 import optax
 import pytest
@@ -42,20 +41,15 @@ LINEAR = optax.linear_schedule(1.0, 0.0, 10)
     [
         ("rate", 1, True),  # an int where a float is meant
         ("rate", jnp.int32(1), True),
-        ("rate", np.float64(1), True),
         ("rate", jnp.ones(2), False),
-        ("rate", True, False),
         ("steps", 7, False),
-        ("momentum", None, False),
         ("momentum", 0.9, True),
-        ("flag", True, False),
         ("schedule", LINEAR, True),
         ("schedule", lambda count: jnp.ones(2) * count, False),  # no scalar
         ("schedule", lambda params: jax.tree.map(jnp.ones_like, params["w"]), False),
         ("mask", lambda params: 1.0, False),  # not said to be a schedule
         ("dtype", jnp.bfloat16, False),  # maps a count to a float too
         ("unheard_of", 2.0, True),
-        ("unheard_of", 2, False),
     ],
 )
 def test_which_arguments_can_change(argument: str, value: Any, can_change: bool) -> None:
@@ -80,16 +74,6 @@ def test_a_schedule_goes_where_one_is_meant(annotation: Any, is_schedule: bool) 
 
     constructor.__annotations__["rate"] = annotation
     assert fields_of(wrap_optax_optimizer(constructor)(LINEAR)) == ("rate",) * is_schedule
-
-
-def test_hyper_params_are_a_frozen_pytree_that_pickles() -> None:
-    hyper_params: Any = recorded(0.1).hyper_params
-    assert jax.tree.leaves(hyper_params) == [0.1, 0.5, 1.0]
-    assert type(hyper_params).__name__ == "recorded_hyper_params"
-    assert pickle.loads(pickle.dumps(hyper_params)) == hyper_params
-    with pytest.raises(AttributeError):
-        hyper_params.rate = 0.2
-    assert hyper_params.replace(rate=0.2).rate == 0.2
 
 
 def test_a_list_that_changes_later_changes_nothing() -> None:

@@ -65,7 +65,7 @@ def optax_can(name: str, tx: Any, param_dtype: Any, grad_dtype: Any) -> bool:
     return True
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(6)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", NAMES)
@@ -87,7 +87,7 @@ def test_a_step_changes_no_aval(name: str, precision: str) -> None:
         assert avals(abstract_step(name, optimizer, grad_dtype, **{first: 0.5})) == avals(optimizer)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("name", block_names())
 def test_a_step_of_a_building_block_changes_no_aval(name: str) -> None:
@@ -110,7 +110,7 @@ def lenient(tx: Any) -> Any:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_ours_promotes_nothing(name: str) -> None:
     with pytest.raises(ValueError, match="promotion"):  # so it is strict outside of Optax
@@ -120,7 +120,7 @@ def test_what_is_ours_promotes_nothing(name: str) -> None:
         assert avals(abstract_step(name, optimizer, jnp.bfloat16)) == avals(optimizer)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("name", NAMES)
 def test_donated_right_after_create_and_after_restore_and_compiled_once(name: str) -> None:

@@ -25,14 +25,14 @@ from bridge_testing import (
     transformation,
 )
 from opt_core.errors import HyperParamError
-from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
+from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 NAMES = opt_optax_bridge.optimizer_names()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_that_of_optax(name: str) -> None:
     stepped = third_step(name)
@@ -41,7 +41,7 @@ def test_a_step_is_that_of_optax(name: str) -> None:
     assert int(stepped.state.step) == 3
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_is_that_of_optax_and_nothing_else(name: str) -> None:
     created = definition(name).create(make_params())
@@ -53,12 +53,6 @@ def test_the_state_is_that_of_optax_and_nothing_else(name: str) -> None:
 # Extra arguments.
 
 
-@wrap_optax_optimizer
-def momo_and_plateau(learning_rate: float, factor: float = 0.5) -> Any:
-    momo, plateau = constructor_of("momo"), constructor_of("reduce_on_plateau")
-    return optax.chain(momo(learning_rate), plateau(factor=factor, patience=1))
-
-
 WITH_EXTRA_ARGS = {
     "lbfgs": optax.lbfgs(),
     "polyak_sgd": optax.polyak_sgd(),
@@ -68,7 +62,7 @@ WITH_EXTRA_ARGS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WITH_EXTRA_ARGS)
 def test_extra_arguments_reach_an_opaque_transformation(name: str) -> None:
     tx, params = WITH_EXTRA_ARGS[name], make_params()
@@ -92,12 +86,10 @@ TX = optax.GradientTransformationExtraArgs(lambda params: (), takes_value)  # ty
     "tx",
     [
         TX,
-        optax.named_chain(("clip", optax.clip(9.0)), ("mine", TX)),
-        optax.masked(TX, {"b": False, "w": True}),
         optax.partition({True: TX, False: optax.set_to_zero()}, {"b": False, "w": True}),
         optax.MultiSteps(TX, 1),
     ],
-    ids=["itself", "named_chain", "masked", "partition", "MultiSteps"],
+    ids=["itself", "partition", "MultiSteps"],
 )
 def test_they_reach_it_however_deep_and_traced_and_others_are_refused(tx: Any) -> None:
     optimizer = OptaxWrapper(tx).create(make_params())
@@ -112,30 +104,10 @@ def test_they_reach_it_however_deep_and_traced_and_others_are_refused(tx: Any) -
     assert "`value`" not in str(caught.value)
 
 
-def test_extra_arguments_go_to_every_part_of_a_chain() -> None:
-    params: Any = make_params()
-    optimizer = momo_and_plateau(0.5).create(params)
-    tx = momo_and_plateau.__wrapped__(0.5)  # type: ignore[attr-defined]
-    state = tx.init(params)
-    grads = jax.grad(loss)(params)
-    for value in jnp.array([1.0, 1.0, 2.0]):
-        optimizer = optimizer.apply_gradient(grads, value=value)
-        updates, state = tx.update(grads, state, params, value=value)
-        params = optax.apply_updates(params, updates)
-    assert_close((optimizer.target, optimizer.state.param_states), (params, state))
-    assert float(state[1].scale) < 1.0
-    overridden = optimizer.apply_gradient(grads, value=value, learning_rate=0.25)
-    other = momo_and_plateau.__wrapped__(0.25)  # type: ignore[attr-defined]
-    updates, state = other.update(grads, state, params, value=value)
-    assert_close(overridden.target, optax.apply_updates(params, updates))
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("lbfgs", "`grad`, `value`, `value_fn`: the update of this transformation needs it; call"),
-        ("polyak_sgd", "`value`: the update of this transformation needs it; call"),
-        ("momo", "value"),
         ("reduce_on_plateau", "`value`: the update of this transformation needs it; call"),
         ("sophia", "obj_fn must be provided"),
     ],
@@ -155,12 +127,10 @@ def counted(count: Any) -> Any:
     [
         (optax.sgd(counted), "count"),  # an argument of the schedule
         (optax.inject_hyperparams(optax.adam)(0.1), "learning_rate"),  # and of the constructor
-        (optax.inject_hyperparams(optax.adam)(0.1), "nesterov"),
         (optax.adamw(0.1, mask=lambda tree: jax.tree.map(bool, {"b": 0, "w": 1})), "tree"),
-        (optax.lbfgs(), "count"),
         (optax.MultiSteps(TX, 1), "mini_step"),
     ],
-    ids=["schedule", "inject", "inject, keyword", "mask", "lbfgs", "MultiSteps"],
+    ids=["schedule", "inject", "mask", "MultiSteps"],
 )
 def test_arguments_of_other_functions_are_not_those_of_an_update(tx: Any, name: str) -> None:
     optimizer = OptaxWrapper(tx).create(make_params())
@@ -217,27 +187,13 @@ def test_an_update_of_any_kind_is_asked(tx: Any) -> None:
     assert stepped.target["w"].tolist() == [0.75, 0.75]
 
 
-def test_a_class_is_named_in_the_line_that_makes_it_overridable() -> None:
-    optimizer = OptaxWrapper(Halved()).create({"w": jnp.ones(2)})
-    with pytest.raises(HyperParamError, match=rf"`wrap_optax_optimizer\({__name__}.Halved\)"):
-        optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.5)
-
-
 # Gradients.
-
-
-def test_per_example_gradients_go_to_what_averages_them() -> None:
-    optimizer = definition("dpsgd", noise_multiplier=0.0, l2_norm_clip=1e6).create(make_params())
-    grads = jax.tree.map(lambda p: jnp.stack([p, 3 * p]), make_params())
-    stepped = optimizer.apply_gradient(grads)
-    wanted = jax.tree.map(lambda p: p - 0.1 * 2 * p, make_params())
-    assert_close(stepped.target, wanted)
 
 
 # Identity.
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_other_arguments_make_another_definition(name: str) -> None:
     one = definition(name)

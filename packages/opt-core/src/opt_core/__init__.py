@@ -19,11 +19,10 @@ and an `Optimizer` is the two together with the parameters: one pytree that goes
 from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
-from opt_core._description.describe import describe_state
-from opt_core._description.values import (
+from opt_core._describe import describe_state
+from opt_core._description import (
     Bearing,
     LeafDescription,
-    LeafKey,
     StateDescription,
     TransformationDescription,
 )
@@ -34,10 +33,10 @@ from opt_core._groups.metrics import ClipMetrics, GroupNorms, clip_metrics, grou
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
-from opt_core._plan.operations import freeze, regroup, reset, unfreeze
 from opt_core._plan.plan import Plan
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
+from opt_core._surgery import freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")
 
@@ -51,7 +50,6 @@ __all__ = [
     "GroupStates",
     "GroupTable",
     "LeafDescription",
-    "LeafKey",
     "Mismatch",
     "MismatchKind",
     "MultiOptimizer",

@@ -16,30 +16,17 @@ from jax.sharding import Sharding
 
 
 def held_dtype(array: Any) -> Any:
-    """Returns the dtype of an array as JAX holds it.
-
-    Without `jax_enable_x64` that is 32 bits for the 64 of NumPy; an array of JAX has what it has.
-
-    Examples:
-      >>> held_dtype(np.zeros(2, np.float64)) == jnp.zeros(2, float).dtype
-      True
-    """
+    """Returns the dtype of an array as JAX holds it."""
+    # Without `jax_enable_x64` that is 32 bits for the 64 of NumPy; an array of JAX has what it has.
     if isinstance(array, jax.Array) or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return array.dtype
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 def survives(before: Any, after: Any) -> Any:
-    """Returns which values a conversion has kept, of arrays of NumPy or JAX.
-
-    Integers survive exactly. Floats are rounded; what is finite stays finite, and what is not 0
-    does not become 0, unless it was subnormal already.
-
-    Examples:
-      >>> wide = np.array([1.0, 0.1, 1e300])
-      >>> survives(wide, np.array([1.0, 0.1, np.inf], np.float32)).tolist()
-      [True, True, False]
-    """
+    """Returns which values a conversion has kept, of arrays of NumPy or JAX."""
+    # Integers survive exactly. Floats are rounded; what is finite stays finite, and what is not 0
+    # does not become 0, unless it was subnormal already.
     xp: Any = np if isinstance(before, np.ndarray | np.generic) else jnp
     is_float, becomes_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (before, after))
     if is_float and becomes_float:
@@ -70,13 +57,7 @@ def convert_held(array: np.ndarray, dtype: Any) -> tuple[np.ndarray, Any]:
 
 
 def strip_weak_type(tree: Any) -> Any:
-    """Returns a tree whose arrays have no weak types; other leaves are unchanged.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> jnp.asarray(1.0).weak_type, strip_weak_type([jnp.asarray(1.0)])[0].weak_type
-      (True, False)
-    """
+    """Returns a tree whose arrays have no weak types; other leaves are unchanged."""
     return jax.tree.map(_strip_weak_type, tree)
 
 
@@ -112,24 +93,9 @@ def committed_sharding(leaf: Any) -> Sharding | None:
 
 
 def unalias(tree: Any, *, apart_from: Any = ()) -> Any:
-    """Copies every array of `tree` that has already occurred, in `tree` itself or in `apart_from`.
-
-    Some optimizers keep the initial parameters in their state. Donating parameters and state then
-    donates one buffer twice, which XLA refuses.
-
-    Args:
-      tree: any pytree. NumPy arrays are left as they are.
-      apart_from: a pytree whose arrays must not be shared either.
-
-    Returns:
-      `tree`, where no two `jax.Array` leaves share a buffer.
-
-    Examples:
-      >>> x = jnp.ones(3)
-      >>> a, b = unalias((x, x))
-      >>> a is x, b is x
-      (True, False)
-    """
+    """Copies every array of a tree that has occurred before, in itself or in `apart_from`."""
+    # Some optimizers keep the initial parameters in their state. Donating parameters and state then
+    # donates one buffer twice, which XLA refuses.
     seen: set[int] = set().union(*map(_buffers, jax.tree.leaves(apart_from)))
 
     def own(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,16 +82,9 @@ class Opened(NamedTuple):
 
 
 def opened(value: Any) -> Opened | None:
-    """Returns what a value is made of; `None` for numbers, arrays, classes and the like.
-
-    Of a function these are its captured variables, defaults and attributes; `globals_read` has the
-    globals.
-
-    Examples:
-      >>> import functools
-      >>> opened(functools.partial(print, 1, sep=', ')).children[1:]
-      [('0', 1), ('sep', ', ')]
-    """
+    """Returns what a value is made of; `None` for numbers, arrays, classes and the like."""
+    # Of a function these are its captured variables, defaults and attributes; `globals_read` has
+    # the globals.
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes() | type():
             return None
@@ -155,13 +148,7 @@ def _is_cache(cls: type, name: str) -> bool:
 
 
 def closure_vars(function: Any) -> dict[str, Any]:
-    """Returns the captured variables of a function by name, or the attributes of a method's object.
-
-    Examples:
-      >>> import functools
-      >>> closure_vars(functools.partial(print, 1, sep=', '))
-      {'0': 1, 'sep': ', '}
-    """
+    """Returns what a function has captured by name, or the attributes of a method's object."""
     bound: dict[str, Any] = {}
     if isinstance(function, functools.partial):
         bound = dict(_numbered(function.args)) | function.keywords
@@ -181,16 +168,9 @@ def package_of(function: Any) -> str:
 
 
 def origin_of(value: Any) -> str:
-    """Returns the outermost package that defines a function, method or class.
-
-    What a script defines, which is the module `__main__` while it runs, has the name under which
-    another program imports it: that of its file, or of its package under `python -m`.
-
-    Examples:
-      >>> import json
-      >>> origin_of(json.JSONEncoder), origin_of(json.JSONEncoder().encode)
-      ('json', 'json')
-    """
+    """Returns the outermost package that defines a function, method or class."""
+    # What a script defines, which is the module `__main__` while it runs, has the name under which
+    # another program imports it: that of its file, or of its package under `python -m`.
     plain = unwrapped(value)
     module = str(getattr(getattr(plain, "__func__", plain), "__module__", None) or "unknown")
     if module in _MAIN and (script := sys.modules.get(module)) is not None:
@@ -202,37 +182,18 @@ def origin_of(value: Any) -> str:
 
 
 def qualified(name: str, origin: str) -> str:
-    """Returns the name by which states are told apart, with the package that defines it.
-
-    Optax and the packages that describe states by the same names share one namespace.
-
-    Examples:
-      >>> qualified('adam', 'optax'), qualified('adam', 'mine')
-      ('adam', 'mine.adam')
-    """
+    """Returns the name by which states are told apart, with the package that defines it."""
     return name if origin in _ONE_NAMESPACE else f"{origin}.{name}"
 
 
 def snake_case(name: str) -> str:
-    """Returns the name of a class or function in descriptions.
-
-    Examples:
-      >>> snake_case('MultiStepsState'), snake_case('SGD')
-      ('multi_steps', 'sgd')
-    """
+    """Returns the name of a class or function in descriptions."""
     words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
     return re.sub(words, "_", name).lower().removesuffix("_state").strip("_") or name
 
 
 def factory_of(function: Any) -> str:
-    """Returns the name of the function that a function was defined in, or of its object's class.
-
-    Examples:
-      >>> def scale(factor):
-      ...     return lambda x: factor * x
-      >>> factory_of(scale(2.0)), factory_of('a b'.split)
-      ('scale', 'builtin_function_or_method')
-    """
+    """Returns the name of the function that a function was defined in, or of its object's class."""
     plain = unwrapped(function)
     if isinstance(plain, types.MethodType):
         return type(plain.__self__).__name__
@@ -259,8 +220,8 @@ def own_name(function: Any) -> str:
     return str(code.co_name if code is not None else getattr(unwrapped(function), "__name__", ""))
 
 
-def reached(value: Any) -> Iterator[Any]:
-    """Yields a value and, recursively, everything that it holds, each object once."""
+def reached(value: Any, is_end: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Yields a value and, recursively, everything that it holds up to an end, each object once."""
     seen: set[int] = set()
     left = [value]
     while left:
@@ -270,7 +231,7 @@ def reached(value: Any) -> Iterator[Any]:
         seen.add(id(value))
         yield value
         is_foreign = isinstance(value, types.FunctionType) and package_of(value) in _FOREIGN
-        if not is_foreign and (parts := opened(value)) is not None:
+        if not is_foreign and not is_end(value) and (parts := opened(value)) is not None:
             left += [child for _, child in reversed(parts.children)]
 
 

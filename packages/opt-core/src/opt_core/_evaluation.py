@@ -16,11 +16,9 @@ _LOOKAHEAD: Final = frozenset({"fast", "slow"})
 
 
 def evaluation_params(params: Any, state: Any) -> Any:
-    """Returns the parameters to evaluate; see `Optimizer.evaluating`.
-
-    States may implement `protocols.HoldsEvalParams`. Optax's own states are recognised by their
-    fields, since this package does not import Optax.
-    """
+    """Returns the parameters to evaluate; see `Optimizer.evaluating`."""
+    # States may implement `protocols.HoldsEvalParams`. Optax's own states are recognised by their
+    # fields, since this package does not import Optax.
     averages = list(_averages(params, state))
     if _fields(params) == _LOOKAHEAD:
         averages.append(("the slow parameters", {}))

@@ -40,28 +40,12 @@ class _Same:
 
 
 def fingerprint(obj: Any) -> Hashable:
-    """Returns a hashable value that is equal for objects built the same way.
-
-    Numbers compare with their type, arrays by content, containers by elements, dataclasses and
-    plain objects by attributes, functions by code and captured values. So do the globals that a
-    function names, if they are numbers, containers, arrays or functions of the same module; other
-    globals compare by identity. An opaque object (a tracer, a compiled function) is equal only to
-    itself.
-
-    Args:
-      obj: anything.
-
-    Returns:
-      A value for `==` and `hash`, valid inside one process.
-
-    Examples:
-      >>> def scale(factor):
-      ...     return lambda x: factor * x
-      >>> fingerprint(scale(2.0)) == fingerprint(scale(2.0))
-      True
-      >>> fingerprint(scale(2.0)) == fingerprint(scale(3.0))
-      False
-    """
+    """Returns a hashable value that is equal for objects built the same way."""
+    # Numbers compare with their type, arrays by content, containers by elements, dataclasses and
+    # plain objects by attributes, functions by code and captured values. So do the globals that a
+    # function names, if they are numbers, containers, arrays or functions of the same module; other
+    # globals compare by identity. An opaque object (a tracer, a compiled function) is equal only to
+    # itself.
     return _fingerprint(obj, {})
 
 

@@ -47,10 +47,8 @@ def check_gradients(params: Any, grads: Any) -> None:
 
 
 def gradient_leaves(params: Any, grads: Any, *, optional: frozenset[int]) -> list[Any]:
-    """Returns the gradient of every leaf of `params`, in order, of its shape.
-
-    Leaves at the `optional` positions may have `None`, or nothing at all: then it is `None`.
-    """
+    """Returns the gradient of every leaf of `params`, in order, of its shape."""
+    # Leaves at the `optional` positions may have `None`, or nothing at all: then it is `None`.
     gradients, problems = _align(params, grads, optional, _other_shape)
     if problems:
         pairs = zip(jax.tree.leaves(params), gradients, strict=True)

@@ -5,31 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from opt_core._text import listed
+from opt_core._paths import listed
 from opt_core.errors import HyperParamError
 
 
 def replace_hyper_params(hyper_params: Any, **overrides: Any) -> Any:
-    """Returns `hyper_params` with some fields replaced.
-
-    Args:
-      hyper_params: a dataclass instance (`dataclasses` or `flax.struct`).
-      **overrides: new values by field name.
-
-    Returns:
-      A new instance; `hyper_params` itself when there is nothing to override.
-
-    Raises:
-      HyperParamError: a name is not a field of `hyper_params`; lists the fields.
-
-    Examples:
-      >>> @dataclasses.dataclass(frozen=True)
-      ... class Momentum:
-      ...     learning_rate: float
-      ...     beta: float = 0.9
-      >>> replace_hyper_params(Momentum(0.1), learning_rate=0.2)
-      Momentum(learning_rate=0.2, beta=0.9)
-    """
+    """Returns `hyper_params` with some fields replaced."""
     if not overrides:
         return hyper_params
     names = hyper_param_names(hyper_params)

@@ -28,15 +28,7 @@ _Record = TypeVar("_Record")
 
 
 def record_data(value: Any) -> Any:
-    """Returns a dataclass as JSON data: dicts, lists, strings, numbers, booleans and `None`.
-
-    Examples:
-      >>> @dataclasses.dataclass
-      ... class Point:
-      ...     at: tuple[int, ...]
-      >>> record_data(Point((1, 2))), read_record(Point, {'at': [1, 2]}, 'point', ValueError)
-      ({'at': [1, 2]}, Point(at=(1, 2)))
-    """
+    """Returns a dataclass as JSON data: dicts, lists, strings, numbers, booleans and `None`."""
     if dataclasses.is_dataclass(value):
         return {f.name: record_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -45,15 +37,7 @@ def record_data(value: Any) -> Any:
 
 
 def read_record(kind: type[_Record], data: Any, where: str, error: type[ValueError]) -> _Record:
-    """Returns the dataclass that `record_data` was called on.
-
-    Args:
-      kind: its class; fields are strings, numbers, booleans, `Literal`s, tuples and mappings of
-        these, other such dataclasses, or `Any`.
-      data: the JSON data.
-      where: its name in errors.
-      error: raised for data of another form; says where.
-    """
+    """Returns the dataclass that `record_data` was called on."""
     if not isinstance(data, Mapping):
         raise error(f"`{where}`: expected a mapping, found {_shown(data)}")
     hints = _hints(typing.cast(Any, kind))
@@ -114,19 +98,8 @@ def _shown(data: Any) -> str:
 
 
 def json_value(value: Any, where: str) -> Any:
-    """Returns a value as hashable JSON: mappings are `FrozenDict`s, sequences tuples.
-
-    Numbers that JSON lacks become the strings `'nan'`, `'inf'` and `'-inf'`.
-
-    Raises:
-      DescriptionError: the value holds something else; says where.
-
-    Examples:
-      >>> json_value([1, {'a': np.float32(0.5)}], 'settings'), json_value(math.inf, 'eps')
-      ((1, FrozenDict({
-          a: 0.5,
-      })), 'inf')
-    """
+    """Returns a value as hashable JSON: mappings are `FrozenDict`s, sequences tuples."""
+    # Numbers that JSON lacks become the strings `'nan'`, `'inf'` and `'-inf'`.
     match value:
         case None | bool() | str() | int():
             return value
@@ -142,24 +115,10 @@ def json_value(value: Any, where: str) -> Any:
 
 
 def json_settings(settings: Any, *, functions: bool = False) -> dict[str, Any]:
-    """Returns settings as JSON values, by name.
-
-    Numbers, booleans, strings, `None`, dtypes and containers of them are kept, and so are arrays of
-    one number. A function becomes its name, anything else the name of its type in angle brackets.
-
-    Args:
-      settings: a mapping or a dataclass; anything else has no settings.
-      functions: whether to describe functions by their factory and captured variables, and arrays
-        by their type and a digest of their values. The code of a function is not described.
-
-    Examples:
-      >>> json_settings({'b1': np.float32(0.5), 'dtype': np.dtype('float32'), 'mask': object()})
-      {'b1': 0.5, 'dtype': 'float32', 'mask': '<object>'}
-      >>> def scale(factor):
-      ...     return lambda x: factor * x
-      >>> json_settings({'rate': scale(2.0)}, functions=True)
-      {'rate': {'function': 'scale', 'factor': 2.0}}
-    """
+    """Returns settings as JSON values, by name."""
+    # Numbers, booleans, strings, `None`, dtypes and containers of them are kept, and so are arrays
+    # of one number. A function becomes its name, anything else the name of its type in angle
+    # brackets.
     if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
         settings = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     if not isinstance(settings, Mapping):

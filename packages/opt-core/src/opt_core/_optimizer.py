@@ -26,7 +26,7 @@ from opt_core.protocols import WrapsTransformation
 if TYPE_CHECKING:
     from typing_extensions import ParamSpec, TypeVar  # with defaults; type checkers bring it along
 
-    from opt_core._description.values import StateDescription
+    from opt_core._description import StateDescription
 
     Params = TypeVar("Params", default=Any)
     Overrides = ParamSpec("Overrides", default=...)
@@ -197,7 +197,7 @@ class OptimizerDef:
         Raises:
           TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
         """
-        from opt_core._axes import derive_by_description
+        from opt_core._describe import derive_by_description
 
         target, param_states = derive_by_description(optimizer, param_axes)
         return Optimizer(self, OptimizerState(None, param_states), target)
@@ -213,7 +213,7 @@ class OptimizerDef:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
           state: the state that belongs to them; likewise.
         """
-        from opt_core._description.describe import describe_by_types
+        from opt_core._describe import describe_by_types
 
         return describe_by_types(self, params, state)
 

@@ -7,7 +7,7 @@ JAX's key paths, so dicts, lists, named tuples, Flax and Equinox classes need no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -31,11 +31,9 @@ class Node(NamedTuple):
 
 
 def parts_at(structure: Any, tree: Any) -> list[Any] | None:
-    """Returns the subtrees at the leaves of a structure; numbers stand for the tree's own leaves.
-
-    `None` if it has other containers. JAX's error would print the arrays, which may be large or
-    deleted.
-    """
+    """Returns the subtrees at the leaves of a structure, with numbers for the tree's leaves."""
+    # `None` if it has other containers. JAX's error would print the arrays, which may be large or
+    # deleted.
     own: Any = jax.tree.structure(tree)
     try:
         return list(structure.flatten_up_to(own.unflatten(range(own.num_leaves))))
@@ -57,64 +55,28 @@ def key_name(key: Any) -> str:
 
 
 def path_names(key_path: KeyPath) -> tuple[str, ...]:
-    """Returns the names along a JAX key path.
-
-    Examples:
-      >>> import jax
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
-      >>> path_names(path)
-      ('mlp', '0')
-    """
+    """Returns the names along a JAX key path."""
     return tuple(key_name(key) for key in key_path)
 
 
 def path_str(names: Sequence[str]) -> str:
-    """Returns names joined by `/`; the root is `.`.
-
-    Within a name `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of a
-    tree share a path.
-
-    Examples:
-      >>> path_str(('decoder', 'layers_0', 'kernel'))
-      'decoder/layers_0/kernel'
-      >>> path_str(('a/b', 'c')), path_str(('a', 'b/c'))
-      ('a~1b/c', 'a/b~1c')
-      >>> path_str(())
-      '.'
-    """
+    """Returns names joined by `/`; the root is `.`."""
+    # Within a name `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
+    # a tree share a path.
     if not names:
         return "."
     return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Returns the names of a path; the inverse of `path_str`.
-
-    Examples:
-      >>> split_path('a~1b/c'), split_path('.')
-      (('a/b', 'c'), ())
-    """
+    """Returns the names of a path; the inverse of `path_str`."""
     if path == ".":
         return ()
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
 
 
 def children(node: Any) -> Node | None:
-    """Opens one level of a pytree.
-
-    Args:
-      node: any pytree.
-
-    Returns:
-      The named children and a function to rebuild the node, or `None` if `node` is a leaf. `None`
-      itself is a leaf here: state dicts must distinguish it from an empty container.
-
-    Examples:
-      >>> children({'b': 1, 'a': (2, 3)}).children
-      [('a', (2, 3)), ('b', 1)]
-      >>> children(1.0) is None
-      True
-    """
+    """Opens one level of a pytree."""
     if node is None:
         return None
     keyed, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
@@ -125,12 +87,7 @@ def children(node: Any) -> Node | None:
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the names along the path, and the leaf, for every leaf of `tree`.
-
-    Examples:
-      >>> list(flatten_with_paths({'w': 1, 'b': [2, None]}))
-      [(('b', '0'), 2), (('b', '1'), None), (('w',), 1)]
-    """
+    """Yields the names along the path, and the leaf, for every leaf of `tree`."""
     node = children(tree)
     if node is None:
         yield (), tree
@@ -138,3 +95,16 @@ def flatten_with_paths(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, child in node.children:
         for names, leaf in flatten_with_paths(child):
             yield (name, *names), leaf
+
+
+def listed(names: Iterable[str], none: str = "none") -> str:
+    """Returns names as a list for messages."""
+    return ", ".join(f"`{name}`" for name in names) or none
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
+    """Yields the lines of a table; `sides` aligns columns: `<` to the left, `>` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        columns = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in columns).rstrip()

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_core._arrays import committed_sharding, is_abstract, placed
-from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._groups.multi_optimizer import leaf_groups
 from opt_core._optimizer import Optimizer
 from opt_core.errors import LeafError
 from opt_core.protocols import Storage, StoresLeaf, StoresParams
@@ -33,15 +33,7 @@ def storages(tree: Any) -> list[Storage | None]:
 
 
 def read_storage(data: Mapping[str, Any], what: str) -> Storage:
-    """Returns a storage from its data, read by the package that wrote them.
-
-    Args:
-      data: see `Storage.to_data`.
-      what: the beginning of errors.
-
-    Raises:
-      LeafError: the package is not installed, or does not know such a storage.
-    """
+    """Returns a storage from its data, read by the package that wrote them."""
     package = data["package"]
     try:
         read = importlib.import_module(package).read_storage
@@ -122,21 +114,12 @@ class PlainOptimizer:
         return [*first, *[None] * (count - len(first) - len(last)), *last]
 
     def plain_state(self, states: Any) -> Any:
-        """Returns `param_states`, or those of a group, with leaves in place of arrays for them.
-
-        Traced arrays become values, others the shapes of these.
-        """
+        """Returns `param_states`, or those of a group, with leaves in place of arrays for them."""
         nodes, ways, tree = _flatten(states)
         return tree.unflatten(map(_plain_node, nodes, ways))
 
     def stored_again(self, plain: Optimizer, carry: Sequence[Carry]) -> Optimizer:
-        """Returns an optimizer that stores its leaves, and places them, as the given one does.
-
-        Args:
-          plain: with the structure of `self.optimizer`; it has values.
-          carry: for each leaf, parameters first and states last; gives the arrays that it is stored
-            in if nothing changed them.
-        """
+        """Returns an optimizer that stores its leaves, and places them, as the given one does."""
         target, tree = jax.tree.flatten(plain.target)
         nodes = list(self._nodes)
         for i, (how, at) in self._extras.items():

@@ -1,9 +1,6 @@
 """What packages that build on opt-core use of it; may change with any release, as `jax.extend`."""
 
 from opt_core._arrays import (
-    all_survive,
-    committed_sharding,
-    convert_held,
     placed,
     strip_weak_type,
     unalias,
@@ -22,8 +19,7 @@ from opt_core._closures import (
     snake_case,
     unwrapped,
 )
-from opt_core._description.describe import role_by_type
-from opt_core._description.follow import (
+from opt_core._describe import (
     StateLeaf,
     around,
     is_placeholder,
@@ -32,15 +28,26 @@ from opt_core._description.follow import (
     on_placeholders,
     placeholders,
     places,
+    role_by_type,
 )
-from opt_core._description.values import TransformationKey
+from opt_core._description import TransformationKey
 from opt_core._fingerprint import fingerprint
-from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._groups.multi_optimizer import leaf_groups
 from opt_core._hyper_params import replace_hyper_params
 from opt_core._json import json_settings, read_record, record_data
-from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str, split_path
+from opt_core._paths import (
+    Names,
+    aligned,
+    children,
+    flatten_with_paths,
+    listed,
+    path_names,
+    path_str,
+    split_path,
+)
+from opt_core._paths import path_str as leaf_name
+from opt_core._paths import split_path as leaf_path
 from opt_core._plan.leaves import (
-    HasShardings,
     LeafInfo,
     NamedState,
     Schema,
@@ -49,8 +56,6 @@ from opt_core._plan.leaves import (
     count_of,
     is_wide,
     leaf_info,
-    leaf_name,
-    leaf_path,
     local,
     named_leaves,
     named_state,
@@ -59,7 +64,6 @@ from opt_core._plan.leaves import (
     update_counts,
 )
 from opt_core._plan.match import Request, make_plan
-from opt_core._plan.placement import with_placement
 from opt_core._plan.plan import Plan, Row, leaf_bytes
 from opt_core._plan.rules import (
     KINDS,
@@ -71,14 +75,11 @@ from opt_core._plan.rules import (
     Stack,
     Unstack,
     abstract,
-    check_allowances,
     key_kind,
 )
-from opt_core._text import aligned, listed
 
 __all__ = [
     "KINDS",
-    "HasShardings",
     "LeafInfo",
     "Map",
     "NamedState",
@@ -99,14 +100,10 @@ __all__ = [
     "View",
     "abstract",
     "aligned",
-    "all_survive",
     "around",
-    "check_allowances",
     "children",
     "closure_vars",
     "code_of",
-    "committed_sharding",
-    "convert_held",
     "count_of",
     "definer_of",
     "factory_of",
@@ -152,5 +149,4 @@ __all__ = [
     "unalias",
     "unwrapped",
     "update_counts",
-    "with_placement",
 ]

@@ -49,10 +49,8 @@ def is_hyper_param(value: Any, parameter: inspect.Parameter | None) -> bool:
 
 
 def _is_schedule(value: Any, parameter: inspect.Parameter | None) -> bool:
-    """Whether a callable argument is a schedule: a map from a step count to a float.
-
-    The value alone does not show it: `jnp.float32` maps a count to a float too.
-    """
+    """Whether a callable argument is a schedule: a map from a step count to a float."""
+    # The value alone does not show it: `jnp.float32` maps a count to a float too.
     annotation = parameter.annotation if parameter else Any
     if annotation in (inspect.Parameter.empty, Any, "Any"):  # no information
         if isinstance(value, type) or hasattr(value, "dtype"):
@@ -101,10 +99,7 @@ def _copied(_: str | None, value: Any) -> Any:
 
 
 def definitions_in(arguments: Mapping[str, Any]) -> dict[str, OptimizerDef]:
-    """Returns the definitions among arguments by unique names.
-
-    These are the keyword, or else the constructor's name (`adam`, `adam_1`).
-    """
+    """Returns the definitions among arguments by unique names."""
     pairs: list[tuple[str | None, OptimizerDef]] = []
 
     def collect(keyword: str | None, value: Any) -> None:

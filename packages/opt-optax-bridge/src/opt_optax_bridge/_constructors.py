@@ -127,11 +127,7 @@ _chained.__name__ = "chain"  # the name of a nested chain as a part
 def chain_sequence(
     transformations: Sequence[optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """Chains transformations given as one sequence, as in T5X.
-
-    Args:
-      transformations: Optax transformations, applied in order.
-    """
+    """Chains transformations given as one sequence, as in T5X."""
     return optax.chain(*transformations)
 
 
@@ -164,10 +160,7 @@ def wrapped_constructor(name: str) -> Callable[..., OptaxWrapper]:
 
 
 def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callable[..., Any]:
-    """Returns Optax's constructor of that name, or raises the `AttributeError` of `module`.
-
-    With `is_optimizer`, building blocks do not count.
-    """
+    """Returns Optax's constructor of that name, or raises the `AttributeError` of `module`."""
     entry = _exported().get(name)
     if entry is None or is_optimizer > entry.is_optimizer:
         why = (

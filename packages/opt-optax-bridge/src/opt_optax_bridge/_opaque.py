@@ -27,10 +27,8 @@ def how_to_override(tx: Any, names: Collection[str]) -> str:
 
 
 def _constructor_of(tx: Any, names: Collection[str]) -> str | None:
-    """The class of `tx`, or a function that defines a part of it and takes one of `names`.
-
-    Of Optax's own constructors a transformation does not tell: all return chains.
-    """
+    """The class of `tx`, or a function that defines a part of it and takes one of `names`."""
+    # Of Optax's own constructors a transformation does not tell: all return chains.
     if not isinstance(tx, tuple):  # `MultiSteps` is an object
         return _public_name(type(tx).__module__, type(tx).__qualname__)
     for value in reached(tx):
@@ -50,14 +48,9 @@ def _public_name(module: str, name: str) -> str:
 
 
 def dumps(content: Any) -> bytes:
-    """Returns a pickle of what a definition consists of.
-
-    Python's own stores functions by name. What has none, as in `sgd(lambda count: 0.1)`, needs
-    cloudpickle; it is used where it is installed.
-
-    Raises:
-      pickle.PicklingError: a function has no name, and cloudpickle is not installed.
-    """
+    """Returns a pickle of what a definition consists of."""
+    # Python's own stores functions by name. What has none, as in `sgd(lambda count: 0.1)`, needs
+    # cloudpickle; it is used where it is installed.
     try:
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     except Exception as error:

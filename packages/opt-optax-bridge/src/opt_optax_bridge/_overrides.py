@@ -49,26 +49,16 @@ class Update:
     applies: bool = False  # call the transformation's `apply`, which returns parameters
 
     def run(self, overrides: Mapping[str, Any]) -> Any:
-        """Returns the updates (with `applies` the parameters) and the state.
-
-        Raises:
-          HyperParamError: an override is not a scalar, or has no effect at run time; says why. Or
-            the transformation does not take an extra argument.
-        """
+        """Returns the updates (with `applies` the parameters) and the state."""
         return self._checked(overrides, {}).run(*self._operands(overrides))
 
     def schedule_values(
         self, overrides: Mapping[str, Any], schedules: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the value of each schedule in the update that `run` would make.
-
-        `None` for one that the update does not evaluate, NaN for one that it evaluates at several
-        counts with different results. In a branch that this step does not take (of
-        `optax.MultiSteps`) it is the value that the branch would use.
-
-        Raises:
-          HyperParamError: see `run`; or a schedule has many values in one update.
-        """
+        """Returns the value of each schedule in the update that `run` would make."""
+        # `None` for one that the update does not evaluate, NaN for one that it evaluates at several
+        # counts with different results. In a branch that this step does not take (of
+        # `optax.MultiSteps`) it is the value that the branch would use.
         program = self._checked(overrides, schedules)
         value_of: dict[str, Any] = {}
         for name in schedules:
@@ -83,11 +73,7 @@ class Update:
         return value_of
 
     def overridable(self) -> tuple[str, ...]:
-        """Returns the names of the hyper-parameters that can change at run time.
-
-        Tries each with a traced value: building the update must succeed, the structure of the
-        state must not change, and the result must depend on the value.
-        """
+        """Returns the names of the hyper-parameters that can change at run time."""
         names = field_values(self.definition.built_with)
         self._trace({}, {})  # raises any error that is not about overrides
         reasons = self._reasons(dict.fromkeys(names, _STAND_IN))

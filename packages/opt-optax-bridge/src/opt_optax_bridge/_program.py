@@ -60,24 +60,17 @@ class Program:
         return {name for name, variable in inputs.items() if variable in needed}
 
     def run(self, *operands: Any) -> Any:
-        """Returns the output for operands; scalars are cast to the dtypes they were traced with.
-
-        In a caller that is being traced the program becomes one call, which XLA inlines: repeating
-        its equations one by one takes half as long as tracing them. Otherwise it runs operation by
-        operation: each update is a new function, and would be compiled every time.
-        """
+        """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
+        # In a caller that is being traced the program becomes one call, which XLA inlines:
+        # repeating its equations one by one takes half as long as tracing them. Otherwise it runs
+        # operation by operation: each update is a new function, and would be compiled every time.
         if is_staged(operands):
             return self.function(*operands)
         return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
 
     def values(self, name: str, *operands: Any) -> list[Any]:
-        """Returns all values of that name, computing nothing else.
-
-        They may be inside branches, compiled functions or loops; of a loop the first pass counts.
-
-        Raises:
-          LookupError: one is computed for a whole axis at once, and so has several values.
-        """
+        """Returns all values of that name, computing nothing else."""
+        # They may be inside branches, compiled functions or loops; of a loop the first pass counts.
         leaves = jax.tree.leaves(operands)
         return list(_find(self.jaxpr, name, lambda places: [leaves[i] for i in places]))
 

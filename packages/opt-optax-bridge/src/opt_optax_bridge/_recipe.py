@@ -136,10 +136,7 @@ class Recipe:
 
     @functools.cached_property
     def hyper_params(self) -> Any:
-        """A frozen dataclass of the arguments that are a float or a schedule.
-
-        A hyper-parameter that two parts have is called `part.name`.
-        """
+        """A frozen dataclass of the arguments that are a float or a schedule."""
         pairs = {field: self._values[path] for field, path in self._fields.items()}
         return make_hyper_params(
             f"{self.name}_hyper_params",
@@ -150,13 +147,7 @@ class Recipe:
         )
 
     def by_field(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns overrides by the fields of `hyper_params`, whichever address was used.
-
-        Other names are kept unchanged.
-
-        Raises:
-          HyperParamError: a name is ambiguous, or two addresses mean one hyper-parameter.
-        """
+        """Returns overrides by the fields of `hyper_params`, whichever address was used."""
         fields = {path: field for field, path in self._fields.items()}
         addresses: dict[str, str] = {}
         for name in overrides:
@@ -191,12 +182,7 @@ class Recipe:
         return self.constructor, dict(self._bound.arguments)
 
     def build(self, **overrides: Any) -> Any:
-        """Calls the constructor, with some arguments replaced.
-
-        Args:
-          **overrides: new values by field of `hyper_params`. A number that replaces a schedule
-            becomes a constant schedule, so that the state keeps its count.
-        """
+        """Calls the constructor, with some arguments replaced."""
         return self._build({self._fields.get(name, (name,)): v for name, v in overrides.items()})
 
     def _build(self, overrides: Mapping[_Path, Any]) -> Any:

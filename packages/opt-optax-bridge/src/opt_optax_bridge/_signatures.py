@@ -20,7 +20,7 @@ from opt_core.extend import listed, reached
 def taken_keywords(update: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
     """Returns those of `names` that an update takes, or one that it has captured."""
     taken = {parameter.name for parameter in _extra_parameters(update)}
-    for value in reached(update):
+    for value in reached(update, _drops_keywords):
         owner: Any = value.__self__ if isinstance(value, types.MethodType) else value
         if hasattr(type(owner), "extra_arg_names"):  # a definition, or a transformation
             taken.update(owner.extra_arg_names(names))
@@ -33,16 +33,21 @@ def taken_keywords(update: Callable[..., Any], names: Collection[str]) -> frozen
     return frozenset(taken.intersection(names))
 
 
+def _drops_keywords(value: Any) -> bool:
+    """Whether it is what Optax puts around an update that may not take keywords."""
+    return isinstance(value, types.FunctionType) and value.__qualname__.startswith(
+        "with_extra_args_support."
+    )
+
+
 def _constants(code: types.CodeType) -> set[str]:
     nested = (_constants(value) for value in code.co_consts if isinstance(value, types.CodeType))
     return {value for value in code.co_consts if isinstance(value, str)}.union(*nested)
 
 
 def accepted_keywords(update: Callable[..., Any], extra_args: Mapping[str, Any]) -> frozenset[str]:
-    """Returns those of `extra_args` that an update takes, or that it passes on to another of them.
-
-    A line search passes what it does not take itself on to its function, `value_fn`.
-    """
+    """Returns those of `extra_args` that an update takes or passes on to another of them."""
+    # A line search passes what it does not take itself on to its function, `value_fn`.
     functions = [value for value in extra_args.values() if callable(value)]
     if any(takes_any_keyword(function) for function in functions):
         return frozenset(extra_args)
@@ -75,12 +80,10 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
 
 
 def _extra_parameters(update: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """The parameters after `updates, state, params` of all update functions.
-
-    A captured function is an update if it can be called like one in a chain, where Optax requires
-    `(updates, state, params=None, **extra_args)`. Others are constructors, masks and schedules.
-    """
-    for value in reached(update):
+    """The parameters after `updates, state, params` of all update functions."""
+    # A captured function is an update if it can be called like one in a chain, where Optax requires
+    # `(updates, state, params=None, **extra_args)`. Others are constructors, masks and schedules.
+    for value in reached(update, _drops_keywords):
         if not callable(value) or isinstance(value, type):
             continue
         parameters = [*_parameters(value).values()]

@@ -23,11 +23,7 @@ def stable_leaves(state: Any) -> Any:
 
 
 def keep_avals(old: Any, new: Any) -> Any:
-    """Returns the state after an update with the dtypes of the one before it, all strong.
-
-    Raises:
-      StateChangedError: structure or a shape differs; lists the paths.
-    """
+    """Returns the state after an update with the dtypes of the one before it, all strong."""
     check_shapes(old, new)
 
     def cast(before: Any, after: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from opt_core.protocols import Transformation
@@ -17,9 +16,11 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
     """Returns a definition as an Optax transformation.
 
     For APIs that accept nothing else: `optax.chain`, `TrainState.create(tx=...)`, `nnx.Optimizer`,
-    loops with `tx.update`. Hyper-parameters and extra arguments are keywords of its `update`
-    (`learning_rate=`, `group_overrides=`). A keyword that the definition does not know is ignored,
-    as in Optax, where a chain passes every keyword to all of its parts.
+    loops with `tx.update`. An `OptaxWrapper` has `init` and `update` itself, and needs this only
+    for type checkers, and for keywords to reach it through containers of Optax. Hyper-parameters
+    and extra arguments are keywords of `update` (`learning_rate=`, `group_overrides=`). A keyword
+    that the definition does not know is ignored, as in Optax, where a chain passes every keyword to
+    all of its parts.
 
     The state is Optax's own for a wrapped optimizer, an `OptimizerState` for any other definition.
     A definition that returns parameters and not updates (`opt_adafactor.Adafactor`) is subtracted
@@ -32,7 +33,7 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
       TypeError: `definition` is not an `OptimizerDef`.
 
     Examples:
-      >>> import opt_optax_bridge as opt
+      >>> import jax.numpy as jnp, opt_optax_bridge as opt
       >>> groups = MultiOptimizer(('w', opt.sgd(0.5)), ('b', opt.adam(0.1)), names=['w', 'b'])
       >>> tx = optax.chain(optax.clip(1.0), as_transformation(groups))
       >>> params = {'w': jnp.ones(1), 'b': jnp.ones(1)}
@@ -41,27 +42,30 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
       [-0.5]
     """
     _check_definition(definition)
-    is_wrapper = _wrapped(definition) is not None
+    if isinstance(definition, Transformation):
+        return optax.GradientTransformationExtraArgs(definition.init, definition.update)
 
     def init(params: Any) -> Any:
-        try:
-            state = definition.init_state(params)
-        except TypeError:
-            definition.create(params)  # names the leaves that are not arrays, if that is the cause
-            raise
-        return state.param_states if is_wrapper else state
+        return initial_state(definition, params)
 
     def update(updates: Any, state: Any, params: Any = None, **keywords: Any) -> tuple[Any, Any]:
-        if params is None and not is_wrapper:
+        if params is None:
             raise ValueError(
                 f"`params`: a {type(definition).__name__} needs them; call "
                 "`tx.update(grads, state, params)`"
             )
-        before = OptimizerState(jnp.zeros((), jnp.int32), state) if is_wrapper else state
-        updates, after = _update(definition, params, before, updates, keywords)
-        return updates, after.param_states if is_wrapper else after
+        return updated(definition, params, state, updates, keywords)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def initial_state(definition: OptimizerDef, params: Any) -> OptimizerState:
+    """Returns the state of a definition; an error names the leaves that are not arrays."""
+    try:
+        return definition.init_state(params)
+    except TypeError:
+        definition.create(params)
+        raise
 
 
 def as_optax(transformation: Any) -> optax.GradientTransformation:
@@ -98,14 +102,14 @@ def _check_definition(definition: Any) -> None:
         )
 
 
-def _update(
+def updated(
     definition: OptimizerDef,
     params: Any,
     state: OptimizerState,
     grads: Any,
     keywords: Mapping[str, Any],
 ) -> tuple[Any, OptimizerState]:
-    """Computes updates with the keywords that the definition knows."""
+    """Returns updates and state, with the keywords that the definition knows."""
     by_definition = {"hyper_params"}
     overrides: dict[str, Any] = {}
     if isinstance(definition, MultiOptimizer):

@@ -35,6 +35,7 @@ from opt_optax_bridge._signatures import (
     takes_any_keyword,
 )
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
+from opt_optax_bridge._transformation import initial_state, updated
 
 _BUILT = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
 _DERIVED = _BUILT | {"_built", "_origin", "_fingerprint_cache"}
@@ -51,9 +52,10 @@ class OptaxWrapper(OptimizerDef):
     from a transformation has nothing to override.
 
     Args:
-      optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included. One
-        that also is `opt_core.protocols.UpdatesParams`, like `opt_accumulate.MultiSteps`, is
-        passed the parameters themselves.
+      optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included; a
+        definition is taken over with its hyper-parameters. One that also is
+        `opt_core.protocols.UpdatesParams`, like `opt_accumulate.MultiSteps`, is passed the
+        parameters themselves.
       precision: see `with_precision`.
 
     Attributes:
@@ -83,12 +85,18 @@ class OptaxWrapper(OptimizerDef):
         precision: WrapsTransformation | None = None,
     ) -> None:
         if not isinstance(optax_optimizer, Transformation):
+            advice = "Call the constructor, or wrap it with `wrap_optax_optimizer`"
+            if isinstance(optax_optimizer, OptimizerDef):
+                advice = "It is a definition: use it, or `as_transformation(definition)`"
             raise TypeError(
                 "`optax_optimizer` must have Optax's `init` and `update`; got "
-                f"{type(optax_optimizer).__name__}. Call the constructor, or wrap it with "
-                "`wrap_optax_optimizer`."
+                f"{type(optax_optimizer).__name__}. {advice}."
             )
-        self._define(optax_optimizer, None)
+        if isinstance(optax_optimizer, OptaxWrapper):
+            vars(self).update(vars(optax_optimizer))
+            self._define(optax_optimizer.optax_optimizer, optax_optimizer.recipe)
+        else:
+            self._define(optax_optimizer, None)
         if precision is not None:
             vars(self).update(vars(self.with_precision(precision)))
 
@@ -174,6 +182,41 @@ class OptaxWrapper(OptimizerDef):
         return OptimizerState(
             step=jnp.zeros((), jnp.int32), param_states=stable_leaves(param_states)
         )
+
+    def init(self, params: Any) -> Any:
+        """Returns the state of the transformation alone, as Optax's `init` does.
+
+        With `update` the definition stands where an Optax transformation is expected: in
+        `optax.chain`, `optax.MultiSteps`, `TrainState.create(tx=...)`, trainers.
+
+        Args:
+          params: pytree of parameters.
+
+        Examples:
+          >>> import opt_optax_bridge as opt
+          >>> tx = optax.chain(optax.clip(1.0), opt.sgd(0.5))
+          >>> params = {'w': jnp.ones(1)}
+          >>> updates, state = tx.update({'w': jnp.full(1, 8.0)}, tx.init(params), params)
+          >>> updates['w'].tolist()
+          [-0.5]
+        """
+        return initial_state(self, params).param_states
+
+    def update(
+        self, updates: Any, state: Any, params: Any = None, **keywords: Any
+    ) -> tuple[Any, Any]:
+        """Returns updates and the new state, as Optax's `update` does.
+
+        Args:
+          updates: pytree of gradients.
+          state: what `init` or `update` returned.
+          params: the parameters; may be `None` for a transformation that does not need them.
+          **keywords: hyper-parameters to override, and extra arguments; others are ignored, as in
+            Optax. Its containers pass keywords on to `as_transformation(definition)` alone.
+        """
+        before = OptimizerState(jnp.zeros((), jnp.int32), state)
+        updates, after = updated(self, params, before, updates, keywords)
+        return updates, after.param_states
 
     def apply_gradient(
         self,
@@ -362,16 +405,8 @@ class OptaxWrapper(OptimizerDef):
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns the optimizer with every leaf replaced by its logical axes.
 
-        Args:
-          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
-          param_axes: a tree like the parameters with a `PartitionSpec` per leaf, or anything else
-            that `opt_partition.derive_logical_axes` takes. Dicts and FrozenDicts are
-            interchangeable.
-
-        Returns:
-          An `Optimizer`: the axes as its target, `None` as its step. Each dimension of a leaf of
-          the state has the name of the parameter dimension that it keeps (`describe_state`); a leaf
-          that does not follow a parameter has `None`.
+        See `OptimizerDef.derive_logical_axes`. `param_axes` may also be anything else that
+        `opt_partition.derive_logical_axes` takes; dicts and FrozenDicts are interchangeable.
 
         Raises:
           opt_partition.errors.AxesError: `param_axes` do not fit the parameters.
@@ -382,17 +417,13 @@ class OptaxWrapper(OptimizerDef):
         return super().derive_logical_axes(optimizer, axes)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
-        """Returns what every leaf of the state means.
+        """Returns what every leaf of the state means; see `OptimizerDef.describe_state`.
 
         A table describes Optax's transformations; others are described as far as functions, types
         and shapes tell (`LeafDescription.source` is `'types'`). A transformation is named after the
         function or class that makes its state: `scale_by_adam` is `adam`. If no function tells, as
         with a `lambda` for `init`, it is named after the type of its state, or if that is another
         transformation's, after its update function.
-
-        Args:
-          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-          state: the state that belongs to them.
 
         Examples:
           >>> from opt_core import describe_state

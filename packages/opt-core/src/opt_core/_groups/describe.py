@@ -14,8 +14,7 @@ from opt_core._fingerprint import fingerprint
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.patterns import Rest, has_shape, pattern_str
 from opt_core._optimizer import Optimizer
-from opt_core._paths import path_str
-from opt_core._text import aligned
+from opt_core._paths import aligned, path_str
 from opt_core.errors import OptimizerError
 
 _WIDEST = 60

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 
-from opt_core._axes import axes_of_leaves
-from opt_core._description.describe import describe_state
-from opt_core._description.values import (
+from opt_core._describe import axes_of_leaves, describe_state
+from opt_core._description import (
     LeafDescription,
     StateDescription,
     TransformationDescription,
 )
 from opt_core._gradients import gradient_leaves
 from opt_core._groups.division import Division, GroupStates
+from opt_core._groups.layout import from_layout, to_layout, written_states
 from opt_core._groups.overrides import (
     RESERVED,
     check_group_overrides,
@@ -41,10 +41,9 @@ from opt_core._groups.table import (
 )
 from opt_core._hyper_params import check_missing
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
-from opt_core._paths import flatten_with_paths, parts_at
+from opt_core._paths import Names, flatten_with_paths, listed
 from opt_core._report import RestoreReport
 from opt_core._state_dict import to_state_dict
-from opt_core._text import listed
 from opt_core.errors import GroupError, HyperParamError
 
 
@@ -477,95 +476,30 @@ class MultiOptimizer(OptimizerDef):
         `None` for frozen ones, as in Flax and T5X; otherwise it has an entry per group by name,
         which its definition writes, omitting groups with nothing to write.
         """
-        merged = self._merged(state)
-        written = {"step": to_state_dict(state.step)}
-        if merged is not None:
-            written["param_states"] = to_state_dict(merged)
-            return {"target": to_state_dict(target), "state": written}
-        entries = {
-            name: part.optimizer_def.state_dict(part.target, part.state)["state"].get(
-                "param_states", {}
-            )
-            for name, part in self.split(Optimizer(self, state, target)).items()
-        }
-        if entries := {name: entry for name, entry in entries.items() if _has_content(entry)}:
-            written["param_states"] = entries
+        written = {"step": to_state_dict(state.step)} | written_states(
+            Optimizer(self, state, target)
+        )
         return {"target": to_state_dict(target), "state": written}
-
-    def _merged(self, state: OptimizerState) -> Any:
-        """The states as one tree with an entry per parameter; `None` if they are not laid out so.
-
-        A definition that writes or restores its own state dict has a layout of its own.
-        """
-        division = self.division(state)
-        positions = division.treedef.unflatten(range(len(division.owners)))
-        entries: list[Any] = [None] * len(division.owners)
-        for name, definition in zip(self.group_names, self.sub_optimizers, strict=True):
-            states = state.param_states[name]
-            if isinstance(definition, MultiOptimizer):
-                states = definition._merged(OptimizerState(state.step, states))
-            elif _writes_itself(definition) or _restores_itself(definition):
-                return None
-            structure: Any = jax.tree.structure(division.cut(name, positions))
-            if states is None or parts_at(structure, states) is None:
-                return None
-            division.paste(name, states, entries)
-        return division.treedef.unflatten(entries)
 
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        like = OptimizerState(state.step, self._to_layout(target, state))
+        optimizer = Optimizer(self, state, target)
+        like = OptimizerState(state.step, to_layout(optimizer))
         (target, restored), report = super()._match(target, like, state_dict)
-        states = self._from_layout(target, state, restored.param_states)
+        states = from_layout(optimizer, restored.param_states)
         return (target, OptimizerState(restored.step, states)), report
-
-    def _to_layout(self, target: Any, state: OptimizerState) -> Any:
-        """The states in the containers of a state dict."""
-        if (merged := self._merged(state)) is not None:
-            return merged
-        states: dict[str, Any] = {}
-        for name, part in self.split(Optimizer(self, state, target)).items():
-            definition = part.optimizer_def
-            if isinstance(definition, MultiOptimizer):
-                states[name] = definition._to_layout(part.target, part.state)
-            elif _restores_itself(definition):
-                written = definition.state_dict(part.target, part.state)["state"]
-                states[name] = written.get("param_states", {})
-            else:
-                states[name] = part.state.param_states
-        return GroupStates(states, self.division(state))
-
-    def _from_layout(self, target: Any, state: OptimizerState, layout: Any) -> GroupStates:
-        """The inverse of `_to_layout`."""
-        division = self.division(state)
-        is_grouped = isinstance(layout, GroupStates)
-        states: dict[str, Any] = {}
-        for name, part in self.split(Optimizer(self, state, target)).items():
-            definition = part.optimizer_def
-            states[name] = layout[name] if is_grouped else division.cut(name, layout)
-            if isinstance(definition, MultiOptimizer):
-                states[name] = definition._from_layout(part.target, part.state, states[name])
-            elif _restores_itself(definition):
-                entry = to_state_dict(states[name])
-                written = {"step": to_state_dict(state.step), "param_states": entry}
-                whole = {"target": to_state_dict(part.target), "state": written}
-                _, restored = definition.restore_state(part.target, part.state, whole)
-                states[name] = restored.param_states
-        return GroupStates(states, division)
-
-
-def _writes_itself(definition: OptimizerDef) -> bool:
-    return type(definition).state_dict is not OptimizerDef.state_dict
-
-
-def _restores_itself(definition: OptimizerDef) -> bool:
-    return type(definition).restore_state is not OptimizerDef.restore_state
-
-
-def _has_content(entry: Any) -> bool:
-    return not isinstance(entry, Mapping) or bool(entry)
 
 
 def _zero() -> jax.Array:
     return jnp.zeros((), jnp.int32)
+
+
+def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
+    """Yields the optimizers without groups that an optimizer consists of, possibly itself."""
+    definition = optimizer.optimizer_def
+    if not isinstance(definition, MultiOptimizer):
+        yield outer, optimizer
+        return
+    for name, part in definition.split(optimizer).items():
+        yield from leaf_groups(part, (*outer, name))

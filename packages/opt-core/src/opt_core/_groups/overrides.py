@@ -12,7 +12,7 @@ from opt_core._groups.division import Division
 from opt_core._groups.table import Group
 from opt_core._hyper_params import hyper_param_names
 from opt_core._optimizer import OptimizerDef
-from opt_core._text import listed
+from opt_core._paths import listed
 from opt_core.errors import GroupError, HyperParamError
 
 RESERVED = frozenset({"hyper_params", "group_overrides", "missing"})

@@ -217,14 +217,7 @@ def _traversed(traversal: Traversal, treedef: Any, leaves: Sequence[Leaf]) -> fr
 
 
 def logical_axes_by_path(param_axes: Any) -> dict[Names, frozenset[str]]:
-    """Returns the names of the logical axes of every leaf.
-
-    Examples:
-      >>> from jax.sharding import PartitionSpec as P
-      >>> logical_axes_by_path({'w': P('embed', ('heads', 'kv'), None)})[('w',)] == {
-      ...     'embed', 'heads', 'kv'}
-      True
-    """
+    """Returns the names of the logical axes of every leaf."""
     by_path: dict[Names, frozenset[str]] = {}
     for names, spec in flatten_with_paths(param_axes):
         parts = [part if isinstance(part, tuple) else (part,) for part in tuple(spec or ())]

@@ -189,11 +189,9 @@ def _no_definition(value: Any) -> str:
 
 
 def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> list[Group]:
-    """Returns the table with copies of definitions that take axes, which now know them.
-
-    A group whose pattern reads the shape of leaves gets the axes of all leaves that it may have:
-    those that paths and axes assign to no other group.
-    """
+    """Returns the table with copies of definitions that take axes, which now know them."""
+    # A group whose pattern reads the shape of leaves gets the axes of all leaves that it may have:
+    # those that paths and axes assign to no other group.
     axes = dict(flatten_with_paths(param_axes))
     tree = jax.tree.map(lambda _: _NO_ARRAY, param_axes, is_leaf=lambda x: x is None)
     leaves, treedef = described(tree)

@@ -20,16 +20,16 @@ from opt_core._arrays import (
     strip_weak_type,
     unalias,
 )
-from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._groups.multi_optimizer import leaf_groups
 from opt_core._optimizer import Optimizer, OptimizerState
 from opt_core._paths import Names
 from opt_core._plan.conversions import Conversion, Mapped, Padded
-from opt_core._plan.dimensions import copies_parameter
 from opt_core._plan.leaves import HeldState, Schema, View, is_wide, named_leaves, shown
 from opt_core._plan.placement import places as decide_places
 from opt_core._plan.plan import Plan, Row
 from opt_core._plan.rules import abstract, function_name
 from opt_core._plan.stored import stored_again
+from opt_core._plan.values import copies_parameter
 from opt_core._storage import PlainOptimizer
 from opt_core.errors import LeafError
 
@@ -56,10 +56,8 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
 def _from_source(
     plan: Plan[Any], values: Sequence[Any], places: Sequence[Any]
 ) -> tuple[list[Any], dict[int, Any]]:
-    """Leaves from the source or the target itself, and saved ones that `init` makes longer.
-
-    The leaves that `init` makes, or makes longer, are `None`.
-    """
+    """Leaves from the source or the target itself, and saved ones that `init` makes longer."""
+    # The leaves that `init` makes, or makes longer, are `None`.
     arrays = plan.source.read(_wanted(plan, places))
     uses = Counter(name for row in plan.target_rows for name in row.sources)
     leaves: list[Any] = []
@@ -247,13 +245,11 @@ def _misfit(row: Row) -> LeafError:
 
 
 def _paced(arrays: Any) -> Any:
-    """Returns the arrays; of several CPU devices, once they are computed.
-
-    XLA's CPU client launches a program for several devices on the threads that also run it. With 32
-    in flight on a device, the launch of the next blocks these threads, and parts of a collective
-    wait for ever (`max_inflight_computations` in `xla/pjrt/cpu/cpu_client.cc`, seen with jaxlib
-    0.10.2). Accelerators have queues of their own.
-    """
+    """Returns the arrays; of several CPU devices, once they are computed."""
+    # XLA's CPU client launches a program for several devices on the threads that also run it. With
+    # 32 in flight on a device, the launch of the next blocks these threads, and parts of a
+    # collective wait for ever (`max_inflight_computations` in `xla/pjrt/cpu/cpu_client.cc`, seen
+    # with jaxlib 0.10.2). Accelerators have queues of their own.
     for leaf in jax.tree.leaves(arrays):
         devices: Any = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
         if len(devices) > 1 and next(iter(devices)).platform == "cpu":
@@ -292,11 +288,9 @@ def _plain_leaves(states: Any, stored: PlainOptimizer | None) -> list[Any]:
 def _initial_leaves(
     optimizer: Optimizer, wanted: Sequence[int], places: Sequence[Any], stored: Any
 ) -> dict[int, Any]:
-    """Some leaves of a state as `init` makes them from the optimizer's parameters.
-
-    They are created group by group in a compiled function that creates nothing else, so that no
-    device ever holds more than its share of them. Positions are those of the leaves of a view.
-    """
+    """Some leaves of a state as `init` makes them from the optimizer's parameters."""
+    # They are created group by group in a compiled function that creates nothing else, so that no
+    # device ever holds more than its share of them. Positions are those of the leaves of a view.
     structure: Any = jax.tree.structure(optimizer.state.param_states)
     left = frozenset(wanted)
     first = len(places) - structure.num_leaves

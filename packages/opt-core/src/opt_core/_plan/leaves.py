@@ -14,40 +14,16 @@ from flax.core import FrozenDict
 from jax.sharding import NamedSharding, Sharding
 
 from opt_core._arrays import committed_sharding
-from opt_core._description.describe import describe_state
-from opt_core._description.values import TransformationDescription, TransformationKey
-from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._describe import describe_state
+from opt_core._description import TransformationDescription, TransformationKey
+from opt_core._groups.multi_optimizer import leaf_groups
 from opt_core._optimizer import Optimizer
-from opt_core._paths import Names, flatten_with_paths
+from opt_core._paths import Names, flatten_with_paths, path_str
 from opt_core._storage import PlainOptimizer, storages
 from opt_core.errors import LeafError
 from opt_core.protocols import Storage
 
 Kind: TypeAlias = Literal["params", "state", "extra"]
-
-
-def leaf_name(path: Sequence[str]) -> str:
-    """Returns the components of a name joined by `/`; inside of them `~` is `~0` and `/` is `~1`.
-
-    The escapes are those of JSON Pointer (RFC 6901), so no two paths share a name.
-
-    Examples:
-      >>> leaf_name(('params', 'decoder', 'kernel'))
-      'params/decoder/kernel'
-      >>> leaf_name(('params', 'a/b')), leaf_name(('params', 'a', 'b'))
-      ('params/a~1b', 'params/a/b')
-    """
-    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
-
-
-def leaf_path(name: str) -> Names:
-    """Returns the components of a name; the inverse of `leaf_name`.
-
-    Examples:
-      >>> leaf_path('params/a~1b')
-      ('params', 'a/b')
-    """
-    return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +63,8 @@ class LeafInfo:
 
     @functools.cached_property  # used many times, for thousands of leaves
     def name(self) -> str:
-        """The components joined: see `leaf_name`."""
-        return leaf_name(self.path)
+        """The components joined: see `path_str`."""
+        return path_str(self.path)
 
     @property
     def is_key(self) -> bool:
@@ -170,10 +146,7 @@ class Source(Protocol):
         """
 
     def same(self, names: Iterable[str]) -> bool | None:
-        """Whether leaves of one shape and dtype are the same bit for bit.
-
-        `None` if that is not known without reading arrays.
-        """
+        """Whether leaves of one shape and dtype are the same; `None` if arrays must be read."""
 
 
 @runtime_checkable
@@ -181,10 +154,7 @@ class HasShardings(Protocol):
     """A source that knows where its leaves were."""
 
     def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
-        """Returns the shardings of those leaves of which one is known, by name.
-
-        One over devices that this process does not have is on an `AbstractMesh`.
-        """
+        """Returns the shardings of those leaves of which one is known, by name."""
 
 
 def _as_it_is(optimizer: Optimizer, others: Mapping[Names, Any]) -> Optimizer:
@@ -319,11 +289,7 @@ def is_wide(dtype: Any) -> bool:
 def named_state(
     optimizer: Optimizer, others: Mapping[Names, Any] = FrozenDict(), param_axes: Any = None
 ) -> NamedState:
-    """Returns the leaves by name: parameters, others of the model by path, then the state.
-
-    Raises:
-      LeafError: two leaves would have the same name.
-    """
+    """Returns the leaves by name: parameters, others of the model by path, then the state."""
     params = named_leaves(optimizer.target)
     stored = storages(optimizer.state.param_states)
     infos = [*_model_infos(params), *_state_infos(optimizer, stored)]
@@ -437,7 +403,7 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     """The parameters of each group; those without one are frozen."""
     found = {
-        leaf_name(group): tuple(path for path, _ in named_leaves(part.target))
+        path_str(group): tuple(path for path, _ in named_leaves(part.target))
         for group, part in leaf_groups(optimizer)
         if group
     }

@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 import jax
 import numpy as np
 
-from opt_core._description.describe import describe_state
-from opt_core._description.values import TransformationDescription, TransformationKey
-from opt_core._paths import Names
+from opt_core._describe import describe_state
+from opt_core._description import TransformationDescription, TransformationKey
+from opt_core._paths import Names, path_str, split_path
 from opt_core._plan.apply import unlike_initial
 from opt_core._plan.conversions import Sliced
 from opt_core._plan.leaves import (
@@ -21,8 +21,6 @@ from opt_core._plan.leaves import (
     NamedState,
     Source,
     View,
-    leaf_name,
-    leaf_path,
     named_view,
     state_path,
 )
@@ -162,7 +160,7 @@ class _Matcher:
                 names: tuple[str, ...] = (leaf.name,)
                 if found is not None and isinstance(found[1], Taking):
                     names = sources_of(found[1], found[2], leaf.shape)
-                yield leaf.path[1:], [leaf_path(n)[1:] for n in names if n in self.saved]
+                yield leaf.path[1:], [split_path(n)[1:] for n in names if n in self.saved]
 
     def rows(self) -> tuple[list[Row], Move]:
         """What becomes of every leaf of the target; the policy sees it as a `Move`."""
@@ -318,10 +316,8 @@ class _Matcher:
         )
 
     def _why_not_carried(self, leaf: LeafInfo, source: LeafInfo) -> str:
-        """Why a leaf is not that of the same name if a rule makes its parameter; empty if it is.
-
-        A moment may still fit the shape of its parameter, but not its values.
-        """
+        """Why a leaf is not that of the same name if a rule makes its parameter; empty if it is."""
+        # A moment may still fit the shape of its parameter, but not its values.
         if leaf.transformation and is_concatenated(leaf):
             for param in self.named.schema.leaves:
                 action = self._action(param.name) if param.kind == "params" else None
@@ -330,7 +326,7 @@ class _Matcher:
                     return f"{what}, and this concatenates parameters"
         if leaf.kind != "state" or leaf.parameter is None:
             return ""
-        name = leaf_name(("params", *leaf.parameter))
+        name = path_str(("params", *leaf.parameter))
         action = self._action(name)
         if action is None or isinstance(action, str):
             return ""
@@ -439,11 +435,9 @@ def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def suggested_renames(move: Move) -> Iterator[str]:
-    """Yields the `Rename` that would keep a state instead of dropping and initialising it.
-
-    Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
-    Two known transformations are not the same: Adam's moments are not Adamax's.
-    """
+    """Yields the `Rename` that would keep a state instead of dropping and initialising it."""
+    # Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
+    # Two known transformations are not the same: Adam's moments are not Adamax's.
     initial = {j for j, found in enumerate(move.sources) if not found and j not in move.ruled}
     gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, initial)
     for after, look in new.items():
@@ -469,8 +463,8 @@ def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescrip
 
 def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:
     was, now = state_path(old.key), state_path(new.key)
-    pattern = re.escape(leaf_name(now)).replace("\\#", "#") + "/(.*)"
-    source = leaf_name(was).replace("\\", "\\\\") + "/\\1"
+    pattern = re.escape(path_str(now)).replace("\\#", "#") + "/(.*)"
+    source = path_str(was).replace("\\", "\\\\") + "/\\1"
     return (
         f"`{now[-1]}` may be the former `{was[-1]}`: their states look the same. If so, say: "
         f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import jax.numpy as jnp
 
-from opt_core._description.values import TransformationDescription, TransformationKey
+from opt_core._description import TransformationDescription, TransformationKey
 from opt_core._paths import Names
 from opt_core._plan.leaves import LeafInfo
 from opt_core._plan.sides import (
@@ -30,12 +30,10 @@ UPDATE: Final = "update"
 def like_numbers(
     old: Side, new: Side, name: str, was: Names, now: Names
 ) -> tuple[Mapping[int, int], bool]:
-    """Returns, for each number of a transformation in `new`, the matching number in `old`.
-
-    Equal settings are matched first, then the rest in order. Of several the first that acts on a
-    common parameter is taken: a chain around groups has one `adam` for each. Also returned is
-    whether the matching is unambiguous.
-    """
+    """Returns, for each number of a transformation in `new`, the matching number in `old`."""
+    # Equal settings are matched first, then the rest in order. Of several the first that acts on a
+    # common parameter is taken: a chain around groups has one `adam` for each. Also returned is
+    # whether the matching is unambiguous.
     before, after = old.alike(was, name), new.alike(now, name)
     is_one = len(before) == len(after) == 1
     free, numbers, is_clear = list(before), dict[int, int](), True
@@ -74,10 +72,8 @@ def shared_settings(
 def switched(
     old: TransformationDescription, new: TransformationDescription
 ) -> Iterator[tuple[str, bool | str, bool | str]]:
-    """Yields changed words, and changed switches in records, of user-defined transformations.
-
-    Numbers may change: it is not known which of them give the state its meaning.
-    """
+    """Yields changed words, and changed switches in records, of user-defined transformations."""
+    # Numbers may change: it is not known which of them give the state its meaning.
     if (old.source, new.source) != ("types", "types"):
         return
     before, after = (dict(_switches(made)) for made in (old, new))
@@ -165,13 +161,11 @@ def pair_leaves(
     given: Mapping[int, Sequence[int]],
     origins: Mapping[Names, Sequence[Names]],
 ) -> Pairing:
-    """Returns the source of every leaf of a new state.
-
-    A setting recorded in the state, such as an injected learning rate, keeps its saved value, which
-    may have been set at run time, unless the new definition has changed the setting: then its
-    number acts. `given` are sources that the caller has decided, by position; `origins` the old
-    parameters that new ones are made of.
-    """
+    """Returns the source of every leaf of a new state."""
+    # A setting recorded in the state, such as an injected learning rate, keeps its saved value,
+    # which may have been set at run time, unless the new definition has changed the setting: then
+    # its number acts. `given` are sources that the caller has decided, by position; `origins` the
+    # old parameters that new ones are made of.
     return _Walk(old, new, given, origins).pairing()
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from opt_core._arrays import committed_sharding, is_abstract, placed
-from opt_core._description.describe import describe_state
+from opt_core._describe import describe_state
 from opt_core._optimizer import Optimizer, OptimizerState
-from opt_core._paths import Names, flatten_with_paths
-from opt_core._plan.leaves import HasShardings, LeafInfo, View, leaf_name, named_leaves
+from opt_core._paths import Names, flatten_with_paths, path_str
+from opt_core._plan.leaves import HasShardings, LeafInfo, View, named_leaves
 from opt_core._plan.plan import Plan, Row
 from opt_core.errors import LeafError
 
@@ -87,16 +87,7 @@ _ADVICE = (
 
 
 def with_placement(view: View, placement: Any) -> View:
-    """Returns a view whose leaves lie where a placement says, if they did not say so themselves.
-
-    Args:
-      view: of the target.
-      placement: see `plan_restore`; comes before that of the view.
-
-    Raises:
-      LeafError: the placement was made for other leaves; names one.
-      TypeError: it is not a placement.
-    """
+    """Returns a view whose leaves lie where a placement says, if they did not say so themselves."""
     for given in (placement, view.placement):
         if given is not None:
             view = _with(view, given)
@@ -151,7 +142,7 @@ def _placed_by(tree: Any, given: Any, kind: str) -> Any:
         said = _by_path(given)
     for names, place in said.items():
         if place is not None and not isinstance(place, Sharding):
-            where = f" for `{leaf_name((kind, *names))}`" if names else ""
+            where = f" for `{path_str((kind, *names))}`" if names else ""
             raise TypeError(
                 "`placement`: expected a plan, a `Layout` or shardings, found "
                 f"{type(place).__name__}{where}"
@@ -160,7 +151,7 @@ def _placed_by(tree: Any, given: Any, kind: str) -> Any:
     for names, leaf in leaves:
         if names not in said:
             raise LeafError(
-                f"`placement` says nothing of `{leaf_name((kind, *names))}`: it has "
+                f"`placement` says nothing of `{path_str((kind, *names))}`: it has "
                 f"{len(said)} leaves, of another optimizer or other parameters. Make it for the "
                 "definition and the parameters of the target"
             )
@@ -182,19 +173,14 @@ def _put(leaf: Any, sharding: Sharding | None, kind: str, names: Names) -> Any:
         sharding.shard_shape(jnp.shape(leaf))
     except (IndexError, ValueError) as error:  # of another rank, or not divisible
         raise LeafError(
-            f"`placement`: `{leaf_name((kind, *names))}` of shape {jnp.shape(leaf)} cannot be "
+            f"`placement`: `{path_str((kind, *names))}` of shape {jnp.shape(leaf)} cannot be "
             f"{getattr(sharding, 'spec', sharding)}. Make it for the shapes of the target"
         ) from error
     return placed(leaf, sharding)
 
 
 def places(plan: Plan[Any]) -> list[Any]:
-    """Returns where each leaf of the target goes, in the order of rows; `None` leaves it to JAX.
-
-    Raises:
-      LeafError: a leaf was on several devices that are not here, and nothing else says where it
-        goes.
-    """
+    """Returns where each leaf of the target goes, in the order of rows; `None` leaves it to JAX."""
     rows, found = plan.target_rows, _own(plan.view.leaves())
     left = [i for i, place in enumerate(found) if place is None or _is_abstract(place)]
     if not left:
@@ -228,10 +214,8 @@ def _saved(source: Any, rows: Iterable[Row]) -> Mapping[str, Sharding]:
 
 
 def _anchor(known: Sequence[Any], asked: Any, saved: Iterable[Sharding]) -> tuple[Any, bool]:
-    """A sharding on the devices that all leaves share, if any, and whether the target says so.
-
-    A leaf of the target on one device says nothing of those that the checkpoint had on several.
-    """
+    """A sharding on the devices that all leaves share, if any, and whether the target says so."""
+    # A leaf of the target on one device says nothing of those that the checkpoint had on several.
     meshed = next((place for place in known if isinstance(place, NamedSharding)), None)
     if meshed is not None:
         return meshed, True

@@ -10,7 +10,8 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar,
 
 import jax.numpy as jnp
 
-from opt_core._description.values import TransformationKey
+from opt_core._description import TransformationKey
+from opt_core._paths import aligned
 from opt_core._plan.conversions import Conversion, Sliced
 from opt_core._plan.leaves import LeafInfo, Source, View, shown
 from opt_core._plan.rules import (
@@ -24,7 +25,6 @@ from opt_core._plan.rules import (
     Unstack,
     function_name,
 )
-from opt_core._text import aligned
 from opt_core.errors import SurgeryError
 
 Outcome: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
@@ -358,10 +358,7 @@ def _with_words(text: str, words: Sequence[str]) -> str:
 
 
 def leaf_bytes(leaf: LeafInfo) -> int:
-    """Returns the size of a leaf in bytes; of typed PRNG keys, that of their data.
-
-    A Python scalar has none: it is in the manifest.
-    """
+    """Returns the size of a leaf in bytes; of typed PRNG keys, that of their data."""
     if leaf.dtype == "python":
         return 0
     size = 8 if leaf.is_key else jnp.dtype(leaf.dtype).itemsize

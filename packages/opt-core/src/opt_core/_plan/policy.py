@@ -29,17 +29,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
 
-from opt_core._description.values import (
+from opt_core._description import (
     Bearing,
     TransformationDescription,
     TransformationKey,
 )
-from opt_core._paths import Names, path_str
+from opt_core._paths import Names, listed, path_str
 from opt_core._plan.leaves import LeafInfo
 from opt_core._plan.pairing import (
     UPDATE,
@@ -101,10 +101,8 @@ class Move:
 
     @functools.cached_property
     def continued(self) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
-        """The transformations whose state goes on, old and new, with the positions of their leaves.
-
-        Counts of schedules and recorded settings are not considered.
-        """
+        """The transformations whose state goes on, old and new, with positions of leaves."""
+        # Counts of schedules and recorded settings are not considered.
         found: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
         for j, (sources, leaf) in enumerate(zip(self.sources, self.new.leaves, strict=True)):
             is_number = is_recorded(leaf, self.new.transformation(leaf.kept_by))
@@ -115,10 +113,8 @@ class Move:
 
     @functools.cached_property
     def at_a_count(self) -> frozenset[TransformationKey]:
-        """The transformations that go on at a count: Adam's does not correct moments of zero there.
-
-        A leaf that begins anew in one of them would make steps several times too long.
-        """
+        """The transformations that go on at a count, where Adam does not correct zero moments."""
+        # A leaf that begins anew in one of them would make steps several times too long.
         counts = [
             (leaf, sources[0])
             for leaf, sources in zip(self.new.leaves, self.sources, strict=True)
@@ -277,7 +273,7 @@ def _other_inputs(
             yield Problem(f"`{transformation.name}`, which acts before {name}, is new", "optimizer")
     shared = [key for key in new if key in old]
     if shared != [key for key in old if key in new]:
-        order = _listed(new[key].name for key in shared)
+        order = listed(new[key].name for key in shared)
         yield Problem(f"what acts before {name} is in another order: {order}", "optimizer")
     for key in shared:
         if _learns_nothing(move.new, new[key]):
@@ -443,7 +439,7 @@ def structural_notes(move: Move) -> Iterator[str]:
     for names, others, word in sides:
         if groups := [path_str(group) for group in names if group and group not in others]:
             noun, verb = ("group", "is") if len(groups) == 1 else ("groups", "are")
-            yield f"{noun} {_listed(groups)} {verb} {word}"
+            yield f"{noun} {listed(groups)} {verb} {word}"
     # Over all groups: a chain that is divided into groups is neither new nor gone.
     for names, others, word in sides:
         everywhere = Counter(name for members in others.values() for name in members)
@@ -451,15 +447,11 @@ def structural_notes(move: Move) -> Iterator[str]:
             there = Counter(others[group]) if group in others else everywhere
             if missing := [*(Counter(members) - there)]:
                 verb = "is" if len(missing) == 1 else "are"
-                yield f"{_listed(missing)} {verb} {word}{_inside(group)}"
+                yield f"{listed(missing)} {verb} {word}{_inside(group)}"
     for group in old:
         was, now = old[group], new.get(group, [])
         if was != now and Counter(was) == Counter(now):
-            yield f"the order {_listed(was)} is now {_listed(now)}{_inside(group)}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+            yield f"the order {listed(was)} is now {listed(now)}{_inside(group)}"
 
 
 def _inside(group: Names) -> str:

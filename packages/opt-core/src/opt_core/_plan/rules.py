@@ -29,16 +29,7 @@ FREE: Final = frozenset({"regroup"})
 
 
 def check_allowances(allow: Iterable[str]) -> frozenset[str]:
-    """Returns the allowed changes as a set.
-
-    Raises:
-      TypeError: `allow` is a string, which would be read letter by letter.
-      ValueError: a word is unknown.
-
-    Examples:
-      >>> sorted(check_allowances(['drop', 'cast']))
-      ['cast', 'drop']
-    """
+    """Returns the allowed changes as a set."""
     if isinstance(allow, str):
         raise TypeError(
             f"`allow` must be a set of words; found the string {allow!r}: give `{{{allow!r}}}`"
@@ -188,12 +179,7 @@ class Permissions:
 
     @classmethod
     def make(cls, allow: Iterable[str], rules: Sequence[Rule]) -> Permissions:
-        """Checks and compiles.
-
-        Raises:
-          TypeError: `allow` is one string, or something is not an action.
-          ValueError: a kind, a word or a regular expression is wrong.
-        """
+        """Checks and compiles."""
         allow = check_allowances(allow)
         return cls(allow, tuple(_compiled(rule) for rule in rules))
 
@@ -246,10 +232,8 @@ def _wrong(action: Any) -> str:
 
 
 def sources_of(action: Taking, found: re.Match[str], shape: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names in the checkpoint that a leaf of the target is made from.
-
-    The shape is of the leaf, or of the parameter that it follows: it has the axis of a `Stack`.
-    """
+    """Returns the names in the checkpoint that a leaf of the target is made from."""
+    # The shape is of the leaf, or of the parameter that it follows: it has the axis of a `Stack`.
     templates = action.sources if isinstance(action, Map) else (action.source,)
     names = tuple(expanded(found, template) for template in templates)
     if not isinstance(action, Stack):
@@ -260,11 +244,7 @@ def sources_of(action: Taking, found: re.Match[str], shape: Sequence[int]) -> tu
 
 
 def expanded(found: re.Match[str], template: str) -> str:
-    """Returns a template with the groups of the pattern filled in.
-
-    Raises:
-      ValueError: the pattern has no such group.
-    """
+    """Returns a template with the groups of the pattern filled in."""
     try:
         return found.expand(template)
     except (re.error, IndexError) as error:
@@ -274,10 +254,8 @@ def expanded(found: re.Match[str], template: str) -> str:
 
 
 def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a leaf, with a sharding.
-
-    A Python scalar has no dtype of arrays; the result for it is not used.
-    """
+    """Returns the shape and dtype of a leaf, with a sharding."""
+    # A Python scalar has no dtype of arrays; the result for it is not used.
     if leaf.dtype == "python":
         return jax.ShapeDtypeStruct((), jnp.int32)
     dtype: Any = key_kind(leaf.dtype)[1] if leaf.is_key else jnp.dtype(leaf.dtype)

@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from opt_core._description.values import (
+from opt_core._description import (
     TransformationDescription,
     TransformationKey,
 )
-from opt_core._paths import Names
-from opt_core._plan.leaves import LeafInfo, Schema, Source, leaf_path
+from opt_core._paths import Names, split_path
+from opt_core._plan.leaves import LeafInfo, Schema, Source
 
 TRAINED: Final = frozenset(
     {"moment", "second_moment", "accumulator", "params_copy", "factored", "statistic"}
@@ -52,10 +52,8 @@ class Side:
         return _owners(self.source.schema)
 
     def same(self, positions: Sequence[int]) -> bool | None:
-        """Whether leaves have the same value bit for bit; `None` if that needs reading arrays.
-
-        Counts are in the schema; the source compares others of up to four elements.
-        """
+        """Whether leaves have the same value bit for bit; `None` if that needs reading arrays."""
+        # Counts are in the schema; the source compares others of up to four elements.
         if len(positions) == 1:
             return True
         leaves = [self.leaves[i] for i in positions]
@@ -147,10 +145,8 @@ def is_around(group: Names, other: Names) -> bool:
 
 
 def is_recorded(leaf: LeafInfo, transformation: TransformationDescription) -> bool:
-    """Whether a leaf is a setting recorded in the state, rather than a result of training.
-
-    Of a transformation that nobody has described, a number may be learnt whatever its name is.
-    """
+    """Whether a leaf is a setting recorded in the state, rather than a result of training."""
+    # Of a transformation that nobody has described, a number may be learnt whatever its name is.
     is_number = leaf.parameter is None and leaf.role == "other"
     is_described = transformation.source != "types"
     return is_number and is_described and leaf.field[-1] in transformation.settings
@@ -214,7 +210,7 @@ def _trained_groups(schema: Schema) -> dict[Names | None, Sequence[Names]]:
     acting = {t.group[:n] for t in schema.transformations for n in range(1, len(t.group) + 1)}
     found: dict[Names | None, Sequence[Names]] = {}
     for name, params in schema.groups.items():
-        group = leaf_path(name) if leaf_path(name) in acting else None
+        group = split_path(name) if split_path(name) in acting else None
         found[group] = [*found.get(group, ()), *params]
     return found
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from opt_core._arrays import placed
 from opt_core._optimizer import Optimizer
+from opt_core._paths import path_str
 from opt_core._plan.leaves import (
     HasShardings,
     LeafInfo,
@@ -25,7 +26,6 @@ from opt_core._plan.leaves import (
     Schema,
     Source,
     View,
-    leaf_name,
 )
 from opt_core._plan.plan import Plan, Row
 from opt_core._plan.rules import Permissions, abstract
@@ -74,7 +74,7 @@ class PlainSource:
         plain = dataclasses.replace(
             leaf, path=(*before, *after), dtype=how.dtype, stored="", dimensions=same
         )
-        names = (leaf_name((*before, field, *after)) for field in how.fields)
+        names = (path_str((*before, field, *after)) for field in how.fields)
         self.parts[plain.name] = Parts(how, tuple(names))
         return plain
 

@@ -234,10 +234,8 @@ PASS_ON: Final = frozenset(
 def stated_dimensions(
     name: str, settings: Mapping[str, Any], field: Names, shape: Shape, param_shape: Shape
 ) -> Dims | None:
-    """Returns the parameter dimensions that a leaf of an Optax state keeps; `None` if not stated.
-
-    Assumes that enclosing transformations do not reshape parameters.
-    """
+    """Returns the parameter dimensions that a leaf of Optax keeps; `None` if not stated."""
+    # Assumes that enclosing transformations do not reshape parameters.
     match name, field[0] if field else "":
         case "factored_rms", ("v_row" | "v_col" | "v") as statistic:
             averaged = _averaged(settings, param_shape)

@@ -209,10 +209,8 @@ def _is_users(node: Node) -> bool:
 
 
 def _unclear(examples: Sequence[_Example], parts: Sequence[_Part]) -> set[int]:
-    """The transformations whose states nothing tells apart: under keys, not in an order.
-
-    These leaves stay with the transformation around them.
-    """
+    """The transformations whose states nothing tells apart: under keys, not in an order."""
+    # These leaves stay with the transformation around them.
     unclear: set[int] = set()
     for example in examples:
         alike = list({place.at: place for place in example.places(parts)}.values())
@@ -271,10 +269,7 @@ def traced_places(
     rows: Sequence[Row],
     params: Sequence[Names],
 ) -> dict[Names, tuple[Names, Names]]:
-    """Returns the places of parameters that tracing shows, of leaves whose numbers are `unclear`.
-
-    With each leaf goes the length of the path of its transformation.
-    """
+    """Returns the places of parameters that tracing shows, of the leaves that are unclear."""
     by_name = {path_str(path): path for path in params}
     owners = [
         by_name.get(row.parameter or "") if i in unclear else leaf.parameter

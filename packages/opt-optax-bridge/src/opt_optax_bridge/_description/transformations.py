@@ -20,6 +20,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from opt_core import OptimizerDef
 from opt_core.extend import (
     Names,
     closure_vars,
@@ -164,17 +165,13 @@ def _is_empty(init: Any) -> bool:
 
 
 def transformation_name(factory: str) -> str:
-    """Returns the name for the transformations of a factory.
-
-    Examples:
-      >>> transformation_name('scale_by_adam'), transformation_name('MultiSteps')
-      ('adam', 'multi_steps')
-    """
+    """Returns the name for the transformations of a factory."""
     return snake_case(factory).removeprefix("scale_by_") or factory
 
 
 def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = frozenset()) -> Node:
     """Returns a transformation with everything nested in it; `above` are enclosing functions."""
+    tx = _of_definition(tx)
     node = Node(tx, group)
     if isinstance(owner := getattr(unwrapped(tx.init), "__self__", None), DescribesFields):
         node.declared = owner.describe_fields()
@@ -195,6 +192,16 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
         node.shares_update |= _is_same(child.tx.update, tx.update)
         node.children.append(child)
     return node
+
+
+def _of_definition(tx: Any) -> Any:
+    """What a definition wraps, if `tx` is one or has its `init`."""
+    definition = getattr(tx.init, "__self__", None)
+    if not isinstance(definition, OptimizerDef):
+        return tx
+    inner: Any = vars(definition)["optax_optimizer"]
+    is_whole = getattr(tx.update, "__self__", None) is definition
+    return inner if is_whole else _Half(inner.init, tx.update)
 
 
 def _members(node: Node, above: frozenset[int]) -> Iterator[Sequence[Any]]:

@@ -1,7 +1,7 @@
 """What every leaf of an optimizer state means: values to print, compare, hash and write as JSON.
 
-Two leaves are the same thing if their `key` agrees: the transformation, the field, the parameter
-and its dimensions that they keep. Classes, positions and private functions do not matter.
+Leaves of two states are the same thing if transformation, number, field, parameter and dimensions
+agree. Classes, positions and private functions do not matter.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flax.core import FrozenDict
 
-from opt_core._description.table import table
 from opt_core._json import json_value, read_record, record_data
-from opt_core._paths import Names
+from opt_core._paths import Names, aligned, path_str
 from opt_core.errors import DescriptionError
 
 LeafRole: TypeAlias = Literal[
@@ -74,24 +74,6 @@ class TransformationKey(NamedTuple):
         return "/".join([*self.group, name])
 
 
-class LeafKey(NamedTuple):
-    """The key by which leaves of two states are the same thing.
-
-    Attributes:
-      transformation: the transformation that keeps it.
-      number: its position among those of the same name, from 1.
-      field: the names of the field.
-      parameter: the path of the parameter that it follows, if any.
-      dimensions: see `LeafDescription`.
-    """
-
-    transformation: str
-    number: int
-    field: Names
-    parameter: Names | None
-    dimensions: tuple[int | None, ...] | None
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafDescription:
     """What one leaf of a state means.
@@ -125,13 +107,6 @@ class LeafDescription:
     def kept_by(self) -> TransformationKey:
         """The transformation that keeps it."""
         return TransformationKey(self.group, self.transformation, self.number)
-
-    @property
-    def key(self) -> LeafKey:
-        """Equal for leaves of two states that are the same thing, in groups of the same name."""
-        return LeafKey(
-            self.transformation, self.number, self.field, self.parameter, self.dimensions
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,3 +259,74 @@ class StateDescription:
         except ValueError as error:
             raise DescriptionError(f"`text` is not JSON: {error}") from None
         return cls.from_data(data)
+
+
+# The printed table, 80 columns wide.
+
+_COLUMNS = 80
+_HEAD = ("transformation", "field", "parameter", "dims", "role", "source")
+_PATHS = (0, 1, 2)  # the columns that may be shortened, on the left: names differ on the right
+
+
+def table(
+    leaves: Sequence[LeafDescription], transformations: Sequence[TransformationDescription]
+) -> str:
+    """Returns a line per leaf, then a line or more per transformation."""
+    rows = [_HEAD, *map(_cells, leaves)]
+    widths = _widths(rows)
+    short = [[_shortened(*pair) for pair in zip(row, widths, strict=True)] for row in rows]
+    settings = [line for transformation in transformations for line in _settings(transformation)]
+    return "\n".join([*aligned(short, "<<<<<<"), *([""] if settings else []), *settings])
+
+
+def _cells(leaf: LeafDescription) -> tuple[str, ...]:
+    dimensions = "?" if leaf.dimensions is None else ",".join(map(_dim, leaf.dimensions))
+    return (
+        _name(leaf.group, leaf.transformation, leaf.number),
+        path_str(leaf.field) if leaf.field else "",
+        "" if leaf.parameter is None else path_str(leaf.parameter),
+        dimensions,
+        leaf.role,
+        leaf.source,
+    )
+
+
+def _dim(dimension: int | None) -> str:
+    return "-" if dimension is None else str(dimension)
+
+
+def _name(group: Sequence[str], name: str, number: int) -> str:
+    numbered = name if number == 1 else f"{name}#{number}"
+    return path_str((*group, numbered)) if group else numbered
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    free = _COLUMNS - 2 * (len(_HEAD) - 1)
+    while sum(widths) > free:
+        wide = [i for i in _PATHS if widths[i] > len(_HEAD[i])]
+        if not wide:
+            break
+        widths[max(wide, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+
+
+def _settings(of: TransformationDescription) -> Iterator[str]:
+    cells = [
+        f"{name}={_value(value)}" + (f" ({of.effect(name)})" if name in of.bearing else "")
+        for name, value in of.settings.items()
+    ]
+    if of.parameters is not None:
+        cells.append(f"acts on {', '.join(map(path_str, of.parameters)) or 'nothing'}")
+    line = f"{_name(of.group, of.name, of.number)}: {', '.join(cells)}".rstrip(": ")
+    yield from textwrap.wrap(line, _COLUMNS, subsequent_indent="    ")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda x: dict(x) if isinstance(x, Mapping) else str(x))

@@ -1,12 +1,29 @@
-"""What a state means: the definition's own description, or one by types; cached by structure."""
+"""What a state means: the definition's own description, or one by placeholders, types and shapes.
+
+`init` is run on nodes without leaves in the places of the parameters, as
+`optax.tree_utils.tree_map_params` does with one for all of them. Where one comes out again, what
+the state has there follows its parameter:
+
+  >>> params = {'b': jnp.ones(3), 'w': jnp.ones((2, 3))}
+  >>> init = lambda params: {'n': jnp.zeros(2), 'mu': jax.tree.map(jnp.zeros_like, params)}
+  >>> for leaf in follow(init, params, init(params)):
+  ...     print('/'.join(leaf.path), leaf.parameter)
+  mu/b ('b',)
+  mu/w ('w',)
+  n None
+
+`init` may look at its parameters, or flatten them: then nothing is known here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +31,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from opt_core._closures import origin_of, qualified, snake_case
-from opt_core._description.follow import follow
-from opt_core._description.values import (
+from opt_core._description import (
     LeafDescription,
     LeafRole,
     StateDescription,
@@ -23,8 +39,14 @@ from opt_core._description.values import (
 )
 from opt_core._json import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
-from opt_core._paths import Names, flatten_with_paths
-from opt_core.errors import DescriptionError
+from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str
+from opt_core.errors import DescriptionError, TreeMismatchError
+
+if TYPE_CHECKING:
+    from opt_core._optimizer import Optimizer
+
+
+# Descriptions.
 
 _KEPT = 64  # descriptions; one of 10,000 leaves is a few MB
 _cache: OrderedDict[Any, StateDescription] = OrderedDict()
@@ -173,17 +195,7 @@ def describe_by_types(
 def role_by_type(
     leaf: Any, param_shape: tuple[int, ...] | None, dims: tuple[int | None, ...] | None
 ) -> LeafRole:
-    """Returns the role of a leaf as far as its type and shape show.
-
-    Args:
-      leaf: only dtype and shape are read.
-      param_shape: that of the parameter it follows, if any.
-      dims: the dimensions of the parameter that it keeps, if known.
-
-    Examples:
-      >>> role_by_type(jnp.int32(0), None, ()), role_by_type(jnp.zeros(3), (3,), (0,))
-      ('count', 'moment')
-    """
+    """Returns the role of a leaf as far as its type and shape show."""
     dtype, shape = jnp.result_type(leaf), np.shape(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return "key"
@@ -224,3 +236,163 @@ def _embeddings(shape: tuple[int, ...], param_shape: tuple[int, ...]) -> list[tu
     """The ways to find the sizes of a leaf among those of its parameter, in order."""
     ways = itertools.combinations(range(len(param_shape)), len(shape))
     return [dims for dims in ways if tuple(param_shape[dim] for dim in dims) == shape]
+
+
+# Which parameter each leaf follows.
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("number",))
+@dataclasses.dataclass(frozen=True)
+class Placeholder:
+    """A node without leaves in the place of a parameter, of which it has the number."""
+
+    number: int
+
+
+def is_placeholder(node: Any) -> bool:
+    """Whether a node is in the place of a parameter."""
+    return isinstance(node, Placeholder)
+
+
+def placeholders(params: Any) -> Any:
+    """Returns a tree with the containers of the parameters and a `Placeholder` for each."""
+    structure: Any = jax.tree.structure(params)
+    return structure.unflatten(map(Placeholder, range(structure.num_leaves)))
+
+
+def on_placeholders(init: Callable[[Any], Any], tree: Any) -> Any | None:
+    """Returns the state that `init` makes of placeholders; `None` if it needs the parameters."""
+    try:
+        return jax.eval_shape(init, tree)
+    except Exception:  # whatever it raises where it expects an array
+        return None
+
+
+def places(
+    placed: Any, names: Sequence[Names], at: Names = ()
+) -> Iterator[tuple[Names, tuple[Names, Names]]]:
+    """Yields the places of parameters in what `init` made of placeholders, and each parameter."""
+    for path, node in jax.tree_util.tree_leaves_with_path(placed, is_leaf=is_placeholder):
+        if is_placeholder(node):
+            place, parameter = (*at, *path_names(path)), names[node.number]
+            yield place, (parameter, around(place, parameter))
+
+
+def around(place: Names, parameter: Names) -> Names:
+    """Returns a path without the names at its end that are those of a parameter."""
+    end = 0
+    while end < min(len(place), len(parameter)) and place[-1 - end] == parameter[-1 - end]:
+        end += 1
+    return place[: len(place) - end]
+
+
+class StateLeaf(NamedTuple):
+    """A leaf of a state, and the parameter that it follows.
+
+    Attributes:
+      path: where it is.
+      kinds: the types of the nodes above it.
+      parameter: the path of the parameter that it follows, if any.
+      outer: the path down to where the containers of the parameters begin.
+      inner: the path below the place of its parameter.
+    """
+
+    path: Names
+    kinds: Sequence[type]
+    parameter: Names | None
+    outer: Names
+    inner: Names
+
+    @property
+    def field(self) -> Names:
+        """Its path without that of the parameter."""
+        return (*self.outer, *self.inner)
+
+    @property
+    def record(self) -> int | None:
+        """The depth of the innermost node outside the parameters that is no plain container."""
+        depths = reversed(range(len(self.outer)))
+        return next((k for k in depths if not is_plain(self.kinds[k])), None)
+
+
+def is_plain(kind: type) -> bool:
+    """Whether nodes of a class are containers and not records."""
+    return kind in (tuple, list, dict) or issubclass(kind, Mapping)
+
+
+def leaves_of(state: Any, followed: Mapping[Names, tuple[Names, Names]]) -> list[StateLeaf]:
+    """Returns the leaves of a state in the order of JAX; `followed` is a dict of `places`."""
+    return [_leaf(path, kinds, followed) for path, kinds in _walk(state, (), ())]
+
+
+def _leaf(
+    path: Names, kinds: Sequence[type], followed: Mapping[Names, tuple[Names, Names]]
+) -> StateLeaf:
+    for end in range(len(path), -1, -1):
+        if (at := followed.get(path[:end])) is not None:
+            return StateLeaf(path, kinds, *at, path[end:])
+    return StateLeaf(path, kinds, None, path, ())
+
+
+def _walk(
+    node: Any, path: Names, kinds: tuple[type, ...]
+) -> Iterator[tuple[Names, Sequence[type]]]:
+    opened = children(node)
+    if opened is None:
+        if node is not None:
+            yield path, kinds
+        return
+    for name, child in opened.children:
+        yield from _walk(child, (*path, name), (*kinds, type(node)))
+
+
+def follow(init: Callable[[Any], Any], params: Any, state: Any) -> list[StateLeaf]:
+    """Returns the leaves of a state that `init` made, with the parameters that they follow."""
+    names = [path for path, leaf in flatten_with_paths(params) if leaf is not None]
+    placed = on_placeholders(init, placeholders(params))
+    return leaves_of(state, dict(places(placed, names)))
+
+
+# Logical axes.
+
+
+def axes_of_leaves(paths: Sequence[Names], param_axes: Any) -> list[Any]:
+    """Returns the axes of every parameter, in order; lists the paths that are missing or extra."""
+    axes = dict(flatten_with_paths(param_axes))
+    problems = {
+        path_str(names): "expected a `PartitionSpec`, found nothing"
+        for names in paths
+        if names not in axes
+    }
+    extra = [names for names, spec in axes.items() if spec is not None and names not in set(paths)]
+    problems |= {path_str(names): "expected nothing, found axes" for names in extra}
+    if problems:
+        raise TreeMismatchError(
+            "`param_axes` do not have the paths of the parameters:\n"
+            + "\n".join(f"  {path}: {problem}" for path, problem in sorted(problems.items()))
+            + "\nGive one `PartitionSpec`, or `None`, for every parameter."
+        )
+    return [axes[names] for names in paths]
+
+
+def derive_by_description(optimizer: Optimizer, param_axes: Any) -> tuple[Any, Any]:
+    """Returns the axes of the parameters and of `param_states`, in their own containers."""
+    paths = [names for names, leaf in flatten_with_paths(optimizer.target) if leaf is not None]
+    axes = axes_of_leaves(paths, param_axes)
+    by_path = dict(zip(paths, axes, strict=True))
+    kept = [
+        None if leaf.parameter is None else _kept(by_path[leaf.parameter], leaf.dimensions)
+        for leaf in describe_state(optimizer).leaves
+    ]
+    trees: list[Any] = [optimizer.target, optimizer.state.param_states]
+    target, states = map(jax.tree.structure, trees)
+    return jax.tree.unflatten(target, axes), jax.tree.unflatten(states, kept)
+
+
+def _kept(spec: Any, dimensions: tuple[int | None, ...] | None) -> Any:
+    if spec is None or dimensions is None:
+        return None
+    if dimensions == tuple(range(len(dimensions))) and len(spec) <= len(dimensions):
+        return spec  # all of them: as it was written
+    names = [None if d is None or d >= len(spec) else spec[d] for d in dimensions]
+    return PartitionSpec(*names) if any(names) else None

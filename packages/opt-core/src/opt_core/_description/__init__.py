@@ -1,1 +1,0 @@
-"""What the leaves of a state mean."""
