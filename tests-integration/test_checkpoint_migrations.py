@@ -157,6 +157,7 @@ def pick(tree: Any, *keys: str) -> Any:
 COUNT = "state/schedule/count"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rules", "count"),
     [([], 3), ([(COUNT, "initialise")], 0), ([(COUNT, Rename("state/step"))], 3)],

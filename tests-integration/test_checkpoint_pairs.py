@@ -143,10 +143,11 @@ def test_the_oracle_is_held_against_numbers() -> None:
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("source", NAMES)
-def test_no_pair_passes_that_is_not_the_same_mathematics(source: str) -> None:
+def test_no_pair_passes_that_is_not_the_same_mathematics(source: str, part: int) -> None:
     saved, own = saved_of(source), slots_of(source)
-    for target in NAMES:
+    for target in {source, *NAMES[part::5]}:
         optimizer = optimizer_of(target)
         plan = plan_restore(saved, optimizer)
         if source == target:

@@ -18,7 +18,7 @@ WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 LONG = {
     *("accumulation.md", "answers.md", "averages-and-guards.md", "checkpoints.md", "cookbook.md"),
     *("maxtext.md", "nnx.md", "optax.md", "parameter-groups.md", "pytorch.md", "sharding.md"),
-    *("t5x.md", "train-state.md"),
+    *("changed-models.md", "other-checkpoints.md", "t5x.md", "train-state.md"),
 }
 
 

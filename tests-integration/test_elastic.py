@@ -94,7 +94,7 @@ def test_a2_resumed_in_a_new_process_on_the_same_mesh_is_equal_to_the_bit(
     assert_same_bits(found, saved_run["at_30"])
 
 
-K = 3
+K = 2
 WINDOWS: dict[str, Any] = {
     "ours": lambda tx: opt_accumulate.MultiSteps(tx, K),
     "optax": lambda tx: optax.MultiSteps(tx, K),

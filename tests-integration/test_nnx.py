@@ -1,5 +1,6 @@
 """`opt_nnx.Optimizer` on eight devices: every state lies right, and a step compiles once."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -155,21 +156,23 @@ def test_state_stays_where_it_is_made_and_a_step_compiles_once(
     assert step.jitted_fn._cache_size() == 1  # nor compiled again
 
 
-def test_parameters_without_names_stay_too() -> None:
-    """XLA would divide a replicated bias as the activations, and the next step is another one."""
-    mesh = MESHES["auto"]()
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
-        model = Model()
-        for layer in (model.wi, model.wo):
-            bias = jax.device_put(jnp.zeros(layer.out_features), NamedSharding(mesh, P()))
-            layer.bias = nnx.Param(bias)
+def test_parameters_that_lie_whole_are_named_once() -> None:
+    """Under `jax.set_mesh`, where Flax's optimizer would let XLA move them and their state."""
+    with jax.set_mesh(MESHES["auto"]()), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Model(names=False)
         optimizer = opt_nnx.Optimizer(model, optax.adam(1e-2))
-        before = specs((model, optimizer))
-        step, _ = make_step()
-        for _ in range(2):
-            step(model, optimizer)
-        assert specs((model, optimizer)) == before
-    assert step.jitted_fn._cache_size() == 1
+        optimizer.place(model)
+        opt_nnx.Optimizer(model, optax.sgd(1e-2), zero="fsdp")
+        opt_nnx.Optimizer(model, optax.sgd(1e-2), zero=())
+        with nnx.logical_axis_rules(RULES):
+            opt_nnx.Optimizer(Model(), optax.sgd(1e-2))
+    opt_nnx.Optimizer(Model(names=False), optax.sgd(1e-2), mesh=MESHES["auto"]())
+    (warning,) = caught
+    text = str(warning.message)
+    assert "`wi/kernel`, 2048 bytes, and 3 more" in text
+    assert "state of 8580 bytes" in text
+    assert 'zero="fsdp"' in text
 
 
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -203,7 +206,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -> None:
@@ -273,7 +276,7 @@ def by_the_context(**metadata: Any) -> Model:
         return Model(**metadata)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -324,18 +327,6 @@ def test_names_that_mean_nothing_are_an_error() -> None:
     ]
     with pytest.raises(AxesError, match="`zero` needs a mesh"):
         opt_nnx.Optimizer(Model(names=False), optax.adam(0.1), zero="data")
-
-
-def test_names_for_the_optimizer_alone() -> None:
-    with jax.set_mesh(MESHES["auto"]()):
-        model = Model(sharding_rules=RULES, optimizer_sharding=("fsdp",))
-        optimizer = opt_nnx.Optimizer(model, TRANSFORMATIONS["adam"]())
-        before = specs((model, optimizer))
-        step, _ = make_step()
-        step(model, optimizer)
-    assert before["[1]['opt_state'][0]['nu']['wo']['kernel'].value"] == ("fsdp",)
-    assert before["[0]['wo']['kernel'].value"] == ("tp", "fsdp")
-    assert specs((model, optimizer)) == before
 
 
 @pytest.mark.slow
@@ -447,14 +438,14 @@ def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
             nnx.cond(is_update, update, lambda *_: None, model, optimizer)
             return value
 
-        flags = [jnp.array(i % 2 == 1) for i in range(12)]
+        flags = [jnp.array(i % 2 == 1) for i in range(4)]
         values = [float(step(model, optimizer, flags[0]))]
         before = len(COMPILED)
         values += [float(step(model, optimizer, flag)) for flag in flags[1:]]
     assert values[-1] < values[0]
     assert len(traces) == 1
     assert len(COMPILED) == before
-    assert optimizer.step[...] == 6
+    assert optimizer.step[...] == 2
     after = jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type), nnx.state(optimizer))
     assert after == avals
     assert jax.tree.all(jax.tree.map(jnp.array_equal, base, nnx.state(model.base)))

@@ -208,20 +208,6 @@ def test_a_plan_says_where_on_fewer_devices(name: str, count: int, tmp_path: Pat
     assert_goes_on(case, restored)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", CASES)
-def test_a_target_with_shardings_comes_first(name: str, tmp_path: Path) -> None:
-    case = CASES[name]()
-    before = on_mesh(case, mesh_of(8))
-    plan, other = case.plan(mesh_of(4)), case.plan(mesh_of(8))
-    target = case.joined(plan.params.shapes, plan.state.shapes)
-    restored = saved(tmp_path, before).restore_latest(target, placement=other)
-    assert_equal(restored, before)
-    assert shardings(restored.params) == jax.tree.leaves(plan.params.shardings)
-    for leaf in jax.tree.leaves(restored):  # the step too, of which the target says nothing
-        assert len(leaf.sharding.device_set) == 4 or leaf.shape == ()
-
-
 def test_a_layout_says_where(tmp_path: Path) -> None:
     """Of the whole optimizer, of its state, or of its parameters; and shardings themselves."""
     case = CASES["definition"]()
@@ -454,26 +440,6 @@ def nnx_trained(pair: Any, steps: int = 3) -> Any:
     return pair
 
 
-def test_a_parameter_that_names_its_dimensions_is_placed_by_them() -> None:
-    kernel = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "model"))
-    with nnx.use_eager_sharding(False):
-        model = nnx.Linear(16, 32, kernel_init=kernel, rngs=nnx.Rngs(0))
-    opt_nnx.Optimizer(model, ADAM, mesh=mesh_of(8), zero="data")
-    specs = {leaf.ndim: leaf.sharding.spec for leaf in jax.tree.leaves(nnx.state(model))}
-    assert specs == {2: P(None, "model"), 1: P()}
-
-
-def test_a_model_made_in_jit_is_placed_afterwards() -> None:
-    mesh = mesh_of(8)
-    pair = nnx.jit(lambda: nnx_pair(opt.adam(1e-2), mesh))()
-    assert pair[1].placement.params[0] is None
-    pair[1].place(pair[0])
-    whole = NamedSharding(mesh, P())
-    pair[0].calls[...] = jax.device_put(pair[0].calls[...], whole)
-    assert all(isinstance(place, NamedSharding) for place in pair[1].placement.params)
-    nnx_trained(pair)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 4, 1])
 @pytest.mark.parametrize("name", ["definition", "groups"])
@@ -534,22 +500,6 @@ def test_a_model_that_is_on_no_mesh_is_placed_at_construction() -> None:
     assert nnx_shardings((model, optimizer)) == before
 
 
-def test_a_step_on_one_device_does_not_take_the_rest_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = CASES["TrainingState"]()
-    before = on_mesh(case, mesh_of(8))
-    checkpointer = saved(tmp_path, before)
-    target = case.abstract().replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
-    restored = checkpointer.restore_latest(target)
-    assert shardings(restored.params) == shardings(before.params)
-    assert shardings(restored.opt_state) == shardings(before.opt_state)
-    devices = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    with pytest.raises(LeafError, match="`params/b` and"):
-        checkpointer.restore_latest(target)
-
-
 def test_converted_leaves_stay_sharded(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, on_mesh(CASES["TrainingState"](), mesh_of(8)))
     wide = {"up": jnp.zeros((16, 32)), "wo": jnp.zeros((32, 16)), "b": jnp.zeros(16)}
@@ -559,15 +509,3 @@ def test_converted_leaves_stay_sharded(tmp_path: Path) -> None:
     rules = [("(.*)/up", Rename(r"\1/wi"))]
     restored = checkpointer.restore_latest(target, rules=rules)
     assert restored.params["up"].sharding.spec == P(None, "model")
-
-
-def test_a_pair_restores_into_the_same_compiled_step(tmp_path: Path) -> None:
-    tx, mesh = opt.adamw(1e-2), mesh_of(8)
-    pair = nnx_pair(tx, mesh)
-    pair[0].calls[...] = jax.device_put(pair[0].calls[...], NamedSharding(mesh, P()))
-    step = nnx_step()
-    step(*pair)
-    restored = saved(tmp_path, pair).restore_latest(nnx.eval_shape(lambda: nnx_pair(tx, mesh)))
-    for _ in range(2):
-        step(*restored)
-    assert step.jitted_fn._cache_size() == 1

@@ -280,30 +280,6 @@ def test_what_a_handler_wrote_needs_no_function(cli: Cli, tmp_path: Path) -> Non
     assert "state/adam/mu/w" in cli("show", "run/4/optimizer")[1]
 
 
-# What is printed fits where it is printed
-
-
-def test_tables_fit_the_terminal(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = {"decoder": {"layers_0": {"attention": {"query": {"kernel": jnp.ones((20, 30))}}}}}
-    with Checkpointer(tmp_path / "deep") as checkpointer:
-        checkpointer.save(0, opt.adamw(1e-3).create(deep))
-    for columns in (80, 100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        for command in (
-            ("show", "deep"),
-            ("ls", "deep"),
-            ("plan", "deep", "job:sgd", "--all"),
-            ("plan", "deep", "job:sgd", "--allow", "initialise"),
-        ):
-            lines = [x for x in cli(*command)[1].splitlines() if str(tmp_path) not in x]
-            assert max(map(len, lines)) <= columns, command
-    monkeypatch.setenv("COLUMNS", "80")
-    name = "state/adam/mu/decoder/layers_0/attention/query/kernel"
-    lines = cli("show", "deep")[1].splitlines()
-    assert [line for line in lines if line.startswith(f"{name}  [20, 30]")]
-    assert any(line.startswith("    ") and "digest" in line for line in lines)
-
-
 # What an installer makes of the entry point. `-P`: the folder of a script is not the caller's.
 SCRIPT = """
 import sys

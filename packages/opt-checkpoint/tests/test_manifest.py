@@ -86,7 +86,6 @@ def test_no_manifest(data: bytes, error: type[Exception], words: str) -> None:
         decode(data)
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import jax
@@ -154,13 +153,6 @@ def notes(old: Optimizer, new: Optimizer) -> list[str]:
     return list(plan_restore(named_state(old), new).notes)
 
 
-def test_what_is_said_of_another_optimizer() -> None:
-    order = [wrapped(optax.chain(*x)) for x in permutations((optax.clip(1.0), optax.trace(0.9)))]
-    assert notes(*order) == ["the order `clip`, `trace` is now `trace`, `clip`"]
-    told = notes(wrapped(optax.adam(0.1)), wrapped(optax.lion(0.1)))
-    assert told == ["`adam` is gone", "`lion`, `add_decayed_weights` are new"]
-
-
 def test_what_is_said_of_other_groups() -> None:
     adam, sgd = opt.adam(0.1), opt.sgd(0.1)
 
@@ -219,21 +211,6 @@ def test_the_result_can_be_donated_and_the_rest_stays() -> None:
     assert not any(x.is_deleted() for x in jax.tree.leaves([old, target]))
 
 
-def test_strong_types_and_no_second_compilation() -> None:
-    old = opt.adam(0.1).create(params())
-    traces: list[None] = []
-
-    @jax.jit
-    def step(optimizer: Optimizer) -> Optimizer:
-        traces.append(None)
-        return optimizer.apply_gradient(optimizer.target)
-
-    step(old)
-    step(plan_restore(named_state(old), old).apply())
-    step(plan_restore(named_state(old), old, rules=[("state/.*", "initialise")]).apply())
-    assert len(traces) == 1
-
-
 def test_nothing_is_read_before_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     read, wanted = NamedState.read, list[str]()
 
@@ -262,14 +239,6 @@ def test_what_is_initialised_sees_the_restored_parameters() -> None:
     target = OptaxWrapper(copying()).create(jax.tree.map(jnp.zeros_like, params()))
     restored = plan_restore(named_state(old), target, allow={"initialise", "optimizer"}).apply()
     np.testing.assert_array_equal(restored.state.param_states["start"]["w"], params()["w"])
-
-
-def test_an_abstract_source_has_no_values() -> None:
-    optimizer = opt.adam(0.1).create(params())
-    abstract = named_state(jax.eval_shape(lambda: optimizer))
-    assert plan_restore(abstract, optimizer).is_exact
-    with pytest.raises(errors.LeafError, match="the named state is abstract"):
-        plan_restore(abstract, optimizer).apply()
 
 
 # The acceptance cases
@@ -306,7 +275,7 @@ def test_b1_a_field_that_is_added_removed_or_renamed_is_named_and_migrates() -> 
 SAME_MOMENTS = ({"adam", "adamw", "lamb"}, {"adamax", "adamaxw"}, {"nadam", "nadamw"})
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*LOOK_ALIKES, "swapped in groups", "injected"])
 def test_b3_another_optimizer_of_the_same_shapes_is_refused(name: str) -> None:
     """Adam's state is nobody else's; two transformations of one shape do not exchange theirs."""
@@ -464,7 +433,7 @@ def test_c1_another_shape_is_an_error_with_both(shape: tuple[int, ...]) -> None:
         assert "reshape" not in plan_restore(saved, target).missing_words
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("value", "dtype", "fits"),
     [

@@ -85,7 +85,7 @@ TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(TREES)
 def test_what_flax_writes_comes_back(tree: dict[str, Any]) -> None:
     data = packed(tree)

@@ -261,7 +261,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_mutated_state_dicts_raise_typed_errors_only(data: st.DataObject) -> None:
     source = saved(*EMAS, head=data.draw(st.sampled_from(["flax.optim", "t5x"])))

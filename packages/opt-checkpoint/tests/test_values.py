@@ -13,7 +13,6 @@ import optax
 import pytest
 from checkpoint_testing import bits
 from opt_checkpoint import (
-    Checkpointer,
     Map,
     Pad,
     Plan,
@@ -48,8 +47,8 @@ def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def trained(name: str, params: Any, *, steps: int = 3) -> Optimizer:
-    """An optimizer whose state is the work of some steps."""
+def trained(name: str, params: Any, *, steps: int = 1) -> Optimizer:
+    """An optimizer whose state is the work of a step."""
     optimizer: Optimizer = DEFINITIONS[name]().create(params)
     for step in range(steps):
         grads = jax.tree.map(lambda p, seed=step: random(p.shape, seed + p.size) + p, params)
@@ -122,15 +121,6 @@ def test_factored_state_grows_or_changes_places(
     )
 
 
-def test_what_becomes_factored_by_growing_is_refused() -> None:
-    saved = trained("adafactor", {"w": random((3, 8))})
-    target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((5, 8))})
-    plan = planned(saved, target, [("(.*)/w", Pad(0, 5))])
-    assert set(problems(plan)) == {f"state/factored_rms/{f}/w" for f in ("v_row", "v_col", "v")}
-    with pytest.raises(errors.PlanError, match="state/factored_rms/v_row/w"):
-        plan.apply()
-
-
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
@@ -149,24 +139,7 @@ def test_what_cannot_be_padded_is_told(rule: Pad, told: str) -> None:
     assert "state/adam/mu/w" in str(caught.value)
 
 
-def test_accumulators_of_sm3_grow() -> None:
-    saved = trained("sm3", {"w": random((4, 4))})
-    target = DEFINITIONS["sm3"]().create({"w": jnp.ones((6, 4))})
-    plan = planned(saved, target, [("(.*)/w", Pad(0, 6))])
-    old = leaves(saved)
-    grown = {n: padded(old[n], 0, 6) for n in ("params/w", "state/sm3/nu/w", "state/sm3/mu/0/w")}
-    assert_same(leaves(plan.apply()), {**old, **grown})
-    told = " = state/sm3/mu/1/w float32[4]: it does not keep dimension 0"
-    assert told in str(plan).splitlines()
-
-
-def test_nothing_shrinks() -> None:
-    saved = trained("adamw", {"w": random((4, 3))})
-    target = DEFINITIONS["adamw"]().create({"w": jnp.zeros((2, 3))})
-    with pytest.raises(errors.PlanError, match="has 4 entries, and a rule pads to 2: only a `Map`"):
-        planned(saved, target, [(".*/w", Pad(0, 2))]).apply()
-
-
+@pytest.mark.slow
 def test_a_moment_of_a_padded_parameter_is_not_kept_by_its_size() -> None:
     """The rows of a square matrix are no longer the rows when it grows, though they fit."""
     saved = trained("adafactor", {"w": random((8, 8))})
@@ -247,33 +220,11 @@ def test_a_parameter_is_mapped_with_its_moments_or_not_at_all() -> None:
     assert not planned(saved, saved, rules, {"initialise"}).is_ok
     anew = leaves(planned(saved, saved, rules, {"initialise", "drop"}).apply())
     assert not anew["state/adam/mu/w"].any()
-    assert int(anew["state/adam/count"]) == 3
+    assert int(anew["state/adam/count"]) == 1
 
     everything = planned(saved, saved, [("(.*)/w", Map(r"\1/w", jnp.transpose))]).apply()
     expected = {n: v.T if n.endswith("w") else v for n, v in leaves(saved).items()}
     assert_same(leaves(everything), expected)
-
-
-def test_an_exchange_of_parameters_does_not_leave_their_moments() -> None:
-    saved = trained("sgd_momentum", {"a": random((2,)), "b": random((2,), 1)})
-    params: list[Rule] = [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))]
-    plan = planned(saved, saved, params)
-    assert [row.is_ok for row in plan.target_rows] == [True, True, True, False, False]
-    state: list[Rule] = [(r"(state/.*)/a", Rename(r"\1/b")), (r"(state/.*)/b", Rename(r"\1/a"))]
-    found = leaves(planned(saved, saved, params + state).apply())
-    assert_same({"": found["state/trace/trace/a"]}, {"": leaves(saved)["state/trace/trace/b"]})
-
-
-def test_a_function_for_a_parameter_does_not_make_its_factors() -> None:
-    """Fused along the rows the columns would fit: those of `q` are not what those of `qkv` are."""
-    size = {"size": 8, "rows": 8}
-    saved = trained("adafactor", {n: {"kernel": attention(**size)[n]["kernel"]} for n in "qkv"})
-    target = DEFINITIONS["adafactor"]().create({"qkv": {"kernel": jnp.ones((24, 8))}})
-    along_rows = Map(QKV, lambda *given: jnp.concatenate(given, 0))
-    plan = planned(saved, target, [("(.*)/qkv/(.*)", along_rows)])
-    factors = [f"state/factored_rms/{f}/qkv/kernel" for f in ("v_row", "v_col")]
-    assert list(problems(plan)) == factors
-    assert "is made by the rule for `params/qkv/kernel`" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +295,7 @@ def stacked(count: int = 3, shape: tuple[int, ...] = (6, 4), axis: int = 0) -> d
     return {"layers": {"w": jnp.ones(w), "b": jnp.ones(b)}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [*FULL, "adafactor"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
@@ -369,22 +320,7 @@ def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
     assert_same(leaves(again), old)
 
 
-def test_a_mean_over_layers_is_refused() -> None:
-    """Nine layers are the largest dimension of 9 x 8 x 8, over which Optax's rows average."""
-    saved = trained("adafactor", {k: {"w": v["w"]} for k, v in layers(9, (8, 8)).items()})
-    target = DEFINITIONS["adafactor"]().create({"layers": {"w": jnp.ones((9, 8, 8))}})
-    plan = planned(saved, target, STACK)
-    assert problems(plan) == {
-        "state/factored_rms/v_row/layers/w": "[8, 8] keeps dimensions 1, 2 of its parameter and "
-        "not dimension 0, along which a rule stacks: make it by a `Map` of its own, or initialise "
-        "it"
-    }
-    # Its columns are the first two dimensions, and those of a layer are the first: its rows.
-    (row,) = [row for row in plan.rows if row.leaf.name == "state/factored_rms/v_col/layers/w"]
-    assert row.sources[:2] == tuple(f"state/factored_rms/v_row/layers_{i}/w" for i in range(2))
-    assert row.note == "rows and columns change places: dimension 0 of the saved parameter"
-
-
+@pytest.mark.slow
 def test_accumulators_of_sm3_cover_all_layers() -> None:
     saved = trained("sm3", layers())
     plan = planned(saved, DEFINITIONS["sm3"]().create(stacked()), STACK)
@@ -403,25 +339,6 @@ def test_accumulators_of_sm3_cover_all_layers() -> None:
     apart = planned(plan.apply(), DEFINITIONS["sm3"]().create(layers()), UNSTACK)
     assert "`sm3` accumulates over all slices together" in str(apart)
     assert all("/mu/" in name for name in problems(apart))
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))],
-        [("params/a", Map("params/a", jnp.flip))],
-    ],
-)
-def test_moments_of_parameters_one_after_the_other(rules: Any) -> None:
-    """`flatten` keeps one vector, in the order of the names: no rule for a parameter moves that."""
-    wrap = OptaxWrapper(optax.flatten(optax.trace(0.9)))
-    target = wrap.create({name: jnp.ones(4) for name in "ab"})
-    plan = plan_restore(named_state(target), target, rules=rules)
-    assert plan.missing_words == {"initialise", "drop"}
-    assert "concatenates parameters" in str(plan)
-    renamed = wrap.create({"a": jnp.ones(4), "c": jnp.ones(4)})
-    same = [("params/c", Rename("params/b"))]
-    assert plan_restore(named_state(target), renamed, rules=same).is_ok
 
 
 # The words of rules
@@ -447,24 +364,6 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert restored(saved, target, rules[::-1])["a"] == [5.0]
     renamed = [("params/a", Rename("params/b")), rules[1]]
     assert restored(saved, target, renamed, {"drop"}) == {"a": [0.0], "b": [1.0]}
-
-
-def test_two_leaves_may_come_from_one() -> None:
-    saved, target = created(a=jnp.ones(2)), created(a=jnp.zeros(2), b=jnp.zeros(2))
-    result = plan_restore(
-        named_state(saved), target, rules=[("params/b", Rename("params/a"))]
-    ).apply()
-    assert result.target["b"].tolist() == [1.0, 1.0]
-    one, other = (result.target[name].unsafe_buffer_pointer() for name in "ab")
-    assert one != other
-
-
-def test_a_word_admits_its_leaves_alone() -> None:
-    saved = created(a=jnp.ones(2), b=jnp.ones(2))
-    target = created(a=jnp.zeros(2, jnp.bfloat16), b=jnp.zeros(2, jnp.bfloat16))
-    plan = plan_restore(named_state(saved), target, rules=[("params/a", "cast")])
-    assert [row.is_ok for row in plan.rows] == [True, False, True]
-    assert plan.missing_words == {"cast"}
 
 
 WRONG: list[tuple[Any, list[Any], type[Exception], str]] = [
@@ -570,16 +469,3 @@ def test_a_copy_of_a_parameter_grows_as_that_does(make: Any) -> None:
         if copies & {*name.split("/")[:-1]} and name.endswith("/w"):
             assert np.all(np.asarray(leaf)[OLD:] == 0.25), name
     assert "along 0 as its parameter" in str(plan)
-
-
-def test_a_step_on_disk_and_an_abstract_target(tmp_path: Any) -> None:
-    tx = optax.rprop(0.1)
-    saved = stepped(wrapped(tx, OLD), 4)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(4, saved)
-        checkpointer.wait()
-        target = jax.eval_shape(lambda: wrapped(tx, NEW))
-        found = checkpointer.restore(4, target, rules=[(".*/w", Pad(0, NEW))])
-        plan = plan_restore(checkpointer.at(4), target, rules=[(".*/w", Pad(-2, NEW))])
-    assert (named_state(found)["state/rprop/step_sizes/w"][OLD:] == jnp.float32(0.1)).all()
-    assert "state/rprop/step_sizes/w: 3 -> 5 along 0 as `init` makes it" in str(plan)

@@ -48,20 +48,6 @@ def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
         assert_same(bare(state[path]), bare(variable))
 
 
-def test_attributes() -> None:
-    tx = optax.adam(0.1)
-    optimizer = opt_nnx.Optimizer(make_model(), tx)
-    assert isinstance(optimizer, nnx.Optimizer)
-    assert optimizer.tx is tx
-    assert optimizer.wrt is nnx.Param
-    assert optimizer.graph is None
-    assert type(optimizer.step) is nnx.OptState
-    assert optimizer.step[...].dtype == jnp.uint32
-    assert optimizer.opt_state[0].mu.inner.kernel.shape == (4, 6)
-    with pytest.raises(AttributeError, match="model"):
-        _ = getattr(optimizer, "model")  # noqa: B009
-
-
 MODES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "eager": (lambda step: step, {}),
     "jit": (nnx.jit, {}),
@@ -94,6 +80,7 @@ def test_a_step(kind: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_step_of_jax(kind: Any) -> None:
     model = make_model()
     graphdef, state = nnx.split((model, kind(model, optax.adam(0.05), wrt=nnx.Param)))
@@ -224,6 +211,7 @@ def test_a_subclass_with_metrics(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_mesh_of_one_device(kind: Any) -> None:
     auto = (jax.sharding.AxisType.Auto,) * 2
     with jax.set_mesh(jax.make_mesh((1, 1), ("a", "b"), axis_types=auto)):

@@ -46,13 +46,6 @@ def grouped() -> MultiOptimizer:
 # Definitions and their hyper-parameters.
 
 
-def test_a_twin_is_the_transformation() -> None:
-    (model, twin), (other, plain) = trained(opt.adamw(0.1)), trained(optax.adamw(0.1))
-    assert_same(nnx.state(model), nnx.state(other))
-    assert_same(nnx.state(twin), nnx.state(plain))
-    assert_same(train_step(model, twin), train_step(other, plain))
-
-
 def test_hyper_parameters_at_run_time_are_compiled_once() -> None:
     model, optimizer = trained(opt.adamw(0.1), steps=0)
     traces: list[None] = []
@@ -71,20 +64,6 @@ def test_hyper_parameters_at_run_time_are_compiled_once() -> None:
         for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4)
     assert len(traces) == 1
-
-
-def test_what_a_step_uses() -> None:
-    schedule = optax.linear_schedule(1.0, 0.0, 10)
-    model, optimizer = trained(opt.adam(schedule))
-    core = optimizer.to_core(model)
-    assert opt.resolve_hyper_params(core).learning_rate == schedule(2)
-    assert opt.resolve_hyper_params(core, learning_rate=0.5).learning_rate == 0.5
-
-    @nnx.jit
-    def in_a_step(model: Any, optimizer: Any) -> Any:
-        return opt.resolve_hyper_params(optimizer.to_core(model)).learning_rate
-
-    assert in_a_step(model, optimizer) == schedule(2)
 
 
 def test_a_keyword_that_nothing_takes_is_an_error() -> None:
@@ -202,17 +181,6 @@ def test_the_average_is_evaluated_and_the_trained_parameters_come_back() -> None
     assert_same(nnx.state(model), before)
 
 
-def test_the_trained_parameters_come_back_after_an_exception() -> None:
-    for tx in (CONTRIB.schedule_free_adamw(0.1), optax.adam(0.1)):  # the latter has no average
-        model, optimizer = trained(tx)
-        before = copied(model)
-        with pytest.raises(ZeroDivisionError), optimizer.evaluating(model):
-            raise ZeroDivisionError
-        assert_same(nnx.state(model), before)
-    with optimizer.evaluating(model):
-        assert_same(nnx.state(model), before)
-
-
 # Types.
 
 
@@ -270,19 +238,6 @@ def test_names_of_the_state_are_those_of_what_it_follows_and_hooks_are_not() -> 
     assert momentum.ema["kernel"].get_metadata()["tag"] == "kept"
     assert names(factored.v["bias"]) is None
     assert "on_set_value" not in momentum.ema["hooked"].get_metadata()
-
-
-class Nested(nnx.Module):
-    def __init__(self) -> None:
-        self.pair = nnx.Param({"a": jnp.ones((2, 3)), "b": jnp.ones(3)})
-
-
-def test_a_variable_may_hold_a_tree() -> None:
-    model = Nested()
-    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))
-    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
-    values: Any = bare(nnx.state(model))
-    assert float(values["pair"]["a"][0, 0]) < 1.0
 
 
 # There and back.

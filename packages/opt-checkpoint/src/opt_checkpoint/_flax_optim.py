@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,12 +32,14 @@ class Equal:
       slots: for each `transformation/field` of Optax, as `opt_core.describe_state` calls them, the
         corresponding field of `flax.optim`'s state of a parameter.
       sign: what the values are multiplied by.
+      lacks: a hyper-parameter that Optax's equal lacks, its default, and why it keeps that.
     """
 
     name: str
     constructor: Callable[..., optax.GradientTransformation]
     slots: Mapping[str, str]
     sign: int = 1
+    lacks: tuple[str, float, str] | None = None
 
     @property
     def fields(self) -> frozenset[str]:
@@ -121,11 +123,29 @@ _EQUALS = (
         ),
         _TRACE,
         sign=-1,  # Optax applies the rate, which is negative, before it averages.
+        lacks=(
+            "weight_decay",
+            0.0,
+            (
+                "its trust ratio is |p| / (|g| + decay |p|), that of `optax.lars` is "
+                "|p| / |g + decay p|. Steps differ by up to a half. Restore without "
+                "`weight_decay`, or into `opt_optax_bridge.lars(...)` with `written_by='LARS'` to "
+                "continue with that"
+            ),
+        ),
     ),
     Equal(
         "Adagrad",  # an `eps` that only prevents a division by zero
         lambda learning_rate: optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=0.0),
         {"rss/sum_of_squares": "G"},
+        lacks=(
+            "eps",
+            1e-8,
+            (
+                "it divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to 1e-8 steps "
+                "differ by `eps` in the size of the gradients, which is nothing in float32"
+            ),
+        ),
     ),
     Equal(
         "RMSProp",
@@ -153,6 +173,14 @@ _EQUALS = (
         _adafactor,
         {"factored_rms/v_row": "v_row", "factored_rms/v_col": "v_col", "factored_rms/v": "v"}
         | {"ema/ema": "m"},
+        lacks=(
+            "epsilon2",
+            1e-3,
+            (
+                "`optax.adafactor` has fixed it at 0.001. `opt_adafactor.Adafactor` takes it, "
+                "and its checkpoints"
+            ),
+        ),
     ),
 )
 EQUALS: Mapping[str, Equal] = {equal.name: equal for equal in _EQUALS}
@@ -170,37 +198,6 @@ _WITHOUT_EQUAL = {
     ),
     "MultiOptimizer": "it is `opt_core.MultiOptimizer`: build it of the equals of its parts",
     "DynamicScale": DYNAMIC_SCALE,
-}
-
-
-class _Fixed(NamedTuple):
-    """What an equal lacks: the hyper-parameter, its default, and why it can have no other value."""
-
-    param: str
-    default: float
-    why: str
-
-
-_FIXED = {
-    "LARS": _Fixed(
-        "weight_decay",
-        0.0,
-        "its trust ratio is |p| / (|g| + decay |p|), that of `optax.lars` |p| / |g + decay p|. "
-        "Steps differ by up to a half. Restore without `weight_decay`, or into "
-        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to continue with that",
-    ),
-    "Adagrad": _Fixed(
-        "eps",
-        1e-8,
-        "it divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to 1e-8 steps differ by "
-        "`eps` in the size of the gradients, which is nothing in float32",
-    ),
-    "Adafactor": _Fixed(
-        "epsilon2",
-        1e-3,
-        "`optax.adafactor` has fixed it at 0.001. `opt_adafactor.Adafactor` takes it, and its "
-        "checkpoints",
-    ),
 }
 
 
@@ -235,7 +232,13 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
             f"`flax.optim` has no `{name}`; its optimizers are {', '.join(EQUALS)}."
         )
     equal = EQUALS[name]
-    hyper_params = _checked(name, hyper_params)
+    if equal.lacks is not None:
+        param, default, why = equal.lacks
+        value = hyper_params.pop(param, default)
+        if value > default or (value < default and name != "Adagrad"):
+            raise EquivalenceError(
+                f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: {why}."
+            )
     params = inspect.signature(equal.constructor).parameters
     if unknown := sorted(set(hyper_params) - set(params)):
         raise EquivalenceError(
@@ -247,19 +250,6 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
             "or the schedule: `apply_gradient(grads, learning_rate=...)` still acts."
         )
     return wrap_optax_optimizer(equal.constructor)(**hyper_params)
-
-
-def _checked(name: str, hyper_params: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that Optax's equal takes, without the one that must have its default."""
-    if name not in _FIXED:
-        return hyper_params
-    param, default, why = _FIXED[name]
-    value = hyper_params.get(param, default)
-    if value > default or (value < default and name != "Adagrad"):
-        raise EquivalenceError(
-            f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: {why}."
-        )
-    return {key: x for key, x in hyper_params.items() if key != param}
 
 
 def get_at(tree: Any, names: Names) -> Any:

@@ -75,9 +75,7 @@ class OrbaxTree:
     @cached_property
     def shardings(self) -> Mapping[Names, Sharding]:
         """Where arrays were on a mesh."""
-        shardings = {n: getattr(x, "sharding", None) for n, x in named_leaves(self._tree)}
-        places = {names: _orbax.sharding_of(saved) for names, saved in shardings.items()}
-        return {names: place for names, place in places.items() if place is not None}
+        return _orbax.saved_shardings(self.folder, {names: names for names in self.leaves})
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with Orbax: each device its share; what is left out has to keep its container."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from opt_checkpoint._folder import item_folder
 from opt_checkpoint.errors import DamagedError, MissingError
 
 _T = TypeVar("_T")
+_Key = TypeVar("_Key")
 
 
 def restore_arrays(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = True) -> Any:
@@ -65,34 +66,30 @@ def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
-def saved_shardings(folder: Path) -> dict[Names, NamedSharding | None]:
-    """Returns where arrays were on a mesh, by their keys, from the file where Orbax notes it.
+def saved_shardings(folder: Path, keys: Mapping[_Key, Names]) -> dict[_Key, Sharding]:
+    """Returns where arrays were on a mesh, from the file where Orbax notes it by their keys.
 
-    `tree_metadata` would open every array, and this file once for each (Orbax 0.12).
+    Orbax's own reader opens every array, and this file once for each (Orbax 0.12).
     """
     file = item_folder(folder) / "_sharding"
 
-    def read() -> dict[Names, NamedSharding | None]:
+    def read() -> dict[_Key, Sharding]:
         texts: dict[str, str] = json.loads(file.read_bytes()) if file.is_file() else {}
         saved = {text: json.loads(text) for text in set(texts.values()) if text}
         places = {
-            text: sharding_of(ocp.metadata.NamedShardingMetadata.from_deserialized_dict(data))
+            text: _sharding(ocp.metadata.NamedShardingMetadata.from_deserialized_dict(data))
             for text, data in saved.items()
             if data["sharding_type"] == "NamedSharding"
         }
-        keys = (tuple(base64.urlsafe_b64decode(name).decode().split(".")) for name in texts)
-        return dict(zip(keys, map(places.get, texts.values()), strict=True))
+        by_name = {base64.urlsafe_b64decode(x).decode(): places.get(texts[x]) for x in texts}
+        shardings = {key: by_name.get(".".join(names)) for key, names in keys.items()}
+        return {key: place for key, place in shardings.items() if place is not None}
 
     return tried(folder, read)
 
 
-def sharding_of(saved: Any) -> NamedSharding | None:
-    """Returns where an array was on a mesh, from Orbax's metadata of its sharding.
-
-    A mesh of devices that this process does not have is an `AbstractMesh`.
-    """
-    if not isinstance(saved, ocp.metadata.NamedShardingMetadata):
-        return None
+def _sharding(saved: Any) -> NamedSharding:
+    """A sharding of Orbax's metadata; on devices that are not here, of an `AbstractMesh`."""
     # of JSON, which has no tuples
     entries = (x if x is None or isinstance(x, str) else tuple(x) for x in saved.partition_spec)
     spec = PartitionSpec(*entries)

@@ -102,9 +102,7 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
     if not is_flax_optim or not has_wrapper:
         states = migrate(optimizer.state.param_states, states, ("state", "param_states"))
     elif isinstance(definition, MultiOptimizer):
-        groups = definition.split(optimizer)
-        _check_frozen(optimizer, groups, states)
-        states = _placed(groups, states, step, written_by)
+        states = _placed(_groups(definition, optimizer, states), states, step, written_by)
     elif isinstance(written_by, Mapping):
         raise EquivalenceError("`written_by`: this optimizer has no groups; pass one name.")
     else:
@@ -131,7 +129,11 @@ def _check_writers(
         )
 
 
-def _check_frozen(optimizer: Optimizer, groups: Mapping[str, Optimizer], states: Any) -> None:
+def _groups(
+    definition: MultiOptimizer, optimizer: Optimizer, states: Any
+) -> Mapping[str, Optimizer]:
+    """The groups that train; raises an error if the file has states of what is frozen."""
+    groups = definition.split(optimizer)
     trained = {path for group in groups.values() for path in entries_of(group, states)}
     saved = {
         path for path, entry in entries_of(optimizer, states).items() if entry not in (None, {})
@@ -142,6 +144,7 @@ def _check_frozen(optimizer: Optimizer, groups: Mapping[str, Optimizer], states:
             f"the file has states of parameters that are frozen here: {names}. Restore into groups "
             "that train them, then freeze them: `opt_core.freeze`."
         )
+    return groups
 
 
 def _placed(

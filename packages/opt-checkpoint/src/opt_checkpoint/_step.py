@@ -130,11 +130,9 @@ class SavedStep:
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
-        with sync_errors():
-            saved = _orbax.saved_shardings(self.path)
         keys = {name: store_key(self.schema.by_name[name].path) for name in names}
-        places = {name: saved.get(key) for name, key in keys.items()}
-        return {name: place for name, place in places.items() if place is not None}
+        with sync_errors():
+            return _orbax.saved_shardings(self.path, keys)
 
     def read_extras(self, like: Any = None) -> Any:
         """Reads what was saved as `extras`.

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from opt_core.errors import OptimizerError
 from orbax.checkpoint.path import atomicity_types
@@ -32,15 +31,6 @@ from opt_checkpoint.errors import LockError, MissingError, SaveError
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TRASH = "trash"
-
-
-def _integer(step: Any) -> Any:
-    """Returns any integer as Python's; anything else, booleans included, as it is."""
-    is_flag = isinstance(step, bool | np.bool_) or getattr(step, "dtype", None) == np.bool_
-    try:
-        return step if is_flag else operator.index(step)
-    except TypeError:
-        return step
 
 
 class Writer:
@@ -84,7 +74,9 @@ class Writer:
     def save(self, step: int, target: Any, extras: Any, metadata: Any) -> None:
         """Saves a step; see `Checkpointer.save`."""
         self.wait()
-        step = _integer(step)
+        if not isinstance(step, bool):
+            with suppress(TypeError):  # then `_check` says what is wrong
+                step = operator.index(step)
         with sync_errors():
             self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)

@@ -39,7 +39,8 @@ class Optimizer(nnx.Optimizer[M]):
       rules: pairs of a logical axis and mesh axes, as in T5X and Flax. They take precedence over
         `nnx.logical_axis_rules` and the variables' own.
       zero: a mesh axis, or several, to shard the state over in addition; see
-        `opt_partition.extend_over`.
+        `opt_partition.extend_over`. Without it, a warning names parameters that no name and no
+        sharding divides where `jax.set_mesh` has a mesh; `()` says that this is meant.
       graph: whether to use graph mode, see `nnx.state`.
 
     Attributes:
@@ -88,6 +89,8 @@ class Optimizer(nnx.Optimizer[M]):
         )
         self.step = nnx.OptState(self._scalar(shape_of(step) if is_abstract else step))
         self.place(model)
+        if zero is None and self._placement is not None:
+            self._placement.warn_if_whole(params, pure(self.opt_state))
 
     def _set_state(self, definition: OptimizerDef, params: Any, state: Any = None) -> None:
         variables, self._placement = make_state(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_core import Optimizer
+from opt_core.extend import flatten_with_paths, path_str
 
 from opt_nnx._axes import AnyMesh, array_spec, sharding_of
-from opt_nnx._variables import names_in
+from opt_nnx._variables import metadata_of, names_in, pure, variables_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,6 +98,35 @@ class Placement:
     def put_scalar(self, scalar: Any) -> Any:
         """Returns a scalar on every device."""
         return put(scalar, NamedSharding(self.mesh, PartitionSpec()))
+
+    def warn_if_whole(self, params: Any, state: Any) -> None:
+        """Warns where every device of `jax.set_mesh` holds all parameters and all of their state.
+
+        XLA would move them after the first step, as what it computes with; here they stay.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        names = (names_in(metadata_of(variable)) for variable in variables_of(params))
+        leaves = [*flatten_with_paths(pure(params))]
+        if (
+            context.empty
+            or self.mesh.size == 1
+            or any(spec is None or trimmed(tuple(spec)) for spec in self.param_specs)
+            or any(spec is not None for spec in names)
+            or not all(is_concrete(leaf) for _, leaf in leaves)
+        ):
+            return
+        path, largest = max(leaves, key=lambda item: item[1].nbytes)
+        axes = self.mesh.shape
+        axis = "fsdp" if "fsdp" in axes else max(axes, key=lambda name: axes[name])
+        warnings.warn(
+            f"Parameters without names lie whole on each of {self.mesh.size} devices, and so does "
+            f"their state of {sum(leaf.nbytes for leaf in jax.tree.leaves(state))} bytes: "
+            f"`{path_str(path)}`, {largest.nbytes} bytes, and {len(leaves) - 1} more. "
+            "`flax.nnx.Optimizer` lets XLA move them after the first step; here they stay. "
+            f'`opt_nnx.Optimizer(..., zero="{axis}")` shards the state; `zero=()` keeps it whole '
+            "without this warning.",
+            stacklevel=2,
+        )
 
     def _put(self, tree: Any, specs: Sequence[PartitionSpec | None]) -> Any:
         leaves, structure = jax.tree.flatten(tree)

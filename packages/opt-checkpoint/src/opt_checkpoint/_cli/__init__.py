@@ -1,1 +1,1 @@
-"""The command line: `opt-checkpoint`."""
+"""The command line."""

@@ -1,11 +1,10 @@
-"""What the command line is given: a checkpoint, a function that makes an optimizer, rules."""
+"""What is typed: a checkpoint, a function that makes an optimizer, rules."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import operator
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
@@ -47,7 +46,7 @@ class Place(NamedTuple):
                 return open_step(path, step=self.step)
             if written_by is None:
                 return open_tree(path)
-            return open_foreign(path, written_by=make_optimizer(written_by, allocate=False))
+            return open_foreign(path, written_by=make_optimizer(written_by))
         except LoadError:
             raise InputError(f"`{self.path}` holds no checkpoints") from None
         except ForeignError as error:
@@ -81,23 +80,16 @@ def find_steps(text: str) -> dict[str, Place]:
     return {number: places[number] for number in sorted(places, key=int)}
 
 
-def make_optimizer(target: str, *, allocate: bool) -> Any:
+def make_optimizer(target: str, *, allocate: bool = False) -> Any:
     """Calls `MODULE:FUNCTION`, or traces it for the shapes of the optimizer that it returns."""
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
+    if not re.fullmatch("[^:]+:[^:]+", target):
         raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
     # as with `python -m`; an installed script would not find modules of the current folder
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    with _foreign_code(f"`{module_name}` cannot be imported"):
-        module = importlib.import_module(module_name)
-    try:
-        function = operator.attrgetter(name)(module)
-    except AttributeError:
-        raise InputError(f"`{module_name}` has no function `{name}`") from None
-    if not callable(function):
-        raise InputError(f"`{target}` is not a function but a {type(function).__name__}")
-    with _foreign_code(f"`{target}` failed"):
+    with _users_code(f"`{target}` cannot be imported"):
+        function = pkgutil.resolve_name(target)
+    with _users_code(f"`{target}` failed"):
         optimizer = function() if allocate else _abstract(function)
     try:
         view_of(optimizer, argument=target)
@@ -121,7 +113,7 @@ def _abstract(function: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _foreign_code(what: str) -> Iterator[None]:
+def _users_code(what: str) -> Iterator[None]:
     """Runs code that is not ours: any exception is an `InputError` that begins with `what`."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -132,15 +124,13 @@ def _foreign_code(what: str) -> Iterator[None]:
 
 
 def parse_rule(text: str) -> Rule:
-    r"""Reads `PATTERN=ACTION`: see `ACTIONS`. A `Map` needs Python.
+    r"""Reads `PATTERN=ACTION`. A `Map` needs Python.
 
     Examples:
       >>> parse_rule(r'(.*)/layers/(.*)=stack:\1/layers_{i}/\2')
       ('(.*)/layers/(.*)', Stack(source='\\1/layers_{i}/\\2', axis=0))
       >>> parse_rule('.*/embedding=pad:0:32128')
       ('.*/embedding', Pad(axis=0, to=32128, value=0))
-      >>> parse_rule('state/.*=drop')
-      ('state/.*', 'drop')
     """
     pattern, equals, action = text.rpartition("=")
     word, *texts = action.split(":")

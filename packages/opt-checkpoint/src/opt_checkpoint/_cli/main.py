@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from opt_core.errors import OptimizerError
-from opt_core.extend import KINDS, LeafInfo, abstract, leaf_bytes, record_data
+from opt_core.extend import KINDS, LeafInfo, abstract, aligned, leaf_bytes, record_data
 
 from opt_checkpoint._cli.inputs import (
     ACTIONS,
@@ -21,13 +23,12 @@ from opt_checkpoint._cli.inputs import (
     make_optimizer,
     parse_rule,
 )
-from opt_checkpoint._cli.text import amount, one_line, say, say_folded, say_lines, say_table
 from opt_checkpoint._foreign import ForeignStep
 from opt_checkpoint._step import SavedStep
 from opt_checkpoint._targets import plan_restore
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
-OK, REFUSED, WRONG = 0, 1, 2
+_OK, _REFUSED, _WRONG = 0, 1, 2
 _LONG = 600  # of an error that lists every leaf
 
 
@@ -41,44 +42,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
         code: int = options.run(options)
     except (InputError, MissingError) as error:
-        return _failed(error, WRONG)
+        return _failed(error, _WRONG)
     except (OptimizerError, ValueError) as error:
-        return _failed(error, REFUSED if isinstance(error, OptimizerError) else WRONG)
+        return _failed(error, _REFUSED if isinstance(error, OptimizerError) else _WRONG)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
     except BrokenPipeError:
         sys.stderr.close()
-        return OK
+        return _OK
     except OSError as error:
-        return _failed(f"`{error.filename!s:.200}`: {error.strerror or error}", WRONG)
+        return _failed(f"`{error.filename!s:.200}`: {error.strerror or error}", _WRONG)
     return code
 
 
 def _failed(error: object, code: int) -> int:
-    text = one_line(error)
+    text = _one_line(error)
     text = text if len(text) <= _LONG else f"{text[:_LONG]} ..."
     print(f"opt-checkpoint: error: {text}", file=sys.stderr)  # which escapes what it cannot encode
     return code
 
 
+# Commands
+
+
 def _ls(options: argparse.Namespace) -> int:
-    rows, code = [("step", "leaves", "size", "optimizer")], OK
+    rows, code = [("step", "leaves", "size", "optimizer")], _OK
     for number, place in find_steps(options.root).items():
         try:
             source = place.open()
             count, size = str(len(source.schema.leaves)), _size(source.schema.leaves)
             rows.append((number, count, size, _optimizer(source)))
         except CheckpointError as error:
-            rows.append((number, "", "", f"{type(error).__name__}: {one_line(error)}"))
-            code = REFUSED
+            rows.append((number, "", "", f"{type(error).__name__}: {_one_line(error)}"))
+            code = _REFUSED
     if len(rows) == 1:
         raise InputError(f"`{Path(options.root)}` holds no checkpoints")
-    say_table(rows, ">>><")
+    _say_table(rows, ">>><")
     return code
 
 
 def _show(options: argparse.Namespace) -> int:
-    source = _latest(options.checkpoint, options)
+    source = _latest(options)
     schema, step, metadata = source.schema, "", None
     digests: Mapping[str, str] = {}
     scalars: Mapping[str, Any] = {}
@@ -87,28 +91,28 @@ def _show(options: argparse.Namespace) -> int:
         digests, scalars = source.manifest.digests, source.manifest.scalars
     if options.json:
         print(json.dumps(record_data(schema) | {"metadata": metadata, "scalars": scalars}))
-        return OK
+        return _OK
     versions = ", ".join(f"{name} {version}" for name, version in schema.versions.items())
-    say(f"{source.path}:")
-    say(f"{step}{len(schema.leaves)} leaves, {_size(schema.leaves)}")
-    say_folded(f"written by {versions or 'another program'}")
-    say_folded(f"optimizer: {_optimizer(source)}")
+    _say(f"{source.path}:", fold=False)
+    _say(f"{step}{len(schema.leaves)} leaves, {_size(schema.leaves)}")
+    _say(f"written by {versions or 'another program'}")
+    _say(f"optimizer: {_optimizer(source)}")
     for group, members in schema.groups.items():
-        say_folded(f"group {group}: {len(members)} parameters")
+        _say(f"group {group}: {len(members)} parameters")
     if metadata is not None:
         print(f"metadata: {json.dumps(metadata)}")
     rows = [("name", "shape", "dtype", "size", "digest", "value")]
     for leaf in schema.leaves:
-        described = leaf.name, str(list(leaf.shape)), leaf.dtype, _size([leaf])
         value = repr(scalars[leaf.name]) if leaf.name in scalars else leaf.value
+        described = leaf.name, str(list(leaf.shape)), leaf.dtype, _size([leaf])
         rows.append((*described, digests.get(leaf.name, ""), "" if value is None else str(value)))
-    say_table(rows, "<<<><>")
-    return OK
+    _say_table(rows, "<<<><>")
+    return _OK
 
 
 def _plan(options: argparse.Namespace) -> int:
     target = make_optimizer(options.function, allocate=options.allocate)
-    source = _latest(options.checkpoint, options)
+    source = _latest(options)
     if isinstance(source, ForeignStep) and options.written_by is None:
         raise InputError(
             f"`{source.path}` does not say which optimizer wrote it: give `--written-by "
@@ -117,16 +121,19 @@ def _plan(options: argparse.Namespace) -> int:
     plan = plan_restore(source, target, allow=options.allow, rules=options.rule)
     if options.json:
         print(json.dumps(plan.to_data()))
-    else:
-        names = [*source.schema.by_name, *(row.leaf.name for row in plan.rows)]
-        say_lines(plan.table() if options.all else str(plan), names)
-        if plan.missing_words:
-            say(f"To admit what is marked `!`: --allow {' '.join(sorted(plan.missing_words))}")
-    return OK if plan.is_ok else REFUSED
+        return _OK if plan.is_ok else _REFUSED
+    text = plan.table() if options.all else str(plan)
+    for name in [*source.schema.by_name, *(row.leaf.name for row in plan.rows)]:
+        text = text.replace(name, _printable(name))  # a name may hold line breaks
+    for line in text.split("\n"):
+        _say(line)
+    if plan.missing_words:
+        _say(f"To admit what is marked `!`: --allow {' '.join(sorted(plan.missing_words))}")
+    return _OK if plan.is_ok else _REFUSED
 
 
 def _verify(options: argparse.Namespace) -> int:
-    code = OK
+    code = _OK
     for place in (place for text in options.checkpoint for place in find_checkpoints(text)):
         try:
             source = place.open()
@@ -135,29 +142,15 @@ def _verify(options: argparse.Namespace) -> int:
                     source.read({leaf.name: abstract(leaf)})
             elif error := source.validate().error:
                 raise DamagedError(error)
-        except (InputError, MissingError):
+        except MissingError:
             raise
         except CheckpointError as error:
-            say(f"{place.name}: {type(error).__name__}: {one_line(error)}")
-            code = REFUSED
+            _say(f"{place.name}: {type(error).__name__}: {_one_line(error)}", fold=False)
+            code = _REFUSED
             continue
         unchecked = "" if isinstance(source, SavedStep) else ", no digests to compare"
-        say(f"{place.name}: ok, {len(source.schema.leaves)} leaves{unchecked}")
+        _say(f"{place.name}: ok, {len(source.schema.leaves)} leaves{unchecked}", fold=False)
     return code
-
-
-def _latest(text: str, options: argparse.Namespace) -> SavedStep | ForeignStep:
-    return find_checkpoints(text)[-1].open(options.written_by)
-
-
-def _optimizer(source: SavedStep | ForeignStep) -> str:
-    acting = source.schema.transformations
-    names = (":".join(filter(None, ("/".join(x.group), x.name))) for x in acting)
-    return ", ".join(names) or "unknown"
-
-
-def _size(leaves: Sequence[LeafInfo]) -> str:
-    return amount(sum(map(leaf_bytes, leaves)))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -206,3 +199,49 @@ def _parser() -> argparse.ArgumentParser:
     text = "run the function instead of tracing it for its shapes"
     plan("--allocate", action="store_true", help=text)
     return parser
+
+
+def _latest(options: argparse.Namespace) -> SavedStep | ForeignStep:
+    return find_checkpoints(options.checkpoint)[-1].open(options.written_by)
+
+
+# What is printed: names in a checkpoint may hold anything, and are escaped
+
+
+def _printable(text: str) -> str:
+    """Returns text with control characters, and what cannot be printed, as Python's escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _one_line(error: object) -> str:
+    return _printable(" ".join(str(error).split()))
+
+
+def _say(line: str, *, fold: bool = True) -> None:
+    """Prints a line, wrapped to the terminal; names are not split."""
+    columns = shutil.get_terminal_size().columns
+    style: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    text = _printable(line)
+    folded = textwrap.wrap(text, columns, subsequent_indent="    ", **style) if fold else [text]
+    encoding = sys.stdout.encoding or "utf-8"
+    for part in folded or [""]:
+        print(part.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _say_table(rows: Iterable[Sequence[str]], sides: str) -> None:
+    for line in aligned([[_printable(cell) for cell in row] for row in rows], sides):
+        _say(line)
+
+
+def _optimizer(source: SavedStep | ForeignStep) -> str:
+    acting = source.schema.transformations
+    names = (":".join(filter(None, ("/".join(x.group), x.name))) for x in acting)
+    return ", ".join(names) or "unknown"
+
+
+def _size(leaves: Sequence[LeafInfo]) -> str:
+    count = sum(map(leaf_bytes, leaves))
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
