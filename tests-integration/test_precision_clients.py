@@ -114,10 +114,11 @@ def test_windows_belong_outside() -> None:
         op.quantize_state(MultiSteps(optax.adam(1e-3), 2), op.dynamic8())
 
 
-def test_nnx_optimizers() -> None:
-    model = nnx.Linear(64, 256, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    optimizer: Any = opt_nnx.Optimizer(model, wrapped(1e-2))
+@pytest.mark.parametrize("weights", ["stochastic", "remainder8"])
+def test_nnx_optimizers(weights: Any) -> None:
+    """Flax's keeps encoded leaves as mappings, and makes the same steps as ours."""
     x = jax.random.normal(jax.random.key(1), (8, 64))
+    precision = op.Precision(weights=weights, state=op.dynamic8())
 
     @nnx.jit
     def step(model: Any, optimizer: Any) -> Any:
@@ -125,7 +126,30 @@ def test_nnx_optimizers() -> None:
         optimizer.update(model, grads)
         return loss
 
-    losses = [float(step(model, optimizer)) for _ in range(20)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert model.kernel[...].dtype == jnp.bfloat16
-    assert "uint8" in {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(optimizer))}
+    def trained(make: Any) -> tuple[list[float], Any]:
+        model = nnx.Linear(64, 256, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        optimizer = make(model, precision(optax.adamw(1e-2)), wrt=nnx.Param)
+        losses = [float(step(model, optimizer)) for _ in range(20)]
+        assert model.kernel[...].dtype == jnp.bfloat16
+        assert "uint8" in {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(optimizer))}
+        return losses, nnx.state(model, nnx.Param)
+
+    ours, theirs = trained(opt_nnx.Optimizer), trained(nnx.Optimizer)
+    assert ours[0] == theirs[0]
+    assert bits(ours[1]) == bits(theirs[1])
+    assert ours[0][-1] < 0.5 * ours[0][0]
+
+
+def test_scales_that_flax_would_cut_are_an_error_of_init() -> None:
+    kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "x"))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(64, 256, kernel_init=kernel_init, rngs=nnx.Rngs(0))
+        tx = op.quantize_state(optax.adamw(1e-2), op.dynamic8())
+        with pytest.raises(op.errors.PrecisionError, match=r"kernel.* has 1 scales.* `opt_nnx.Opt"):
+            nnx.Optimizer(model, tx, wrt=nnx.Param)
+        optimizer = nnx.Optimizer(
+            model, op.quantize_state(optax.adamw(1e-2), op.dynamic8(block=64)), wrt=nnx.Param
+        )
+        for _ in range(2):
+            optimizer.update(model, nnx.state(model, nnx.Param))

@@ -35,6 +35,7 @@ CASES = {
     "stochastic, float8": 4.04,
     "kahan, dynamic8": 6.04,
     "remainder, dynamic8": 6.04,
+    "remainder8, dynamic8": 5.04,
 }
 
 

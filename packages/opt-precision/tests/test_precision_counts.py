@@ -14,6 +14,7 @@ LIMITS = {  # float32 with AdamW has 12
     ("stochastic", "float8"): 4.04,
     ("kahan", "dynamic8"): 6.04,
     ("remainder", "dynamic8"): 6.04,
+    ("remainder8", "dynamic8"): 5.04,
 }
 
 

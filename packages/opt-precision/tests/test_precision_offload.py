@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import opt_precision as op
 import optax
 import pytest
-from opt_precision.errors import OrderError, PrecisionError, StateError
+from opt_precision.errors import OrderError, PrecisionError
 from precision_testing import (
     bits,
     grads,
@@ -98,14 +98,6 @@ def test_skipped_steps_keep_the_kinds_and_fetch_in_one_branch() -> None:
     _, state = update(grads(0, start), state, start)
     assert bits(state.inner_opt_state) == before
     assert "pinned_host" in set(kinds(state.inner_opt_state).values())
-
-
-@needs_new
-def test_an_eager_call_is_refused() -> None:
-    tx = offload_state(optax.adam(1e-3))
-    start = params()
-    with pytest.raises(StateError, match=r"lies on the host.*`jax.jit`"):
-        tx.apply(start, tx.init(start), grads(0, start))
 
 
 @needs_new

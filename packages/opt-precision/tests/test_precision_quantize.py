@@ -51,10 +51,11 @@ def test_the_identity_changes_nothing(name: str) -> None:
     start = params()
     state, raw = ours.init(start), tx.init(start)
     assert structure(state.inner) == structure(raw)
+    ours_update, update = jax.jit(ours.update), jax.jit(tx.update)
     for step in range(2):
         g = grads(step, start)
-        updates, state = jax.jit(ours.update)(g, state, start)
-        expected, raw = jax.jit(tx.update)(g, raw, start)
+        updates, state = ours_update(g, state, start)
+        expected, raw = update(g, raw, start)
         assert bits(updates) == bits(expected)
         assert bits(state.inner) == bits(raw)
 
@@ -86,18 +87,12 @@ def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
         assert "stablehlo.bitcast_convert" in text
 
 
-def test_only_moments_are_encoded() -> None:
-    tx = optax.chain(optax.scale_by_amsgrad(), contrib.schedule_free_adamw(1e-3))
-    state = quantize_state(tx, op.dynamic8()).init(params()).inner
-    found = {
-        jax.tree_util.keystr(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            state, is_leaf=lambda x: isinstance(x, op.Encoded)
-        )
-        if isinstance(leaf, op.Encoded)
-    }
-    assert {path.rpartition("[")[0].rpartition(".")[2] for path in found} == {"mu", "nu"}
-    assert not any("scale" in path or "nu_max" in path or ".z" in path for path in found)
+def test_states_are_walked_as_tuples() -> None:
+    tx = master_weights(quantize_state(optax.adamw(1e-3), op.dynamic8()), storage="kahan")
+    step, compensation, (number, (adam, *_)) = tx.init(params(jnp.bfloat16))
+    assert step.dtype == number.dtype == jnp.int32
+    assert compensation["kernel"].dtype == jnp.bfloat16
+    assert isinstance(adam.nu["kernel"], op.Encoded)
 
 
 def test_decode_gives_the_fields_in_float32() -> None:
@@ -109,14 +104,6 @@ def test_decode_gives_the_fields_in_float32() -> None:
     for one, other in zip(jax.tree.leaves(decoded.inner), jax.tree.leaves(raw), strict=True):
         assert one.dtype == other.dtype
         assert np.abs(np.asarray(one - other)).max() <= 0.2 * np.abs(np.asarray(other)).max()
-
-
-def test_one_codec_for_each_role() -> None:
-    codec = {"moment": op.bfloat16(), "second_moment": op.dynamic8()}
-    state = quantize_state(optax.adamw(1e-3), codec).init(params()).inner[0]
-    assert state.mu["kernel"].codes.dtype == jnp.bfloat16
-    assert state.nu["kernel"].codes.dtype == jnp.uint8
-    assert state.nu["scale"].dtype == jnp.float32
 
 
 class Peak(NamedTuple):
@@ -151,10 +138,10 @@ def test_moments_that_feed_a_maximum_are_kept(codec: op.Codec) -> None:
     start = params()
     for tx, field in ((optax.scale_by_amsgrad(b2=0.99), "nu_max"), (scale_by_peak(), "peak")):
         ours, raw = quantize_state(tx, codec).init(start), tx.init(start)
-        update = jax.jit(quantize_state(tx, codec).update)
-        for step in range(20):
-            _, ours = update(grads(step, start), ours, start)
-            _, raw = jax.jit(tx.update)(grads(step, start), raw, start)
+        ours_update, update = jax.jit(quantize_state(tx, codec).update), jax.jit(tx.update)
+        for step in range(8):
+            _, ours = ours_update(grads(step, start), ours, start)
+            _, raw = update(grads(step, start), raw, start)
         for one, other in zip(
             *(jax.tree.leaves(getattr(state, field)) for state in (ours.inner, raw)), strict=True
         ):
@@ -222,21 +209,6 @@ def test_selections_that_match_nothing_are_errors() -> None:
         op.by_path("(")
     with pytest.raises(SelectionError, match="must be one of"):
         by_field({"mu": "mean"})
-
-
-def test_selections() -> None:
-    adam = optax.adam(1e-3)
-
-    def encoded(select: Any) -> list[str]:
-        state = quantize_state(adam, op.dynamic8(), select).init(params())
-        leaves = jax.tree_util.tree_leaves_with_path(
-            state.inner[0], is_leaf=lambda x: isinstance(x, op.Encoded)
-        )
-        return [jax.tree_util.keystr(path) for path, leaf in leaves if isinstance(leaf, op.Encoded)]
-
-    assert encoded(op.moments(keep=["bias"])) == [".mu['kernel']", ".nu['kernel']"]
-    assert encoded(op.by_path("nu/kernel")) == [".nu['kernel']"]
-    assert encoded(by_field({"mu": "moment"})) == [".mu['bias']", ".mu['kernel']"]
 
 
 WINDOWS: dict[str, Any] = {
@@ -347,7 +319,7 @@ def test_bad_arguments() -> None:
         tx.update(other, state, other)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("precision", "text", "tx"),
     [

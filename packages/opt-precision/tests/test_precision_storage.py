@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 CODECS: Any = (op.bfloat16(), op.dynamic8(), op.float8(), op.log8())
 
 
-@pytest.mark.parametrize("name", ["f32", "remainder", "kahan"])
+@pytest.mark.parametrize("name", ["f32", "remainder", "remainder8", "kahan"])
 def test_a_parameter_is_what_it_was_split_into(name: Any) -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint32)
     bits = bits[(bits >> 23) & 0xFF < 0xFE]  # finite, also when rounded up

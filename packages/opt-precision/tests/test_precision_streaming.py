@@ -208,18 +208,3 @@ def test_what_would_be_other_equations_on_blocks_is_computed_whole(part: Any) ->
         whole = op.explain_precision(tx, start()).whole
         assert set(names) <= set(whole or ())
     assert found[0] == found[1]
-
-
-def instructions(tx: Any, leaves: int) -> int:
-    """Of the compiled update of that many matrices."""
-    shapes = [jax.ShapeDtypeStruct((32, 128), jnp.float32)] * leaves
-    step = jax.jit(lambda *args: op.apply(tx, *args), donate_argnums=(0, 1))
-    text = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile().as_text() or ""
-    return text.count(" = ")
-
-
-@pytest.mark.slow
-def test_leaves_that_are_alike_are_compiled_once() -> None:
-    plain, small = optax.adamw(1e-3), quantize_state(optax.adamw(1e-3), op.dynamic8())
-    each = [instructions(tx, 12) - instructions(tx, 4) for tx in (plain, small)]
-    assert each[1] <= 1.3 * each[0]

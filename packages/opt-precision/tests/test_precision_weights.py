@@ -38,8 +38,25 @@ def test_what_is_split_is_joined_bit_by_bit() -> None:
     assert np.isnan(joined[is_nan]).all()
 
 
+@pytest.mark.internals
+def test_three_bytes_of_a_master_are_rounded_and_joined() -> None:
+    finite = HALVES[np.isfinite(HALVES.view(np.float32))]
+    patterns = (finite[:, None] + np.asarray([0, 1, 127, 128], np.uint32)).ravel()
+    patterns = patterns[np.abs(patterns.view(np.float32)) < np.uint32(0x7F7FFF00).view(np.float32)]
+    master, noise = jnp.asarray(patterns).view(jnp.float32), jnp.full(patterns.shape, 255 << 24)
+    for random, raised in ((None, 128), (noise.astype(jnp.uint32), 255), (0 * noise, 0)):
+        random = None if random is None else random.astype(jnp.uint32)
+        visible, low = jax.jit(_bits.split_byte)(master, random)
+        assert (visible.dtype, low.dtype) == (jnp.bfloat16, jnp.int8)
+        joined = np.asarray(_bits.join(visible, low)).view(np.uint32)
+        np.testing.assert_array_equal(joined, (patterns + np.uint32(raised)) & 0xFFFFFF00)
+    special = jnp.asarray([3.4028e38, -3.4028e38, jnp.inf, -jnp.inf], jnp.float32)
+    joined = np.asarray(_bits.join(*_bits.split_byte(special, jnp.full(4, 2**32 - 1, jnp.uint32))))
+    np.testing.assert_array_equal(np.isinf(joined), [False, False, True, True])
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("storage", ["stochastic", "f32", "remainder", "kahan"])
+@pytest.mark.parametrize("storage", ["stochastic", "f32", "remainder", "remainder8", "kahan"])
 def test_every_nan_stays_one_and_nothing_else_becomes_one(storage: str) -> None:
     updates = jnp.asarray(HALVES).view(jnp.float32)
     is_nan = np.isnan(np.asarray(updates))
@@ -56,7 +73,7 @@ def test_every_nan_stays_one_and_nothing_else_becomes_one(storage: str) -> None:
 
 @pytest.mark.internals
 def test_stochastic_rounding_is_unbiased_and_stays_finite() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 20), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 16), jnp.float32)
     index = _bits.global_index(x.shape, (0,), (1,))
     noise = _bits.noise_at(jnp.uint32(3), index)
     rounded = np.asarray(_bits.round_stochastic(x, noise), np.float64)
@@ -125,6 +142,7 @@ METHODS = {
     "stochastic": stochastic_weights,
     "f32": lambda tx: master_weights(tx),
     "remainder": lambda tx: master_weights(tx, storage="remainder"),
+    "remainder8": lambda tx: master_weights(tx, storage="remainder8"),
     "kahan": lambda tx: master_weights(tx, storage="kahan"),
 }
 
@@ -175,20 +193,22 @@ def relative(error: Any, of: Any) -> float:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("storage", ["kahan", "remainder"])
+@pytest.mark.parametrize("storage", ["kahan", "remainder", "remainder8"])
 def test_small_rates_move_as_far_as_bfloat16_can_say(storage: Any) -> None:
     made, exact = displacement(master_weights(optax.sgd(1e-6), storage=storage), 1e-6)
     start = (0.02 * jax.random.normal(jax.random.key(0), (64, 64))).astype(jnp.bfloat16)
     wide = np.asarray(start.astype(jnp.float32), np.float32)
     best = np.asarray(_bits.round_nearest(jnp.asarray(wide + exact, jnp.float32)), float) - wide
-    assert relative(made - exact, exact) <= 1.02 * relative(best - exact, exact)
+    most = 1.05 if storage == "remainder8" else 1.02  # its noise is a digit of 24 bits
+    assert relative(made - exact, exact) <= most * relative(best - exact, exact)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rate", "steps"), [(1e-6, 50_000), (1e-5, 5_000)])
 @pytest.mark.parametrize("weight", [1.0, 0.5, 0.25, 0.125, 0.02])
-def test_kahan_moves_weights_of_any_size(weight: float, rate: float, steps: int) -> None:
-    tx = master_weights(optax.sgd(rate), storage="kahan")
+@pytest.mark.parametrize("storage", ["kahan", "remainder8"])
+def test_weights_of_any_size_move(storage: Any, weight: float, rate: float, steps: int) -> None:
+    tx = master_weights(optax.sgd(rate), storage=storage)
     start = jnp.full(64, weight, jnp.bfloat16)
 
     def run() -> Any:
@@ -215,7 +235,7 @@ def test_stochastic_weights_are_unbiased_at_small_rates() -> None:
 
 def test_setting_parameters_resets_what_is_kept_besides_them() -> None:
     start = params(jnp.bfloat16)
-    for name in ("f32", "remainder", "kahan"):
+    for name in ("f32", "remainder", "remainder8", "kahan"):
         tx = METHODS[name](optax.sgd(1e-3))
         new, state = tx.apply(start, tx.init(start), grads(0, start))
         known = op.master_of(state, new)

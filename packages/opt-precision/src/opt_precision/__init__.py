@@ -24,6 +24,7 @@ from opt_precision._states import (
     KahanState,
     MasterState,
     QuantizedState,
+    Remainder8State,
     RemainderState,
     StochasticState,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "PrecisionReport",
     "PrecisionRow",
     "QuantizedState",
+    "Remainder8State",
     "RemainderState",
     "StochasticState",
     "apply",

@@ -19,48 +19,28 @@ from opt_precision.errors import StateError
 
 
 class Arguments(NamedTuple):
-    """What a step is given.
+    """What a step is given."""
 
-    Attributes:
-      grads: a leaf per parameter.
-      state: the inner state as it is stored.
-      params: the parameters, or `None`.
-      extras: what is kept besides each parameter; `None` where nothing is.
-      extra_args: for the inner update.
-      steps: how often weights and state were updated.
-      is_coded: whether encoded leaves are this step's; those of a wrapper inside are its own.
-    """
-
-    grads: Any
-    state: Any
-    params: Any
-    extras: Sequence[Any]
-    extra_args: Mapping[str, Any]
-    steps: tuple[Any, Any]
-    is_coded: bool
+    grads: Any  # a leaf per parameter
+    state: Any  # the inner state as it is stored
+    params: Any  # the parameters, or `None`
+    extras: Sequence[Any]  # what is kept besides each parameter; `None` where nothing is
+    extra_args: Mapping[str, Any]  # for the inner update
+    steps: tuple[Any, Any]  # how often weights and state were updated
+    is_coded: bool  # whether encoded leaves are this step's; those of a wrapper inside are its own
 
 
 class Leaf(NamedTuple):
-    """A parameter, with the leaves of the state that mirror it.
+    """A parameter, with the leaves of the state that mirror it."""
 
-    Attributes:
-      at: the index of the parameter.
-      path: of the parameter.
-      shape: of all of them.
-      mirrors: the indices of the leaves of the state.
-    """
-
-    at: int
-    path: str
-    shape: Shape
-    mirrors: list[int]
+    at: int  # the index of the parameter
+    path: str  # of the parameter
+    shape: Shape  # of all of them
+    mirrors: list[int]  # the indices of the leaves of the state
 
 
 class Flat:
     """The arguments of a step as lists of leaves.
-
-    Args:
-      given: the arguments.
 
     Attributes:
       tree: the structure of gradients and parameters.
@@ -120,10 +100,6 @@ class Flat:
         """Whether a leaf is computed in a loop: one that is rounded, or lies on the host.
 
         Without codes the compiler needs no temporaries, and eager calls keep theirs anyway.
-
-        Args:
-          leaf: the leaf.
-          weights: how parameters are rounded.
         """
         stored = [self.stored[j] for j in leaf.mirrors]
         is_rounded = any(map(is_encoded, stored)) or weights.is_met_by(self.likes[leaf.at].dtype)
@@ -181,11 +157,6 @@ def _weak(leaf: Any, dtype: Any) -> dict[str, Any]:
 class Update:
     """The inner update as a function of flat arguments: gradients, state, parameters, and more.
 
-    Args:
-      tx: the inner transformation.
-      given: what the step takes.
-      flat: the same, flat.
-
     Attributes:
       arrays: the arrays among the extra arguments, which are its last ones.
     """
@@ -209,11 +180,7 @@ class Update:
         ]
 
     def trace(self) -> ClosedJaxpr:
-        """Returns it traced on whole leaves.
-
-        Raises:
-          StateError: updates or state are not as before.
-        """
+        """Returns it traced on whole leaves."""
 
         def checked(*leaves: Any) -> list[Any]:
             updates, new = self._called(leaves)
@@ -227,11 +194,7 @@ class Update:
             raise
 
     def trace_blocks(self, pieces: Sequence[Shape]) -> ClosedJaxpr:
-        """Returns it traced on blocks.
-
-        Args:
-          pieces: their shapes, for each parameter.
-        """
+        """Returns it traced on blocks."""
         avals = [
             jax.ShapeDtypeStruct(
                 aval.shape if owner is None else pieces[owner],

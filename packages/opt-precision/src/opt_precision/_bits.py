@@ -18,6 +18,7 @@ from jax import lax
 
 _UPPER = np.uint32(0xFFFF0000)
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+_LARGEST_OF_24 = float(np.uint32(0x7F7FFF00).view(np.float32))
 _QUIET = np.uint32(0x00400000)
 _GOLDEN = np.uint32(0x9E3779B9)
 
@@ -64,12 +65,7 @@ def round_nearest(x: jax.Array) -> jax.Array:
 
 
 def round_stochastic(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """One of the two neighbouring bfloat16s, as a float32; its mean is `x`.
-
-    Args:
-      x: float32.
-      noise: uint32 of the same shape, of which the upper half is used.
-    """
+    """One of the two neighbouring bfloat16s, as a float32; its mean is `x`."""
     has_two = lax.abs(x) < np.float32(_LARGEST)  # a finite value stays finite
     raised = _halved(x) + lax.select(has_two, noise >> 16, jnp.zeros_like(noise))
     return float_of(raised & _UPPER)
@@ -86,9 +82,20 @@ def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
+def split_byte(master: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """A float32 as bfloat16 and 8 more bits; the rest is rounded, by noise or to nearest."""
+    has_two = lax.abs(master) < np.float32(_LARGEST_OF_24)  # a finite value stays finite
+    raised = jnp.uint32(128) if noise is None else noise >> 24
+    bits = _halved(master) + jnp.where(has_two, raised, np.uint32(0))
+    visible, low = split(float_of(bits & np.uint32(0xFFFFFF00)))
+    byte = lax.bitcast_convert_type(low, jnp.uint16) >> 8
+    return visible, lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.int8)
+
+
 def join(visible: jax.Array, low: jax.Array) -> jax.Array:
-    """The float32 that was split, bit by bit; of a NaN the lower half is lost."""
-    rest = lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
+    """The float32 that was split, bit by bit as far as they are kept; of a NaN the upper half."""
+    width, missing = (jnp.uint8, 8) if low.dtype == jnp.int8 else (jnp.uint16, 0)
+    rest = lax.bitcast_convert_type(low, width).astype(jnp.uint32) << missing
     upper = lax.bitcast_convert_type(visible, jnp.uint16).astype(jnp.uint32) - (rest >> 15)
     return float_of((upper << 16) | rest)
 
@@ -107,39 +114,20 @@ def step_seed(seed: int, step: jax.Array) -> jax.Array:
 
 
 def noise_keys(seeds: jax.Array, names: Sequence[str]) -> jax.Array:
-    """What tells the noise of some arrays in a step from each other.
-
-    Args:
-      seeds: of the step, for each array.
-      names: the path of each, and what of it is rounded.
-
-    Returns:
-      uint32, one for each.
-    """
+    """What tells the noise of some arrays in a step from each other."""
     digests = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
     return _mix(seeds ^ digests)
 
 
 def noise_at(key: jax.Array, index: jax.Array) -> jax.Array:
-    """32 random bits for each element, by its index in the whole array and by nothing else.
-
-    Args:
-      key: of the array, a number or one for each row.
-      index: of the elements, uint32.
-    """
+    """32 random bits for each element, by its index in the whole array and by nothing else."""
     return _mix((index * _GOLDEN) ^ key)
 
 
 def global_index(
     shape: tuple[int, ...], origin: Sequence[Any], strides: Sequence[int]
 ) -> jax.Array:
-    """The index of each element of a part in the whole array, modulo 2**32.
-
-    Args:
-      shape: of the part.
-      origin: where it begins, per dimension; scalars.
-      strides: of the whole array, in elements.
-    """
+    """The index of each element of a part in the whole array, modulo 2**32."""
     along = [jnp.zeros(shape, jnp.uint32)]
     for dim, (start, stride) in enumerate(zip(origin, strides, strict=True)):
         at = lax.broadcasted_iota(jnp.uint32, shape, dim)

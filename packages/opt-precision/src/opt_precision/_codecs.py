@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 
-from opt_precision import _blocks
-from opt_precision._formats import Format, Kind
+from opt_precision._formats import Format, Kind, block_axis, block_size
 from opt_precision.errors import PrecisionError
 
 Role: TypeAlias = Literal["moment", "slow_moment", "second_moment"]
@@ -74,8 +73,8 @@ class Codec:
         stochastic = role == "slow_moment" or rounding == "stochastic"
         axis = block = 0
         if self.block:
-            axis = _blocks.block_axis(shape)
-            block = _blocks.block_size(shape[axis], self.block)
+            axis = block_axis(shape)
+            block = block_size(shape[axis], self.block)
         return Format(self._kind(squared), squared, stochastic, axis, block, jnp.dtype(dtype).name)
 
     def _kind(self, squared: bool) -> Kind:

@@ -2,6 +2,9 @@
 
 `version` is part of a format, so a file that was written by another version of a map is not read as
 this one.
+
+Blocks of elements with one scale lie along one axis and never go across rows, so an array that is
+sharded by rows, or along the axis by whole blocks, has its scales where its elements are.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import jax
@@ -17,13 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from opt_precision import _bits, _blocks, _maps
+from opt_precision import _bits, _maps
 
 if TYPE_CHECKING:
     from opt_precision._storage import LeafStorage
 
 Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
 VERSION: Final = 1
+SHORTEST: Final = 64
+LONGEST: Final = 512
 
 _TINY: Final = float(jnp.finfo(jnp.float32).tiny)
 _LOG_STEP: Final = _maps.LOG_DECADES * math.log2(10) / _maps.LOG_STEPS
@@ -59,7 +64,7 @@ class Format:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of the scales of an array; `None` where there are none."""
-        return _blocks.scale_shape(shape, self.axis, self.block) if self.block else None
+        return scale_shape(shape, self.axis, self.block) if self.block else None
 
     @property
     def needs_noise(self) -> bool:
@@ -110,33 +115,32 @@ def is_encoded(node: Any) -> bool:
     return isinstance(node, Encoded)
 
 
+def is_taken_apart(node: Any) -> bool:
+    """Whether a node may be an encoded leaf as `flax.nnx.Optimizer` keeps it after an update."""
+    return isinstance(node, Mapping) and set(node) in ({"codes"}, {"codes", "scale"})
+
+
 def encode(
     form: Format,
     x: jax.Array,
     noise: jax.Array | None,
     before: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the codes and scales of an array, or of whole blocks of one.
+    """Returns the codes and scales of an array, or of its blocks; without noise to nearest.
 
     A first moment that decays by less than half a step of its code would stand still if it were
     rounded to nearest, while `v` beside it goes on to decay: the parameter would drift for ever.
     So what rounding would raise to the code that it had is rounded stochastically.
-
-    Args:
-      form: the format.
-      x: what to encode; float32.
-      noise: 32 random bits per element, for a step; `None` rounds to nearest.
-      before: the codes that it had before the step, for formats that are not `stochastic`.
     """
     x = _bits.widen(x)
     if form.kind == "bfloat16":
         return _in_bfloat16(form, x, noise, before), None
     magnitude = lax.sqrt(x) if form.squared else lax.abs(x)
-    scale = _blocks.block_max(magnitude, form.axis, form.block)
+    scale = block_max(magnitude, form.axis, form.block)
     # A block of zeros has no scale to divide by. The inverse is there for each block: divided by
     # a scale for each element, XLA would make it so here and there, where the last digits differ.
     divisor = lax.select(scale < _TINY, jnp.ones_like(scale), scale)
-    inverse = _blocks.spread(1 / divisor, form.axis, form.block, x.shape[form.axis])
+    inverse = spread(1 / divisor, form.axis, form.block, x.shape[form.axis])
     below, chance = _position(form, magnitude * inverse, is_cut_off=noise is not None)
     upper = _coded(form, x, below + 1)
     is_up = chance >= 0.5
@@ -178,16 +182,10 @@ def _coded(form: Format, x: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Returns the values of codes, in the dtype of the format.
-
-    Args:
-      form: the format.
-      codes: the codes.
-      scale: their scales, if they have any.
-    """
+    """Returns the values of codes, in the dtype of the format."""
     if scale is None:
         return _bits.widen(codes).astype(form.dtype)
-    each = _blocks.spread(scale, form.axis, form.block, codes.shape[form.axis])
+    each = spread(scale, form.axis, form.block, codes.shape[form.axis])
     codes = as_bytes(codes)
     if form.kind == "log8":
         steps = codes.astype(jnp.float32) - _maps.LOG_STEPS
@@ -251,17 +249,7 @@ def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
 
 
 def _position(form: Format, y: jax.Array, *, is_cut_off: bool) -> tuple[jax.Array, jax.Array]:
-    """The rank of the value below each number between 0 and 1, and how far up the next it is.
-
-    Args:
-      form: the format.
-      y: the numbers.
-      is_cut_off: whether first moments are cut off below `_maps.COARSE`.
-
-    Returns:
-      The rank; and from 0 to 1 the part of the way to the value above, or between their squares:
-      the chance of that one which keeps the mean of what is stored.
-    """
+    """The rank of the value below each number between 0 and 1, and how far up the next it is."""
     if form.kind == "log8":
         return _position_in_log(y)
     table = _table(form)
@@ -281,3 +269,51 @@ def _position_in_log(y: jax.Array) -> tuple[jax.Array, jax.Array]:
     low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP))  # squared
     chance = (y * y - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
     return below.astype(jnp.uint8), chance
+
+
+def block_axis(shape: Sequence[int]) -> int:
+    """The axis along which blocks lie: the last that is long enough for one, or the longest."""
+    long = [axis for axis, size in enumerate(shape) if size >= SHORTEST]
+    return long[-1] if long else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
+
+
+def block_size(size: int, wanted: int) -> int:
+    """The size of blocks along an axis: as wanted where that divides it, or else near to it.
+
+    Examples:
+      >>> block_size(1024, 256), block_size(768, 256), block_size(1000, 256), block_size(50, 256)
+      (256, 256, 500, 50)
+    """
+    if size % wanted == 0:
+        return wanted
+    divisors = [n for n in range(SHORTEST, LONGEST + 1) if size % n == 0]
+    return divisors[-1] if divisors else min(size, wanted)
+
+
+def scale_shape(shape: Sequence[int], axis: int, block: int) -> tuple[int, ...]:
+    """The shape of the scales."""
+    return (*shape[:axis], math.ceil(shape[axis] / block), *shape[axis + 1 :])
+
+
+def block_max(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """The largest element of each block; `x` is non-negative."""
+    number = math.ceil(x.shape[axis] / block)
+    missing = number * block - x.shape[axis]
+    if missing:
+        edges = [(0, missing if dim == axis else 0, 0) for dim in range(x.ndim)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), edges)
+    return _split(x, axis, number, block).max(axis + 1)
+
+
+def spread(scale: jax.Array, axis: int, block: int, size: int) -> jax.Array:
+    """The scale of each element along an axis of `size` elements."""
+    number = scale.shape[axis]
+    shape = (*scale.shape[:axis], number, block, *scale.shape[axis + 1 :])
+    kept = [dim for dim in range(len(shape)) if dim != axis + 1]
+    each = lax.broadcast_in_dim(scale, shape, kept)
+    whole = each.reshape(*scale.shape[:axis], number * block, *scale.shape[axis + 1 :])
+    return whole if whole.shape[axis] == size else lax.slice_in_dim(whole, 0, size, axis=axis)
+
+
+def _split(x: jax.Array, axis: int, number: int, block: int) -> jax.Array:
+    return x.reshape(*x.shape[:axis], number, block, *x.shape[axis + 1 :])

@@ -16,14 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_precision._arguments import wide
 from opt_precision._codecs import Codec, Role
-from opt_precision._extremes import feeding_extremes
-from opt_precision._formats import Encoded, Format, constant_codes, encode
-from opt_precision._mesh import aligned, without
+from opt_precision._formats import Encoded, Format, constant_codes, encode, is_taken_apart
+from opt_precision._mesh import aligned, axis_names, shards, without
 from opt_precision._mirrors import KeyPath, Mirror, find_mirrors, path_str
-from opt_precision._program import Atom, Program
+from opt_precision._program import Atom, Program, feeding_extremes
 from opt_precision._select import Candidate, Choice, Select
-from opt_precision._states import OUR_STATES, WEIGHT_STATES
-from opt_precision.errors import OrderError
+from opt_precision._states import WEIGHT_STATES, QuantizedState
+from opt_precision.errors import OrderError, PrecisionError
 
 Codecs: TypeAlias = Codec | Mapping[Role, Codec]
 
@@ -34,6 +33,7 @@ _NAMES: Final = {
     "StochasticState": "stochastic_weights",
     "MasterState": "master_weights",
     "RemainderState": "master_weights(storage='remainder')",
+    "Remainder8State": "master_weights(storage='remainder8')",
     "KahanState": "master_weights(storage='kahan')",
     "MultiStepsState": "MultiSteps",
     "ApplyIfFiniteState": "apply_if_finite",
@@ -41,32 +41,18 @@ _NAMES: Final = {
 
 
 class Planned(NamedTuple):
-    """What is to become of one leaf of a state.
+    """What is to become of one leaf of a state."""
 
-    Attributes:
-      path: of the leaf, in the state of the inner transformation.
-      shape: of it.
-      dtype: of it.
-      mirror: the parameter that it mirrors, if it does.
-      choice: its role, or the reason to leave it as it is.
-      format: how it is stored; `None` as it is.
-    """
-
-    path: KeyPath
-    shape: tuple[int, ...]
-    dtype: Any
-    mirror: Mirror | None
-    choice: Choice
-    format: Format | None
+    path: KeyPath  # of the leaf, in the state of the inner transformation
+    shape: tuple[int, ...]  # of it
+    dtype: Any  # of it
+    mirror: Mirror | None  # the parameter that it mirrors, if it does
+    choice: Choice  # its role, or the reason to leave it as it is
+    format: Format | None  # how it is stored; `None` as it is
 
 
 class First:
-    """The traced `init` of a transformation.
-
-    Args:
-      tx: the transformation.
-      params: the parameters; it sees them in float32.
-    """
+    """The traced `init` of a transformation."""
 
     def __init__(self, tx: Any, params: Any) -> None:
         self._tx = tx
@@ -189,14 +175,43 @@ class First:
             )
         return jax.tree.unflatten(self.state_tree, leaves)
 
-    def check_order(self, name: str) -> None:
-        """Raises if the state holds that of a wrapper that cannot be inside of this one.
+    def check_variables(self, params: Any, plan: Sequence[Planned]) -> None:
+        """Raises for scales that `flax.nnx.Optimizer` could not shard as the parameter is."""
+        variables = jax.tree.leaves(params, is_leaf=_is_variable)
+        if len(variables) != len(self.params) or not all(map(_is_variable, variables)):
+            return
+        for planned in plan:
+            form, mirror = planned.format, planned.mirror
+            if form is None or mirror is None or not form.block:
+                continue
+            metadata = variables[mirror.param].get_metadata()
+            mesh = metadata.get("mesh") or jax.sharding.get_abstract_mesh()
+            lies = metadata.get("out_sharding") or metadata.get("sharding_names") or ()
+            entries = dict(enumerate(getattr(lies, "spec", lies)))
+            names = [name for name in axis_names(entries.get(form.axis)) if name in mesh.shape]
+            blocks, parts = -(-planned.shape[form.axis] // form.block), shards(mesh, names)
+            if blocks % parts:
+                raise PrecisionError(
+                    f"{path_str(planned.path)} has {blocks} scales along dimension {form.axis}, "
+                    f"which `flax.nnx.Optimizer` would cut into {parts} parts as its parameter. "
+                    "Use `opt_nnx.Optimizer`, a `block` of which whole ones lie on each device, or "
+                    "parameters without metadata: `nnx.as_pure(nnx.state(model))`."
+                )
 
-        Args:
-          name: the wrapper around it.
-        """
+    def put_together(self, plan: Sequence[Planned], state: Any) -> Any:
+        """A state whose encoded leaves became mappings from the names of their arrays."""
+        nodes = [
+            Encoded(node["codes"], node.get("scale"), planned.format)
+            if planned.format is not None and is_taken_apart(node)
+            else node
+            for node, planned in zip(self.state_tree.flatten_up_to(state), plan, strict=True)
+        ]
+        return jax.tree.unflatten(self.state_tree, nodes)
+
+    def check_order(self, name: str) -> None:
+        """Raises if the state holds that of a wrapper that cannot be inside of this one."""
         is_of_weights = name in ("stochastic_weights", "master_weights")
-        wrong = WEIGHT_STATES if is_of_weights else (*OUR_STATES, *_WINDOWS)
+        wrong = WEIGHT_STATES if is_of_weights else (QuantizedState, *WEIGHT_STATES, *_WINDOWS)
         for node in _nodes(self.skeleton):
             if isinstance(node, wrong):
                 raise OrderError(order_message(name, _NAMES[type(node).__name__]))
@@ -219,6 +234,11 @@ def order_message(outer: str, inner: str) -> str:
     return f"`{outer}` is around `{inner}`: parameters can be rounded once only. Keep one of them."
 
 
+def _is_variable(node: Any) -> bool:
+    """Whether a node is a `flax.nnx.Variable`; Flax is not needed to know it."""
+    return hasattr(node, "get_metadata")
+
+
 def _nodes(tree: Any) -> Iterator[Any]:
     yield tree
     children = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: x is not tree)[0]
@@ -233,12 +253,8 @@ def _wide(param: jax.Array) -> jax.Array:
 
 def _constant_of(program: Program, atom: Atom) -> Any:
     """The number that an output is filled with; `None` if it is not."""
-    while isinstance(atom, Var):
-        eqn = program.maker(atom)
-        if eqn is None or eqn.primitive.name not in _FILLS:
-            return None
-        atom = eqn.invars[0]
-    return np.asarray(atom.val)[()]
+    filled = program.origin(atom, _FILLS)
+    return None if isinstance(filled, Var) else np.asarray(filled.val)[()]
 
 
 def _strong(leaf: Any) -> Any:

@@ -84,14 +84,10 @@ class Ranks(NamedTuple):
 
     The upper half of a float32's bits names a cell that is so narrow that it holds one edge at
     most. Neither arithmetic nor a search decides, so the answer is the same in every program.
-
-    Attributes:
-      edges: in ascending order, and an infinity.
-      below: for each cell, how many edges are at most its lower end.
     """
 
-    edges: Table
-    below: NDArray[np.uint8]
+    edges: Table  # in ascending order, and an infinity
+    below: NDArray[np.uint8]  # for each cell, how many edges are at most its lower end
 
 
 CELLS: Final = int(np.float32(1).view(np.uint32) >> 16) + 1
@@ -111,15 +107,10 @@ def floors(table: Callable[[], Table]) -> Ranks:
 
 
 class Gaps(NamedTuple):
-    """Between each value of a table and the next.
+    """Between each value of a table and the next."""
 
-    Attributes:
-      low: the lower end, or its square.
-      inverse: one by the width of the gap, or of that between squares.
-    """
-
-    low: Table
-    inverse: Table
+    low: Table  # the lower end, or its square
+    inverse: Table  # one by the width of the gap, or of that between squares
 
 
 @functools.cache

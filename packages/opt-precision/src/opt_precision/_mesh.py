@@ -16,30 +16,16 @@ from opt_precision.errors import StateError
 
 
 class Place(NamedTuple):
-    """Where the leaves of a tree of parameters lie.
+    """Where the leaves of a tree of parameters lie."""
 
-    Attributes:
-      mesh: the mesh; `None` for one device, or where it cannot be known.
-      specs: per leaf the mesh axes of each dimension; empty without a mesh.
-      is_hidden: whether leaves lie over devices in a way that tracing does not show.
-    """
-
-    mesh: Any = None
+    mesh: Any = None  # the mesh; `None` for one device, or where it cannot be known
+    # Per leaf the mesh axes of each dimension; empty without a mesh.
     specs: tuple[PartitionSpec, ...] = ()
-    is_hidden: bool = False
+    is_hidden: bool = False  # whether leaves lie over devices in a way that tracing does not show
 
 
 def find_place(layout: Any, leaves: Sequence[Any]) -> Place:
-    """Returns where parameters lie: as a layout says, or as their types do.
-
-    Args:
-      layout: a tree like the parameters of `NamedSharding`s, or an object with such a tree as its
-        `shardings`; or `None`.
-      leaves: the parameters, or their gradients.
-
-    Raises:
-      StateError: the layout does not have a sharding for each parameter, or several meshes.
-    """
+    """Returns where parameters lie: as a layout says, or as their types do."""
     if layout is not None:
         return _from_layout(layout, leaves)
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
@@ -117,14 +103,7 @@ def part_shape(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> tuple[in
 def spec_of(
     place: Place, at: int, shape: Sequence[int], formats: Sequence[Format]
 ) -> PartitionSpec:
-    """Where a leaf lies while it is computed: every block of it on one device.
-
-    Args:
-      place: where the parameters lie.
-      at: the index of the parameter.
-      shape: of it.
-      formats: of its leaves of the state.
-    """
+    """Where a leaf lies while it is computed: every block of it on one device."""
     spec = place.specs[at]
     for form in formats:
         if form.block and not aligned(place.mesh, spec, shape, form.axis, form.block):
@@ -159,13 +138,7 @@ def resharded(array: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def moved_back(new: jax.Array, old: jax.Array, lies: NamedSharding | None) -> jax.Array:
-    """A result where its source was: as types say, or else as the layout does.
-
-    Args:
-      new: the result.
-      old: the source.
-      lies: where a layout has the parameter, if the result is like it and was moved.
-    """
+    """A result where its source was: as types say, or else as the layout does."""
     sharding = jax.typeof(old).sharding
     if sharding.mesh.empty or not sharding.mesh.explicit_axes:
         made: jax.Array = new if lies is None else lax.with_sharding_constraint(new, lies)

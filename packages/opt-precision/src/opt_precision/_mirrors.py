@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,17 +12,11 @@ KeyPath = tuple[Any, ...]
 
 
 class Mirror(NamedTuple):
-    """A leaf of a state that has the shape of a parameter, and its path at the end of its own.
+    """A leaf of a state that has the shape of a parameter, and its path at the end of its own."""
 
-    Attributes:
-      param: the index of the parameter.
-      field: the key above the parameter's path: `mu` of Adam, say.
-      owner: the class of the node that has the field.
-    """
-
-    param: int
-    field: str
-    owner: type
+    param: int  # the index of the parameter
+    field: str  # the key above the parameter's path: `mu` of Adam, say
+    owner: type  # the class of the node that has the field
 
 
 def key_name(key: Any) -> str:
@@ -49,33 +44,18 @@ def find_mirrors(
     state: Any,
     leaves: Sequence[tuple[KeyPath, tuple[int, ...]]],
 ) -> list[Mirror | None]:
-    """Returns for each leaf of a state the parameter that it mirrors, if it does.
+    """Returns for each leaf of a state, by paths and shapes, the parameter that it mirrors."""
+    table = {path: (index, shape) for index, (path, shape) in enumerate(params)}
 
-    Args:
-      params: paths and shapes of the parameters.
-      state: the state, for the classes of its nodes.
-      leaves: paths and shapes of its leaves.
-    """
-    table: Mapping[KeyPath, tuple[int, tuple[int, ...]]] = {
-        path: (index, shape) for index, (path, shape) in enumerate(params)
-    }
-    return [_mirror(table, state, path, shape) for path, shape in leaves]
+    def mirror(path: KeyPath, shape: tuple[int, ...]) -> Mirror | None:
+        for start in range(1, len(path) + 1):
+            index, wanted = table.get(path[start:], (-1, None))
+            if wanted == shape:
+                owner = functools.reduce(_child, path[: start - 1], state)
+                return Mirror(index, key_name(path[start - 1]), type(owner))
+        return None
 
-
-def _mirror(
-    table: Mapping[KeyPath, tuple[int, tuple[int, ...]]],
-    state: Any,
-    path: KeyPath,
-    shape: tuple[int, ...],
-) -> Mirror | None:
-    for start in range(1, len(path) + 1):
-        index, wanted = table.get(path[start:], (-1, None))
-        if wanted == shape:
-            owner = state
-            for key in path[: start - 1]:
-                owner = _child(owner, key)
-            return Mirror(index, key_name(path[start - 1]), type(owner))
-    return None
+    return [mirror(path, shape) for path, shape in leaves]
 
 
 def _child(node: Any, key: Any) -> Any:

@@ -51,17 +51,11 @@ def type_of(atom: Atom) -> Any:
 
 
 class Part(NamedTuple):
-    """Some equations of a program, and what they start from.
+    """Some equations of a program, and what they start from."""
 
-    Attributes:
-      indices: of the equations, in order.
-      starts: the values that they are computed from.
-      outs: the values that are wanted.
-    """
-
-    indices: list[int]
-    starts: list[Var]
-    outs: list[Atom]
+    indices: list[int]  # of the equations, in order
+    starts: list[Var]  # the values that they are computed from
+    outs: list[Atom]  # the values that are wanted
 
 
 class Program:
@@ -69,9 +63,6 @@ class Program:
 
     Calls of plain functions are put in place, and conditions with many results become one
     condition for each, with the operands that it needs.
-
-    Args:
-      closed: the traced function.
 
     Attributes:
       arguments: the values that it takes.
@@ -151,15 +142,19 @@ class Program:
         index = self._makers.get(value)
         return None if index is None else self.equations[index]
 
+    def origin(self, atom: Atom, through: frozenset[str]) -> Atom:
+        """What a value is made of by nothing but some primitives of one operand."""
+        while isinstance(atom, Var):
+            eqn = self.maker(atom)
+            if eqn is None or eqn.primitive.name not in through:
+                break
+            atom = eqn.invars[0]
+        return atom
+
     def part(
         self, outs: Iterable[Atom], is_start: Callable[[Var], bool] = lambda value: False
     ) -> Part:
-        """The equations that make values.
-
-        Args:
-          outs: the values.
-          is_start: whether to take a value as it is, although an equation makes it.
-        """
+        """The equations that make values."""
         outs = list(outs)
         indices: set[int] = set()
         starts: dict[Var, None] = {}
@@ -179,12 +174,7 @@ class Program:
         return Part(sorted(indices), list(starts), outs)
 
     def jaxpr(self, part: Part, starts: Sequence[Var] | None = None) -> Jaxpr:
-        """Some of the equations as a function of what they start from.
-
-        Args:
-          part: the equations.
-          starts: the arguments; by default those of `part`.
-        """
+        """Some of the equations as a function of what they start from."""
         equations = [self.equations[i] for i in part.indices]
         starts = part.starts if starts is None else starts
         return Jaxpr((), starts, part.outs, equations, debug_info=self._debug_info)
@@ -195,13 +185,7 @@ class Program:
         return made
 
     def kinds(self, arguments: Sequence[int], *, is_branch: bool = False) -> dict[Var, int]:
-        """How each value depends on the elements of leaves.
-
-        Args:
-          arguments: how the arguments do.
-          is_branch: whether numbers may be made of numbers alone: a branch of a condition on
-            blocks has no others.
-        """
+        """How each value depends on the elements of leaves."""
         kinds = {
             value: NUMBER if type_of(value).size == 1 and not is_branch else kind
             for value, kind in zip(self.arguments, arguments, strict=True)
@@ -259,12 +243,7 @@ def _plain_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 class Pairs:
-    """Which values of a trace on blocks are those of the trace on whole leaves.
-
-    Args:
-      whole: the trace on whole leaves.
-      block: the trace on blocks.
-    """
+    """Which values of a trace on blocks are those of the trace on whole leaves."""
 
     def __init__(self, whole: Program, block: Program) -> None:
         self._whole = whole
@@ -275,11 +254,7 @@ class Pairs:
             self._values |= zip(one.outvars, other.outvars, strict=False)
 
     def of(self, part: Part) -> Part | None:
-        """The same equations on blocks; `None` where they are others.
-
-        Args:
-          part: of the trace on whole leaves. What it starts from are arguments and numbers.
-        """
+        """The same equations on blocks; `None` where they are others."""
         if len(self._whole.equations) != len(self._block.equations):
             return None
         for i in part.indices:
@@ -314,3 +289,27 @@ def _are_alike(one: Program, other: Program) -> bool:
     pairs = Pairs(one, other)
     is_same = pairs.of(one.part(one.outs)) is not None
     return is_same and all(map(pairs.are_paired, one.outs, other.outs))
+
+
+_SAME: Final = frozenset({"convert_element_type", "copy", "copy_p"})
+
+
+def feeding_extremes(program: Program, first: int, number: int) -> dict[int, int]:
+    """Which leaves of the state a running maximum or minimum is made of, and where that is kept.
+
+    That is a leaf whose new value is the larger of its old one and of something else, as `nu_max`
+    of AMSGrad. One whose old value decays, as Adamax's, comes down again and is not meant.
+    """
+    place: dict[Var, int] = {
+        value: j for j, value in enumerate(program.arguments[first : first + number])
+    }
+    feeding: dict[int, int] = {}
+    for i, eqn in enumerate(program.equations):
+        if eqn.primitive.name not in ("max", "min"):
+            continue
+        olds = [program.origin(atom, _SAME) for atom in eqn.invars]
+        for j in {place[value] for value in olds if isinstance(value, Var) and value in place}:
+            if i in program.part([program.outs[first + j]]).indices:
+                starts = program.part(eqn.invars).starts
+                feeding |= {place[value]: j for value in starts if value in place}
+    return feeding

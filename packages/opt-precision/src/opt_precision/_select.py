@@ -122,19 +122,12 @@ _ROLES: Final = frozenset({"moment", "slow_moment", "second_moment"})
 
 
 class Candidate(NamedTuple):
-    """A leaf of floats that mirrors a parameter.
+    """A leaf of floats that mirrors a parameter."""
 
-    Attributes:
-      path: of the leaf in the state.
-      parameter: the path of the parameter.
-      field: of the state that it is in.
-      owner: the class that has the field.
-    """
-
-    path: str
-    parameter: str
-    field: str
-    owner: type
+    path: str  # of the leaf in the state
+    parameter: str  # the path of the parameter
+    field: str  # of the state that it is in
+    owner: type  # the class that has the field
 
 
 class Choice(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,7 @@ from opt_precision import _bits
 from opt_precision._storage import ParamsStorage
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QuantizedState:
+class QuantizedState(NamedTuple):
     """The state of `quantize_state`.
 
     Attributes:
@@ -27,9 +25,7 @@ class QuantizedState:
     inner: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StochasticState:
+class StochasticState(NamedTuple):
     """The state of `stochastic_weights`.
 
     Attributes:
@@ -41,17 +37,11 @@ class StochasticState:
     inner: Any
 
     def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known.
-
-        Args:
-          params: the parameters that belong to the state.
-        """
+        """Returns the parameters in float32, as exactly as they are known."""
         return jax.tree.map(wide_param, params)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MasterState:
+class MasterState(NamedTuple):
     """The state of `master_weights(storage='f32')`.
 
     Attributes:
@@ -67,17 +57,11 @@ class MasterState:
         return "master", ParamsStorage("f32")
 
     def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known.
-
-        Args:
-          params: the parameters that belong to the state.
-        """
+        """Returns the parameters in float32, as exactly as they are known."""
         return _masters(self, params)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RemainderState:
+class RemainderState(NamedTuple):
     """The state of `master_weights(storage='remainder')`.
 
     Attributes:
@@ -94,17 +78,33 @@ class RemainderState:
         return "low", ParamsStorage("remainder")
 
     def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known.
-
-        Args:
-          params: the parameters that belong to the state.
-        """
+        """Returns the parameters in float32, as exactly as they are known."""
         return _masters(self, params)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KahanState:
+class Remainder8State(NamedTuple):
+    """The state of `master_weights(storage='remainder8')`.
+
+    Attributes:
+      step: how often it was updated, for the noise; int32, a scalar.
+      low: the third bytes of the masters, int8; the parameters are the first two, rounded.
+      inner: the state of the transformation.
+    """
+
+    step: jax.Array
+    low: Any
+    inner: Any
+
+    def params_storage(self) -> tuple[str, ParamsStorage]:
+        """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
+        return "low", ParamsStorage("remainder8")
+
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known."""
+        return _masters(self, params)
+
+
+class KahanState(NamedTuple):
     """The state of `master_weights(storage='kahan')`.
 
     Attributes:
@@ -122,11 +122,7 @@ class KahanState:
         return "compensation", ParamsStorage("kahan")
 
     def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known.
-
-        Args:
-          params: the parameters that belong to the state.
-        """
+        """Returns the parameters in float32, as exactly as they are known."""
         return _masters(self, params)
 
 
@@ -150,11 +146,17 @@ def is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-EXTRA_FIELD = {"f32": "master", "remainder": "low", "kahan": "compensation"}
-EXTRA_CLASS: dict[str, Any] = {
+STATE_OF: Final[Mapping[str, Any]] = {
+    "stochastic": StochasticState,
     "f32": MasterState,
     "remainder": RemainderState,
+    "remainder8": Remainder8State,
     "kahan": KahanState,
 }
-WEIGHT_STATES = (StochasticState, MasterState, RemainderState, KahanState)
-OUR_STATES = (QuantizedState, *WEIGHT_STATES)
+EXTRA_FIELD: Final[Mapping[str, str]] = {
+    "f32": "master",
+    "remainder": "low",
+    "remainder8": "low",
+    "kahan": "compensation",
+}
+WEIGHT_STATES: Final = tuple(STATE_OF.values())

@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_precision import _bits, _program
 from opt_precision._arguments import Arguments, Flat, Leaf, Update
-from opt_precision._extremes import feeding_extremes
 from opt_precision._formats import Encoded, decode, is_encoded
 from opt_precision._memory import fetched, is_on_host, placed_like
 from opt_precision._mesh import (
@@ -35,7 +34,7 @@ from opt_precision._mesh import (
     spec_of,
 )
 from opt_precision._mirrors import path_str
-from opt_precision._program import Atom, Pairs, Part, Program, type_of
+from opt_precision._program import Atom, Pairs, Part, Program, feeding_extremes, type_of
 from opt_precision._stream import Blocks, Operand, Piece, Shape, Work, piece_shape, stream
 from opt_precision._update import (
     GRADIENT,
@@ -57,21 +56,13 @@ NEAREST: Final = Weights("nearest")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a step needs to know.
+    """What a step needs to know."""
 
-    Attributes:
-      tx: the inner transformation.
-      weights: how parameters are rounded.
-      seed: of the noise of the state.
-      chunk_bytes: the float32 bytes of one block.
-      layout: where parameters lie; `None` if their types say so.
-    """
-
-    tx: optax.GradientTransformationExtraArgs
-    weights: Weights = NEAREST
-    seed: int = 0
-    chunk_bytes: int = 64 << 20
-    layout: Any = None
+    tx: optax.GradientTransformationExtraArgs  # the inner transformation
+    weights: Weights = NEAREST  # how parameters are rounded
+    seed: int = 0  # of the noise of the state
+    chunk_bytes: int = 64 << 20  # the float32 bytes of one block
+    layout: Any = None  # where parameters lie; `None` if their types say so
 
     @property
     def limit(self) -> int:
@@ -80,39 +71,24 @@ class Options:
 
 
 class Results(NamedTuple):
-    """What a step makes.
+    """What a step makes."""
 
-    Attributes:
-      leaves: per parameter its new value, or its update.
-      extras: per parameter what is kept besides it.
-      state: the inner state as it is to be stored.
-    """
-
-    leaves: list[Any]
-    extras: list[Any]
-    state: Any
+    leaves: list[Any]  # per parameter its new value, or its update
+    extras: list[Any]  # per parameter what is kept besides it
+    state: Any  # the inner state as it is to be stored
 
 
 class Plan(NamedTuple):
-    """How the new values of a leaf are computed.
+    """How the new values of a leaf are computed."""
 
-    Attributes:
-      leaf: the parameter.
-      outs: the update, and each leaf of the state that mirrors the parameter.
-      jaxpr: what makes them of the leaf itself; `None` if they are computed for whole leaves first.
-      starts: what that takes, in the trace on whole leaves.
-      sources: where these come from, see `opt_precision._update`.
-      piece: the shape of blocks.
-      is_elementwise: whether an element needs nothing but the same element of other arrays.
-    """
-
-    leaf: Leaf
-    outs: list[Atom]
+    leaf: Leaf  # the parameter
+    outs: list[Atom]  # the update, and each leaf of the state that mirrors the parameter
+    # What makes them of the leaf itself; `None` if they are computed for whole leaves first.
     jaxpr: Jaxpr | None
-    starts: list[Var]
-    sources: list[int]
-    piece: Shape
-    is_elementwise: bool
+    starts: list[Var]  # what that takes, in the trace on whole leaves
+    sources: list[int]  # where these come from, see `opt_precision._update`
+    piece: Shape  # the shape of blocks
+    is_elementwise: bool  # whether an element needs nothing but the same element of other arrays
 
     @property
     def numbers(self) -> list[Var]:
@@ -126,13 +102,7 @@ def _of_numbers(starts: Sequence[Var], sources: Sequence[int]) -> list[Var]:
 
 
 class Step:
-    """One step on some arguments.
-
-    Args:
-      options: the options.
-      arguments: what it takes.
-      is_in_place: whether parameters are wanted, and not updates.
-    """
+    """One step on some arguments."""
 
     def __init__(self, options: Options, arguments: Arguments, *, is_in_place: bool) -> None:
         self._options = options

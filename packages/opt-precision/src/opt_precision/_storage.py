@@ -87,8 +87,8 @@ class ParamsStorage:
 
     Attributes:
       name: `'f32'`: the parameter in float32. `'remainder'`: the lower half of the bits of that,
-        int16, where the parameter is the upper half, rounded half away from zero. `'kahan'`: what
-        is to be added to the parameter, bfloat16.
+        int16, where the parameter is the upper half, rounded half away from zero. `'remainder8'`:
+        the upper byte of that. `'kahan'`: what is to be added to the parameter, bfloat16.
     """
 
     name: Storage
@@ -98,7 +98,7 @@ class ParamsStorage:
     @property
     def is_exact(self) -> bool:
         """Whether it has all digits of a float32."""
-        return self.name != "kahan"
+        return self.name in ("f32", "remainder")
 
     def __str__(self) -> str:
         return self.name
@@ -161,6 +161,8 @@ def _split(name: Storage, master: jax.Array) -> tuple[jax.Array, jax.Array]:
         nearest = _bits.round_nearest(master)
         left = _bits.round_nearest(master - nearest)
         return _bits.narrow(nearest), _bits.narrow(left)
+    if name == "remainder8":
+        return _bits.split_byte(master, None)
     visible, low = _bits.split(master)
     return visible, master if name == "f32" else low
 

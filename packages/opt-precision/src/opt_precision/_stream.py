@@ -18,45 +18,28 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Blocks(NamedTuple):
-    """What an array has one element for: blocks along an axis of the leaf.
+    """What an array has one element for: blocks along an axis of the leaf."""
 
-    Attributes:
-      axis: of the leaf.
-      size: of a block.
-    """
-
-    axis: int
-    size: int
+    axis: int  # of the leaf
+    size: int  # of a block
 
 
 class Operand(NamedTuple):
-    """An array that goes with a leaf.
+    """An array that goes with a leaf."""
 
-    Attributes:
-      value: the array; of the leaf's shape, or with an element per block.
-      blocks: `None` for one of the leaf's shape.
-      is_result: whether the block that was computed takes the place of the one that was read.
-      is_total: whether it is one number for the whole leaf, which each block changes.
-    """
-
-    value: jax.Array
-    blocks: Blocks | None = None
+    value: jax.Array  # the array; of the leaf's shape, or with an element per block
+    blocks: Blocks | None = None  # `None` for one of the leaf's shape
+    # Whether the block that was computed takes the place of the one that was read.
     is_result: bool = False
-    is_total: bool = False
+    is_total: bool = False  # whether it is one number for the whole leaf, which each block changes
 
 
 class Piece(NamedTuple):
-    """A block of a leaf.
+    """A block of a leaf."""
 
-    Attributes:
-      shape: of it.
-      origin: where it begins in what this device has of the leaf.
-      is_new: `None`, or a mask of the elements that no earlier block had.
-    """
-
-    shape: Shape
-    origin: tuple[Any, ...]
-    is_new: jax.Array | None = None
+    shape: Shape  # of it
+    origin: tuple[Any, ...]  # where it begins in what this device has of the leaf
+    is_new: jax.Array | None = None  # `None`, or a mask of the elements that no earlier block had
 
 
 # From numbers, a block and its operands to the results, in order.
@@ -64,23 +47,14 @@ Body: TypeAlias = Callable[[Any, Piece, Sequence[jax.Array]], Sequence[jax.Array
 
 
 class Work(NamedTuple):
-    """What is to be computed for one leaf.
+    """What is to be computed for one leaf."""
 
-    Attributes:
-      shape: of the leaf, as far as this device has it.
-      piece: of a block.
-      operands: its arrays; those that are results are replaced.
-      body: computes a block.
-      numbers: what `body` needs besides, a tree of arrays that are not cut.
-      key: equal for leaves whose computations differ in nothing but `numbers`.
-    """
-
-    shape: Shape
-    piece: Shape
-    operands: Sequence[Operand]
-    body: Body
-    numbers: Any
-    key: Hashable
+    shape: Shape  # of the leaf, as far as this device has it
+    piece: Shape  # of a block
+    operands: Sequence[Operand]  # its arrays; those that are results are replaced
+    body: Body  # computes a block
+    numbers: Any  # what `body` needs besides, a tree of arrays that are not cut
+    key: Hashable  # equal for leaves whose computations differ in nothing but `numbers`
 
     @property
     def size(self) -> int:
@@ -102,12 +76,6 @@ def piece_shape(shape: Shape, limit: int, units: Mapping[int, int], *, is_even: 
     """The shape of blocks of at most `limit` elements, as far as whole units allow.
 
     Rows are cut off the leading axis; where one row is too large, each row along the next.
-
-    Args:
-      shape: of the array.
-      limit: the elements of one block.
-      units: per axis what may not be cut apart; 1 for the others.
-      is_even: whether all blocks must be new: otherwise the last may begin in the one before it.
 
     Examples:
       >>> piece_shape((1000, 512), 100_000, {1: 256}, is_even=False)
@@ -143,15 +111,6 @@ def stream(
     """Computes leaves one after the other, block by block, each result in place of its source.
 
     Small leaves that are alike are stacked, and compiled once.
-
-    Args:
-      works: the leaves.
-      limit: the elements of one block, which may be several small leaves.
-      zero: an int32 that is 0, which the compiler must not know: without it the loops would not be
-        loops, or run side by side.
-
-    Returns:
-      The results of each leaf, and a zero that is not known before all loops have ended.
     """
     groups = _groups(works, limit)
     made: dict[int, list[jax.Array]] = {}
@@ -399,13 +358,7 @@ def _of_blocks(operand: Operand, mask: jax.Array) -> jax.Array:
 
 
 def _after(x: jax.Array, earlier: jax.Array, zero: jax.Array) -> jax.Array:
-    """The same bits, which cannot be there before `earlier` is; XLA on CPUs removes barriers.
-
-    Args:
-      x: an array of floats or of integers.
-      earlier: an array that is not empty.
-      zero: see `stream`.
-    """
+    """The same bits, which cannot be there before `earlier` is; XLA on CPUs removes barriers."""
     first = lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim).reshape(())
     later = _integers(first).astype(jnp.int32) & zero
     bits = _integers(x)

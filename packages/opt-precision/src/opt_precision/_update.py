@@ -26,41 +26,29 @@ NUMBER: Final = -3
 
 
 class Numbers(NamedTuple):
-    """What the computation of a leaf needs besides its blocks.
+    """What the computation of a leaf needs besides its blocks."""
 
-    Attributes:
-      values: in the order in which the equations take them.
-      keys: of all noise of the step; `None` where nothing is rounded.
-      first: where the leaf's are among them: of the parameter, and of each leaf of the state that
-        mirrors it.
-      begin: where this device's part of the leaf begins; empty where it has all of it.
-    """
-
-    values: Sequence[Any]
-    keys: jax.Array | None = None
+    values: Sequence[Any]  # in the order in which the equations take them
+    keys: jax.Array | None = None  # of all noise of the step; `None` where nothing is rounded
+    # Where the leaf's are among them: of the parameter, and of each leaf of the state that mirrors
+    # it.
     first: np.uint32 = np.uint32(0)
+    # Where this device's part of the leaf begins; empty where it has all of it.
     begin: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """The equations of a leaf, and what they start from.
+    """The equations of a leaf, and what they start from."""
 
-    Attributes:
-      jaxpr: the equations; `None` where what they make are operands.
-      sources: where the arguments come from: `GRADIENT`, `PARAMETER`, `NUMBER` or an index.
-      formats: how each leaf of the state that is read is stored; `None` as it is.
-      weights: how parameters are rounded.
-      has_params: whether there are parameters, or gradients alone.
-      has_extra: whether something is kept besides the parameter.
-    """
-
-    jaxpr: Jaxpr | None
+    jaxpr: Jaxpr | None  # the equations; `None` where what they make are operands
+    # Where the arguments come from: `GRADIENT`, `PARAMETER`, `NUMBER` or an index.
     sources: Sequence[int]
+    # How each leaf of the state that is read is stored; `None` as it is.
     formats: Sequence[Format | None]
-    weights: Weights
-    has_params: bool
-    has_extra: bool
+    weights: Weights  # how parameters are rounded
+    has_params: bool  # whether there are parameters, or gradients alone
+    has_extra: bool  # whether something is kept besides the parameter
 
     @property
     def key(self) -> Hashable:
@@ -75,14 +63,7 @@ class Inputs:
         param: jax.Array | None,
         extra: jax.Array | None,
     ) -> tuple[list[Any], list[jax.Array]]:
-        """Returns what the equations make of a block, and the leaves of the state as stored.
-
-        Args:
-          operands: blocks of the gradient, of the state, and of what was computed whole.
-          numbers: see `Numbers`.
-          param: the block of the parameter.
-          extra: that of what is kept besides it.
-        """
+        """Returns what the equations make of a block, and the leaves of the state as stored."""
         known: dict[int, Any] = {}
         if GRADIENT in self.sources:
             known[GRADIENT] = _bits.widen(next(operands))
@@ -104,17 +85,11 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NewValues:
-    """How a block of a leaf becomes that of its new values.
+    """How a block of a leaf becomes that of its new values."""
 
-    Attributes:
-      inputs: what they are made of: the update, and each leaf of the state.
-      is_in_place: whether the new parameter is wanted, and not the update.
-      strides: of the whole leaf, in elements.
-    """
-
-    inputs: Inputs
-    is_in_place: bool
-    strides: tuple[int, ...]
+    inputs: Inputs  # what they are made of: the update, and each leaf of the state
+    is_in_place: bool  # whether the new parameter is wanted, and not the update
+    strides: tuple[int, ...]  # of the whole leaf, in elements
 
     @property
     def key(self) -> Hashable:
@@ -124,14 +99,7 @@ class NewValues:
     def __call__(
         self, numbers: Numbers, piece: Piece, operands: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Computes a block.
-
-        Args:
-          numbers: what is the leaf's own.
-          piece: where the block is.
-          operands: the parameter, or what takes up the update and the parameter; what is kept
-            besides it; and those of `Inputs.values`.
-        """
+        """Computes a block."""
         left = iter(operands)
         buffer = next(left)
         param = buffer
@@ -200,15 +168,10 @@ REDUCTIONS: Final[Mapping[str, tuple[Any, Any, Any]]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Totals:
-    """How the blocks of a leaf become numbers, each with those of the blocks before.
+    """How the blocks of a leaf become numbers, each with those of the blocks before."""
 
-    Attributes:
-      inputs: what they are made of.
-      names: for each number the primitive that makes it.
-    """
-
-    inputs: Inputs
-    names: Sequence[str]
+    inputs: Inputs  # what they are made of
+    names: Sequence[str]  # for each number the primitive that makes it
 
     @property
     def key(self) -> Hashable:
@@ -218,14 +181,7 @@ class Totals:
     def __call__(
         self, numbers: Numbers, piece: Piece, operands: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Computes the numbers with one block more.
-
-        Args:
-          numbers: what is the leaf's own.
-          piece: where the block is.
-          operands: the numbers; the parameter, and what is kept besides it; and those of
-            `Inputs.values`.
-        """
+        """Computes the numbers with one block more."""
         left = iter(operands)
         before = [next(left) for _ in self.names]
         param = next(left) if self.inputs.has_params else None

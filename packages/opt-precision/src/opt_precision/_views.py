@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from opt_precision._extra_args import with_extra_args
 from opt_precision._formats import is_encoded
-from opt_precision._states import (
-    KahanState,
-    MasterState,
-    RemainderState,
-    StochasticState,
-    is_masked,
-    wide_param,
-)
+from opt_precision._states import WEIGHT_STATES, is_masked, wide_param
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
@@ -46,8 +38,7 @@ def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tu
     if hasattr(tx, "apply"):
         made: tuple[Any, Any] = tx.apply(params, state, grads, **extra_args)
         return made
-    update = with_extra_args(tx).update
-    updates, state = update(grads, state, params, **extra_args)
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
 
 
@@ -125,26 +116,23 @@ def set_params(state: Any, params: Any) -> Any:
     """
 
     def reset(node: Any) -> Any:
-        if isinstance(node, MasterState):
-            master = jax.tree.map(
-                lambda p, m: m if is_masked(m) else wide_param(p),
-                params,
-                node.master,
-                is_leaf=is_masked,
+        if not hasattr(node, "params_storage"):
+            return node
+        field, storage = node.params_storage()
+        kept = getattr(node, field)
+        if storage.name == "f32":
+            kept = jax.tree.map(
+                lambda p, m: m if is_masked(m) else wide_param(p), params, kept, is_leaf=is_masked
             )
-            return dataclasses.replace(node, master=master)
-        if isinstance(node, RemainderState):
-            return dataclasses.replace(node, low=jax.tree.map(jnp.zeros_like, node.low))
-        if isinstance(node, KahanState):
-            zeros = jax.tree.map(jnp.zeros_like, node.compensation)
-            return dataclasses.replace(node, compensation=zeros)
-        return node
+        else:
+            kept = jax.tree.map(jnp.zeros_like, kept)
+        return node._replace(**{field: kept})
 
     return jax.tree.map(reset, state, is_leaf=_is_weight_state)
 
 
 def _is_weight_state(node: Any) -> bool:
-    return isinstance(node, MasterState | RemainderState | KahanState | StochasticState)
+    return isinstance(node, WEIGHT_STATES)
 
 
 def _weight_state(state: Any) -> Any:

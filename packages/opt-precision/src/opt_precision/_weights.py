@@ -10,23 +10,23 @@ import jax.numpy as jnp
 
 from opt_precision import _bits
 
-Storage: TypeAlias = Literal["f32", "remainder", "kahan"]
-Method: TypeAlias = Literal["nearest", "stochastic", "f32", "remainder", "kahan"]
+Storage: TypeAlias = Literal["f32", "remainder", "remainder8", "kahan"]
+Method: TypeAlias = Literal["nearest", "stochastic"] | Storage
 
-EXTRA_DTYPE: Final = {"f32": jnp.float32, "remainder": jnp.int16, "kahan": jnp.bfloat16}
+EXTRA_DTYPE: Final = {
+    "f32": jnp.float32,
+    "remainder": jnp.int16,
+    "remainder8": jnp.int8,
+    "kahan": jnp.bfloat16,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """How parameters are rounded.
+    """How parameters are rounded."""
 
-    Attributes:
-      method: nearest, stochastic, or with what is kept besides them.
-      seed: of the noise.
-    """
-
-    method: Method
-    seed: int = 0
+    method: Method  # nearest, stochastic, or with what is kept besides them
+    seed: int = 0  # of the noise
 
     def is_met_by(self, dtype: object) -> bool:
         """Whether parameters of this dtype need it: others are not rounded, or not here."""
@@ -34,8 +34,8 @@ class Weights:
 
     @property
     def needs_noise(self) -> bool:
-        """Whether a step rounds at random: parameters, or Kahan's compensation."""
-        return self.method in ("stochastic", "kahan")
+        """Whether a step rounds at random: parameters, or what is kept besides them."""
+        return self.method in ("stochastic", "remainder8", "kahan")
 
     def first_extra(self, param: jax.Array) -> jax.Array:
         """What is kept besides a parameter at first; the master is the parameter itself."""
@@ -47,7 +47,7 @@ class Weights:
         """The parameter in float32, as the transformation is to see it."""
         if self.method == "f32" and extra is not None:
             return extra
-        if self.method == "remainder" and extra is not None:
+        if self.method in ("remainder", "remainder8") and extra is not None:
             return _bits.join(param, extra)
         return _bits.widen(param)
 
@@ -63,6 +63,8 @@ class Weights:
             return _with_compensation(param, extra, update, noise)
         if extra is not None:
             master = self.value(param, extra) + update.astype(jnp.float32)
+            if self.method == "remainder8":
+                return _bits.split_byte(master, noise)
             visible, low = _bits.split(master)
             return visible, low if self.method == "remainder" else master
         total = _bits.widen(param) + update

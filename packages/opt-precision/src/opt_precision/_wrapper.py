@@ -18,11 +18,10 @@ import optax
 from opt_precision import _select
 from opt_precision._arguments import Arguments
 from opt_precision._codecs import identity
-from opt_precision._extra_args import incremented
-from opt_precision._formats import is_encoded
+from opt_precision._formats import is_encoded, is_taken_apart
 from opt_precision._init import Codecs, First, Planned
 from opt_precision._memory import on_host
-from opt_precision._states import EXTRA_CLASS, EXTRA_FIELD, QuantizedState, StochasticState
+from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState
 from opt_precision._step import Options, Results, Step
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
@@ -64,13 +63,9 @@ class Precise(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Wrapper:
-    """What both parts do.
+    """What both parts do."""
 
-    Attributes:
-      tx: the transformation inside.
-    """
-
-    tx: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformationExtraArgs  # the transformation inside
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -99,23 +94,15 @@ class _Wrapper:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantized(_Wrapper):
-    """Moments are stored in fewer bits, or on the host.
+    """Moments are stored in fewer bits, or on the host."""
 
-    Attributes:
-      codec: how moments are stored, for all or by role; `None` as they are.
-      select: which leaves are moments.
-      chunk_bytes: the float32 bytes of one block of a leaf.
-      seed: of the noise.
-      layout: where parameters lie.
-      on_host: which leaves lie on the host; `None` for none.
-    """
-
-    codec: Codecs | None = None
+    codec: Codecs | None = None  # how moments are stored, for all or by role; `None` as they are
+    # Which leaves are moments.
     select: _select.Select = dataclasses.field(default_factory=_select.moments)
-    chunk_bytes: int = CHUNK_BYTES
-    seed: int = 0
-    layout: Any = None
-    on_host: _select.Select | None = None
+    chunk_bytes: int = CHUNK_BYTES  # the float32 bytes of one block of a leaf
+    seed: int = 0  # of the noise
+    layout: Any = None  # where parameters lie
+    on_host: _select.Select | None = None  # which leaves lie on the host; `None` for none
 
     @property
     def name(self) -> str:
@@ -131,6 +118,7 @@ class Quantized(_Wrapper):
     def init(self, params: Any) -> QuantizedState:
         """Returns the state before the first step."""
         first, plan = self.first(params)
+        first.check_variables(params, plan)
         state = first.state(plan)
         if self.on_host is not None:
             hosted = first.plan(identity(), self.on_host)
@@ -162,9 +150,19 @@ class Quantized(_Wrapper):
         _check_kind(state, QuantizedState)
         extras = [None] * len(jax.tree.leaves(grads))
         steps = (state.step, state.step)
-        given = Arguments(grads, state.inner, params, extras, extra_args, steps, is_coded=True)
+        stored = self.stored(state, grads if params is None else params)
+        given = Arguments(grads, stored, params, extras, extra_args, steps, is_coded=True)
         made = Step(self.options(Weights("nearest")), given, is_in_place=is_in_place).run()
-        return made, QuantizedState(incremented(state.step), made.state)
+        return made, QuantizedState(_incremented(state.step), made.state)
+
+    def stored(self, state: QuantizedState, params: Any) -> Any:
+        """The inner state; encoded leaves that `flax.nnx.Optimizer` took apart are put together."""
+        _check_kind(state, QuantizedState)
+        nodes = jax.tree.leaves(state.inner, is_leaf=is_taken_apart)
+        if not any(map(is_taken_apart, nodes)):
+            return state.inner
+        first, plan = self.first(params)
+        return first.put_together(plan, state.inner)
 
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
@@ -178,13 +176,9 @@ class Quantized(_Wrapper):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounded(_Wrapper):
-    """bfloat16 parameters take small updates.
+    """bfloat16 parameters take small updates."""
 
-    Attributes:
-      weights: how parameters are rounded.
-    """
-
-    weights: Weights
+    weights: Weights  # how parameters are rounded
 
     @property
     def name(self) -> str:
@@ -195,11 +189,6 @@ class Rounded(_Wrapper):
     def inside(self) -> Quantized | None:
         """The other part, if moments are stored in fewer bits, too."""
         return self.tx.wrapper if isinstance(self.tx, Precise) else None
-
-    @property
-    def kind(self) -> Any:
-        """The class of its states."""
-        return EXTRA_CLASS.get(self.weights.method, StochasticState)
 
     def init(self, params: Any) -> Any:
         """Returns the state before the first step."""
@@ -220,7 +209,7 @@ class Rounded(_Wrapper):
             fields["step"] = jnp.zeros([], jnp.int32)
         if self.weights.method in EXTRA_FIELD:
             fields[EXTRA_FIELD[self.weights.method]] = jax.tree.map(self._first_extra, params)
-        return self.kind(**fields)
+        return STATE_OF[self.weights.method](**fields)
 
     def _first_extra(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
@@ -240,29 +229,27 @@ class Rounded(_Wrapper):
         """Returns what a step makes, and the new state."""
         if params is None:
             raise StateError(f"`{self.name}` needs the parameters: `update(grads, state, params)`")
-        _check_kind(state, self.kind)
-        inside, inner = self.inside, state.inner
-        if inside is not None:
-            _check_kind(inner, QuantizedState)
-        options = Options(self.tx, self.weights) if inside is None else inside.options(self.weights)
-        own_step = getattr(state, "step", 0)
-        steps = (own_step, 0 if inside is None else inner.step)
-        stored = inner if inside is None else inner.inner
-        extras = self._extras(state, params)
-        is_coded = inside is not None
+        _check_kind(state, STATE_OF[self.weights.method])
+        inside, inner, own_step = self.inside, state.inner, getattr(state, "step", 0)
+        if inside is None:
+            options, stored, steps = Options(self.tx, self.weights), inner, (own_step, 0)
+        else:
+            options, stored = inside.options(self.weights), inside.stored(inner, params)
+            steps = own_step, inner.step
+        extras, is_coded = self._extras(state, params), inside is not None
         given = Arguments(grads, stored, params, extras, extra_args, steps, is_coded)
         made = Step(options, given, is_in_place=is_in_place).run()
         new = made.state
         if inside is not None:
-            new = QuantizedState(incremented(inner.step), new)
+            new = QuantizedState(_incremented(inner.step), new)
         fields = {"inner": new}
         if self.weights.needs_noise:
-            fields["step"] = incremented(own_step)
+            fields["step"] = _incremented(own_step)
         if self.weights.method in EXTRA_FIELD:
-            extra = [optax.MaskedNode() if one is None else one for one in made.extras]
-            kept = jax.tree.unflatten(jax.tree.structure(params), extra)
-            fields[EXTRA_FIELD[self.weights.method]] = kept
-        return made, dataclasses.replace(state, **fields)
+            kept = [optax.MaskedNode() if extra is None else extra for extra in made.extras]
+            tree = jax.tree.structure(params)
+            fields[EXTRA_FIELD[self.weights.method]] = jax.tree.unflatten(tree, kept)
+        return made, state._replace(**fields)
 
     def _extras(self, state: Any, params: Any) -> list[Any]:
         """What is kept besides each parameter; `None` where nothing is."""
@@ -320,6 +307,10 @@ def put_together(tx: Any, quantized: Quantized | None, weights: Weights | None) 
         tx = Precise(rounded.init, rounded.update)
     made: Precise = tx
     return made
+
+
+def _incremented(count: Any) -> Any:
+    return optax.safe_increment(count)  # the largest int32 stays what it is
 
 
 def _check_kind(state: Any, kind: type) -> None:
