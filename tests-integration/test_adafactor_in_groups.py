@@ -214,7 +214,7 @@ def through_msgpack(state_dict: Any) -> Any:
     return flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(state_dict))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @every_mixture
 @pytest.mark.parametrize("api", [MultiOptimizer, t5x.MultiOptimizer], ids=["opt_core", "t5x"])
 def test_through_a_checkpoint(mixture: str, api: Any) -> None:

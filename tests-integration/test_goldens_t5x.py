@@ -109,7 +109,7 @@ def assert_follows(case: g.Case, run: list[Optimizer], tolerance: g.Tolerance) -
         assert g.deviations(found, g.entry(case, t), tolerance) == [], f"after {t} steps"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REPLAYED)
 def test_facade_follows_t5x(name: str) -> None:
     case = load(name)
@@ -119,7 +119,7 @@ def test_facade_follows_t5x(name: str) -> None:
     assert_follows(case, run, op_by_op(case))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REPLAYED)
 def test_facade_follows_t5x_when_compiled(name: str) -> None:
     """Rates are traced: those that change do not compile again."""
@@ -172,7 +172,7 @@ def test_definitions_of_the_packages_follow_t5x(name: str) -> None:
 # Logical axes.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WITH_AXES)
 def test_derived_axes_are_those_of_t5x_and_the_factors_have_theirs(name: str) -> None:
     """T5X leaves the factors without axes: replicated."""
@@ -196,7 +196,7 @@ def structure(tree: Any) -> Any:
 # Checkpoints.
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_restore_bit_for_bit(name: str) -> None:
     case = load(name)

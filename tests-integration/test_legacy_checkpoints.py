@@ -158,7 +158,7 @@ def is_lars(restored: Optimizer) -> bool:
 RESTORED = [e for e in FLAX if e.get("checkpoint") and e["id"] not in REFUSED]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "entry", [e for e in RESTORED if "_032" not in e["id"]], ids=lambda e: e["id"]
 )
@@ -241,7 +241,7 @@ def overrides(entry: dict[str, Any], definition: OptimizerDef, t: int) -> dict[s
     return given
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("entry", GOES_ON, ids=lambda e: e["id"])
 def test_training_continues_as_under_flax_optim(entry: dict[str, Any]) -> None:
     """From Flax's own numbers after half of the steps, Flax's own numbers follow."""
@@ -282,7 +282,7 @@ def in_todays_layout(recorded: g.Flat) -> g.Flat:
     return moved
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("entry", TRAIN_STATES, ids=lambda e: e["id"])
 def test_train_states_restore_and_continue(entry: dict[str, Any]) -> None:
     case = case_of(entry)
@@ -307,7 +307,7 @@ MOVED = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*WRAPPED, *GROUPS])
 def test_t5x_restores_bit_for_bit(name: str) -> None:
     """`noisy_sgd` and `inject_hyperparams` have moved since: they are moved along."""

@@ -81,17 +81,6 @@ def test_definitions_are_values() -> None:
     assert jax.tree.all(jax.tree.map(jnp.array_equal, a.create(PARAMS), b.create(PARAMS)))
 
 
-def test_equal_definitions_share_a_compiled_step() -> None:
-    def apply(optimizer: Optimizer, grads: Any, rate: Any) -> Optimizer:
-        return optimizer.apply_gradient(grads, learning_rate=rate)
-
-    step = jax.jit(chex.assert_max_traces(apply, 1))
-    for _ in range(2):
-        optimizer = Adafactor(beta1=0.9).create(PARAMS)
-        for t in range(3):
-            optimizer = step(optimizer, GRADS, jnp.float32(0.1 / (t + 1)))
-
-
 def test_states_keep_structure_shapes_dtypes_and_buffers_apart() -> None:
     definition = Adafactor(0.1, beta1=0.9, dtype_momentum=jnp.bfloat16, min_dim_size_to_factor=4)
     optimizer = definition.create(jax.tree.map(jnp.copy, PARAMS))

@@ -33,7 +33,7 @@ def replay(name: str) -> list[Optimizer]:
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", g.case_ids())
 def test_trajectories_op_by_op(name: str) -> None:
     case = g.load(name)
@@ -63,7 +63,7 @@ SPEC_OPTIONS = {"max_parameter_scale": 0.05, "clipping_threshold": None}
 
 # Three steps on 0.1 sin(0.3 i + 0.7) with gradients sin(0.11 (t + 1) i + 0.5 t): first, last
 # and sum of the parameter, first and last of `v_row` or `v`, first of `v_col`. From T5X of 2026.
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "letters", "options", "numbers"),
     [
@@ -100,7 +100,7 @@ def test_numbers_of_todays_t5x(shape: Any, letters: Any, options: Any, numbers: 
     np.testing.assert_allclose(found, numbers, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", g.case_ids("checkpoint"))
 def test_checkpoints_restore_exactly(name: str) -> None:
     case = g.load(name)

@@ -39,7 +39,7 @@ def make(kind: type[opt_adafactor.Adafactor] = t5x.Adafactor, **options: Any) ->
     return definition
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", g.case_ids("derived_logical_axes"))
 def test_axes_are_those_that_t5x_derived(name: str) -> None:
     case = g.load(name)
@@ -50,7 +50,7 @@ def test_axes_are_those_that_t5x_derived(name: str) -> None:
     assert found == case.index["derived_logical_axes"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", g.case_ids("factor_map"))
 def test_the_factor_map_is_the_plain_dict_of_t5x(name: str) -> None:
     case = g.load(name)

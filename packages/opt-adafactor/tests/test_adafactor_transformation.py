@@ -50,7 +50,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "defaults")
 def test_both_faces_have_the_same_numbers(options: dict[str, Any]) -> None:
     if options.get("factored", True):
@@ -98,7 +98,7 @@ THEIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ours", "theirs"), THEIRS, ids=lambda o: "-".join(o) or "defaults")
 def test_optax_adafactor(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     params = {**FLAT, "square": normal(7, (5, 5))}

@@ -42,7 +42,7 @@ def transformations(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", MOMENTUM, ids=["plain", "momentum"])
 @pytest.mark.parametrize("name", transformations({}))
 def test_a_run_switches_to_optax_and_back(name: str, options: dict[str, Any]) -> None:

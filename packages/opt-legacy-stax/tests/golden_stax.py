@@ -68,12 +68,12 @@ def grads_of(problem: Any, t: int) -> Any:
     return tree(problem["structure"], lambda path: jnp.asarray(inputs[f"grads/{path}"][t]))
 
 
-def keywords(kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+def keywords(kwargs: Mapping[str, Any], module: Any = ours, **options: Any) -> dict[str, Any]:
     """The arguments of a case, schedules built; `options` go to those schedules that take them."""
     built = {}
     for name, value in kwargs.items():
         if isinstance(value, dict):
-            schedule = getattr(ours, value["$schedule"])
+            schedule = getattr(module, value["$schedule"])
             extra = options if value["$schedule"] == "polynomial_decay" else {}
             value = schedule(**value["args"], **extra)
         built[name] = value
@@ -85,17 +85,18 @@ def step_of(kind: str, i: int) -> Any:
     return kinds[kind](i)
 
 
-def replay(case: Any, **options: Any) -> list[Any]:
-    """The states that this package passes through."""
+def replay(case: Any, module: Any = ours, **options: Any) -> list[Any]:
+    """The states that this package, or JAX's module of today, passes through."""
     problem = index()["problems"][case["problem"]]
-    triple = getattr(ours, case["optimizer"])(**keywords(case["kwargs"], **options), **options)
+    kwargs = keywords(case["kwargs"], module, **options)
+    triple = getattr(module, case["optimizer"])(**kwargs, **options)
     update = jax.jit(triple.update_fn) if case["mode"] == "jit" else triple.update_fn
     max_norm = {"sgd_clip": 2.0, "adam_clip_bf16": 1.5}.get(case["id"])
     states = [triple.init_fn(params_of(problem))]
     for t, i in enumerate(case["step_indices"]):
         grads = grads_of(problem, t)
         if max_norm is not None:
-            grads = ours.clip_grads(grads, max_norm, **options)
+            grads = module.clip_grads(grads, max_norm, **options)
         states.append(update(step_of(case["step_index_kind"], i), grads, states[-1]))
     return states
 

@@ -24,7 +24,7 @@ def saved(state: Any, optimizer: Any = None) -> io.BytesIO:
     return file
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("writer", NAMES)
 @pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
 def test_no_optimizer_takes_the_file_of_another(writer: str, module: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from opt_legacy_stax import errors
 from stax_testing import same_structure
 
-SWITCH, STEPS = 7, 20
+SWITCH, STEPS = 3, 9
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "momentum": {"mass": 0.9},
@@ -26,8 +26,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "sm3": {},
 }
 EXACT = ("sgd", "momentum", "nesterov")
-# Two or three units of float32's last place, relative to the largest entry, after 13 updates; the
-# most measured was 2.1e-7, with jax 0.8 to 0.12 on x86.
+# Two or three units of float32's last place, relative to the largest entry; the most measured after
+# 13 updates was 2.1e-7, with jax 0.8 to 0.12 on x86.
 TOLERANCE = 1e-6
 
 
@@ -77,8 +77,8 @@ def check(found: Any, expected: Any, *, exact: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-# Exact; with a momentum of the other sign in Optax; with a count; with rows.
-SAMPLE = {"momentum": "number", "rmsprop_momentum": "number", "adam": "schedule", "sm3": "schedule"}
+# Exact; with a momentum of the other sign in Optax; with rows.
+SAMPLE = {"momentum": "number", "rmsprop_momentum": "number", "sm3": "schedule"}
 SWITCHES = [
     pytest.param(name, rate, marks=[] if SAMPLE.get(name) == rate else pytest.mark.slow)
     for name in ARGUMENTS
@@ -102,14 +102,14 @@ def test_a_run_that_switches_to_the_equivalent_and_back(name: str, rate: str) ->
     finished, _ = run_optax(tx, params, opt_state, SWITCH, STEPS)
     check(finished, triple.params_fn(whole), exact=equivalent.is_exact)
 
-    params, opt_state = run_optax(tx, params, opt_state, SWITCH, 12)
+    params, opt_state = run_optax(tx, params, opt_state, SWITCH, 6)
     state, i = equivalent.convert_state_back(params, opt_state)
-    assert int(i) == 12
-    returned = run_triple(triple, state, 12, STEPS)
+    assert int(i) == 6
+    returned = run_triple(triple, state, 6, STEPS)
     check(returned, whole, exact=equivalent.is_exact)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_the_states_are_those_that_optax_makes(name: str) -> None:
     equivalent = ours.optax_equivalent(name, step_size=0.1, **ARGUMENTS[name])
@@ -121,7 +121,7 @@ def test_the_states_are_those_that_optax_makes(name: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_triple_as_a_transformation_is_itself(name: str, rate: str) -> None:
@@ -235,11 +235,9 @@ def test_keys_in_states_stay_keys() -> None:
     assert other.update_fn(0, {"w": jnp.ones((3, 2))}, other.init_fn(params))
 
 
-@pytest.mark.parametrize("names", [("mu", "nu"), ("count", "sum_of_squares")])
-@pytest.mark.parametrize("name", ["momentum", "adagrad", "adam"])
-def test_parameters_may_be_named_as_fields_of_optax(name: str, names: tuple[str, ...]) -> None:
-    equivalent = ours.optax_equivalent(name, step_size=0.1, **ARGUMENTS[name])
-    params = {key: jnp.arange(1.0, 4.0) + n for n, key in enumerate(names)}
+def test_parameters_may_be_named_as_fields_of_optax() -> None:
+    equivalent = ours.optax_equivalent("adam", step_size=0.1)
+    params = {key: jnp.arange(1.0, 4.0) for key in ("mu", "nu", "count")}
     state = equivalent.triple.update_fn(0, params, equivalent.triple.init_fn(params))
     back, i = equivalent.convert_state_back(*equivalent.convert_state(state, 1))
     assert int(i) == 1
@@ -270,7 +268,7 @@ def run_both(equivalent: Any, params: Any, dtype: Any) -> tuple[Any, Any]:
     return state, back
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("rate", "dtypes", "exact"),
     [

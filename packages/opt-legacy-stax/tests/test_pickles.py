@@ -30,7 +30,7 @@ def load(data: bytes) -> Any:
     return ours.load_unpacked_pickle(io.BytesIO(data))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
 def test_what_the_recipe_wrote_is_read(module: Any, protocol: int, tmp_path: Path) -> None:

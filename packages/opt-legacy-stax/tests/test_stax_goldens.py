@@ -3,12 +3,14 @@
 import functools
 from typing import Any
 
+import chex
 import golden_stax as golden
 import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_legacy_stax as ours
 import pytest
+from jax.example_libraries import optimizers as theirs
 
 # Op by op; jax 0.10.2 and the jax of the recordings agree bit for bit but for Adam's powers.
 EXACT = 2e-7
@@ -29,15 +31,20 @@ def names(found: list[Any]) -> list[str]:
     return [case["id"] for case in found]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", TRAJECTORIES, ids=names(TRAJECTORIES))
 def test_exact_numerics_replay(case: Any) -> None:
-    for t, state in enumerate(golden.replay(case, upstream_numerics=True)):
+    is_compiled = case["mode"] == "jit"
+    states = golden.replay(case, upstream_numerics=True)
+    for t, state in enumerate(states):
         expected = golden.expected_leaves(case, t)
         assert [len(leaves) for leaves in state.packed_state] == list(map(len, expected))
         for found, leaves in zip(state.packed_state, expected, strict=True):
-            assert max(map(golden.worst, found, leaves)) <= EXACT
+            # Compiled, the processor decides whether products are rounded before they are added.
+            assert is_compiled or max(map(golden.worst, found, leaves)) <= EXACT
         check_dtypes(case, t, state)
+    if is_compiled:  # for bits, the recordings' module with the compiler of today
+        chex.assert_trees_all_equal(*map(jax.tree.leaves, (states, golden.replay(case, theirs))))
 
 
 def check_dtypes(case: Any, t: int, state: ours.OptimizerState) -> None:
@@ -54,7 +61,7 @@ UNCHANGED = [c for c in TRAJECTORIES if c["id"] not in PROMOTED | CORRECTED | {S
 SHORT = [c for c in UNCHANGED if c["optimizer"] in ("adam", "adamax") or c["id"] == "sm3_bare"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", SHORT, ids=names(SHORT))
 def test_the_default_replays_too(case: Any) -> None:
     for t, state in enumerate(golden.replay(case)):
@@ -62,7 +69,7 @@ def test_the_default_replays_too(case: Any) -> None:
             assert max(map(golden.worst, found, leaves)) <= POWER
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sorted(PROMOTED | CORRECTED))
 def test_the_default_keeps_dtypes_and_stays_near(name: str) -> None:
     case = golden.case_of(name)
@@ -110,7 +117,7 @@ def clipped_to(series: dict[str, np.ndarray], max_norm: float, path: str) -> np.
 CLIPPED = golden.cases("l2_norm_clip_grads")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("case", CLIPPED, ids=names(CLIPPED))
 def test_norms(case: Any, exact: bool) -> None:

@@ -163,7 +163,7 @@ def test_clipping_keeps_nan_where_it_is_and_dtypes_as_they_are() -> None:
     assert jnp.isnan(everywhere[2]).all()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_states_can_be_donated_and_shaped(name: str) -> None:
     triple = triple_of(name, rate=ours.exponential_decay(0.1, 10, 0.5))

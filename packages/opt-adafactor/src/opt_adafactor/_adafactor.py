@@ -20,7 +20,6 @@ from opt_core.errors import HyperParamError, TreeMismatchError
 from opt_core.extend import split_path
 
 from opt_adafactor._axes import FactorMap, factor_rules_from_axes
-from opt_adafactor._derived_axes import derive_logical_axes
 from opt_adafactor._description import describe
 from opt_adafactor._factor_rules import convert_logical_rules
 from opt_adafactor._factoring import FactoringOptions, heuristic_dims, parse_rule
@@ -32,7 +31,7 @@ from opt_adafactor._hyper_params import (
     check_static,
 )
 from opt_adafactor._plan import Plan, Planner, missing_rule_hint
-from opt_adafactor._state import FLOAT32, _AdafactorParamState, init_states
+from opt_adafactor._state import FLOAT32, _AdafactorParamState, derive_axes, init_states
 from opt_adafactor._update import decay_rate_pow, learning_rate_of, update_tree
 from opt_adafactor.errors import FactorRuleError
 
@@ -320,7 +319,11 @@ class Adafactor(OptimizerDef):
         """
         plan = self._plan(optimizer.target)
         has_momentum = self.hyper_params.beta1 is not None
-        return derive_logical_axes(plan, optimizer, param_axes, has_momentum=has_momentum)
+        specs, states = derive_axes(plan, optimizer.target, param_axes, has_momentum=has_momentum)
+        unflatten = plan.treedef.unflatten
+        return optimizer.replace(
+            state=OptimizerState(None, unflatten(states)), target=unflatten(specs)
+        )
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns a description of every leaf of the state.

@@ -43,15 +43,7 @@ class FactorMap(Mapping[str, FactorRule]):
 
 
 def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
-    """Returns the axes of every parameter by path, whatever the containers.
-
-    A leaf is a `PartitionSpec`, a tuple of names, `None` for no names, or a Flax box.
-
-    Examples:
-      >>> axes = flatten_axes({'mlp': [PartitionSpec('embed', 'mlp')], 'scale': None})
-      >>> tuple(axes['mlp/0']), axes['scale']
-      (('embed', 'mlp'), None)
-    """
+    """Returns the axes of every parameter by path, whatever the containers."""
     leaves = jax.tree_util.tree_flatten_with_path(param_axes, is_leaf=_is_axes)[0]
     return axes_by_path((path_str(path_names(keys)), leaf) for keys, leaf in leaves)
 

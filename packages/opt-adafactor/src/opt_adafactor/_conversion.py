@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,9 @@ import numpy as np
 from opt_core import OptimizerState
 from opt_core.extend import path_names, path_str
 
-from opt_adafactor._state import _AdafactorParamState, placeholder
+from opt_adafactor._state import FIELDS, _AdafactorParamState, placeholder
 from opt_adafactor._transformation import AdafactorState, require_optax
 from opt_adafactor.errors import StateConversionError
-
-_SLOTS = ("v_row", "v_col", "v")
 
 
 def to_optax_state(state: OptimizerState, like: Any) -> Any:
@@ -49,44 +47,39 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
     require_optax()
     import optax
 
-    owner = _find(like, "like")
+    owner, chain, average = _find(like, "like")
     treedef: Any = jax.tree.structure(owner.v)
     states = _param_states(state.param_states, treedef)
-    trees = {slot: treedef.unflatten([getattr(s, slot) for s in states]) for slot in _SLOTS}
-    m = treedef.unflatten([s.m for s in states])
-    is_own = isinstance(owner, AdafactorState)
-    ema = None if is_own else _momentum_of(like, owner, "like")
-    if any(_is_momentum(s.m) for s in states) and (owner.m if is_own else ema) is None:
+    trees = {slot: treedef.unflatten([getattr(s, slot) for s in states]) for slot in FIELDS}
+    holder = average if isinstance(owner, optax.FactoredState) else owner.m
+    if holder is None and any(_is_momentum(s.m) for s in states):
         raise StateConversionError(
             "`state` has momentum, but `like` has no slot for it: create the transformation with "
             "the same `beta1` (`momentum` in Optax)"
         )
 
     def fill(node: Any) -> Any:
-        slots = {slot: _pour(getattr(node, slot), trees[slot], slot) for slot in _SLOTS}
-        new = node._replace(count=_count(state.step), **slots)
-        return new._replace(m=_pour(node.m, m, "m")) if is_own and node.m is not None else new
-
-    def fill_sibling(node: Any) -> Any:
-        if ema is not None and node is ema:
-            return node._replace(count=_count(state.step), ema=_pour(node.ema, m, "m"))
+        if node is owner:
+            slots = {
+                name: _pour(getattr(node, name), trees[name], name)
+                for name in FIELDS
+                if getattr(node, name, None) is not None
+            }
+            return node._replace(count=_count(state.step), **slots)
+        if average is not None and node is average:
+            return node._replace(count=_count(state.step), ema=_pour(node.ema, trees["m"], "m"))
         is_schedule = isinstance(node, optax.ScaleByScheduleState)
         return node._replace(count=_count(state.step)) if is_schedule else node
 
     def rebuild(node: Any) -> Any:
+        if node is chain:
+            return tuple(map(fill, chain))
         if node is owner:
             return fill(node)
         if not _holds(node, owner):
             return node
         children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
-        if not is_own and type(node) is tuple and any(child is owner for child in children):
-            children = [fill_sibling(child) for child in children]  # siblings in its own chain
-        children = [rebuild(child) for child in children]
-        node = jax.tree.unflatten(structure, children)
-        is_injected = isinstance(
-            node, optax.InjectHyperparamsState | optax.InjectStatefulHyperparamsState
-        )
-        return _recount(node, state.step) if is_injected else node
+        return _recount(jax.tree.unflatten(structure, map(rebuild, children)), state.step)
 
     return rebuild(like)
 
@@ -115,12 +108,8 @@ def from_optax_state(state: Any) -> OptimizerState:
       ((128,), (1,))
     """
     require_optax()
-    owner = _find(state, "state")
-    if isinstance(owner, AdafactorState):
-        m = owner.m
-    else:
-        ema = _momentum_of(state, owner, "state")
-        m = None if ema is None else ema.ema
+    owner, _, average = _find(state, "state")
+    m = getattr(owner, "m", None if average is None else average.ema)
     treedef: Any = jax.tree.structure(owner.v)
     leaves = jax.tree.leaves(owner.v)
     momenta = [placeholder() for _ in leaves] if m is None else treedef.flatten_up_to(m)
@@ -130,30 +119,6 @@ def from_optax_state(state: Any) -> OptimizerState:
         for row, col, v, moment in zip(rows, cols, leaves, momenta, strict=True)
     ]
     return OptimizerState(_count(owner.count), treedef.unflatten(states))
-
-
-def _momentum_of(state: Any, owner: Any, argument: str) -> Any:
-    """Returns the moving average that follows the statistics in the same chain, or `None`."""
-    import optax
-
-    chain = _chain_of(state, owner)
-    place = next(i for i, child in enumerate(chain) if child is owner)
-    averages = [child for child in chain[place:] if isinstance(child, optax.EmaState)]
-    if len(averages) > 1:
-        raise StateConversionError(
-            f"`{argument}`: {len(averages)} `optax.EmaState`s follow the statistics in one chain, "
-            "but at most one can be the momentum. Nest the others in a chain of their own."
-        )
-    return averages[0] if averages else None
-
-
-def _chain_of(state: Any, owner: Any) -> tuple[Any, ...]:
-    """Returns the states of the `optax.chain` that contains `owner`, or `owner` alone."""
-    if type(state) is tuple and any(child is owner for child in state):
-        return state
-    children = jax.tree.leaves(state, is_leaf=lambda child: child is not state)
-    inner = [child for child in children if child is not state and _holds(child, owner)]
-    return _chain_of(inner[0], owner) if inner and inner[0] is not owner else (owner,)
 
 
 def _is_momentum(m: Any) -> bool:
@@ -175,7 +140,8 @@ def _recount(node: Any, step: Any) -> Any:
     """Sets the step in a state of `optax.inject_hyperparams` and in its schedules."""
     import optax
 
-    node = node._replace(count=_count(step))
+    if isinstance(node, optax.InjectHyperparamsState):
+        return node._replace(count=_count(step))
     if not isinstance(node, optax.InjectStatefulHyperparamsState):
         return node
     plain = type(optax.WrappedSchedule(lambda step: step).init())
@@ -183,14 +149,22 @@ def _recount(node: Any, step: Any) -> Any:
         name: state._replace(count=_count(step)) if isinstance(state, plain) else state
         for name, state in node.hyperparams_states.items()
     }
-    return node._replace(hyperparams_states=schedules)
+    return node._replace(count=_count(step), hyperparams_states=schedules)
 
 
 def _float32(slot: Any) -> jax.Array:
     return jnp.array(slot, jnp.float32)
 
 
-def _find(state: Any, argument: str) -> Any:
+class _Found(NamedTuple):
+    """The Adafactor state inside an Optax state; of Optax's statistics with their neighbours."""
+
+    owner: Any
+    chain: tuple[Any, ...] = ()  # the states of the `optax.chain` that holds Optax's statistics
+    average: Any = None  # the `optax.EmaState` that follows them there: the momentum
+
+
+def _find(state: Any, argument: str) -> _Found:
     import optax
 
     def is_state(node: Any) -> bool:
@@ -202,7 +176,25 @@ def _find(state: Any, argument: str) -> Any:
             f"`{argument}` must contain exactly one Adafactor state, found {len(states)} in a "
             f"{type(state).__name__}. Convert the states of several groups one by one."
         )
-    return states[0]
+    (owner,) = states
+    if isinstance(owner, AdafactorState):
+        return _Found(owner)
+
+    def is_chain(node: Any) -> bool:
+        return type(node) is tuple and any(child is owner for child in node)
+
+    chains = [node for node in jax.tree.leaves(state, is_leaf=is_chain) if is_chain(node)]
+    if not chains:
+        return _Found(owner)
+    (chain,) = chains
+    place = next(i for i, child in enumerate(chain) if child is owner)
+    averages = [child for child in chain[place:] if isinstance(child, optax.EmaState)]
+    if len(averages) > 1:
+        raise StateConversionError(
+            f"`{argument}`: {len(averages)} `optax.EmaState`s follow the statistics in one chain, "
+            "but at most one can be the momentum. Nest the others in a chain of their own."
+        )
+    return _Found(owner, chain, averages[0] if averages else None)
 
 
 def _param_states(param_states: Any, treedef: Any) -> list[_AdafactorParamState]:

@@ -68,12 +68,7 @@ class FactoringOptions(NamedTuple):
 
 
 def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[int, int] | None:
-    """Returns the second largest and the largest dimension, or `None` if the former is too small.
-
-    Examples:
-      >>> heuristic_dims((24, 16), FactoringOptions(True, 8, False))
-      (1, 0)
-    """
+    """Returns the second largest and the largest dimension, or `None` if that is too small."""
     if not options.factored or len(shape) < 2 or 0 in shape:
         return None
     by_size = np.argsort(shape, kind="stable")
@@ -84,13 +79,7 @@ def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[i
 def parse_rule(
     rule: Any, shape: tuple[int, ...], path: str, options: FactoringOptions
 ) -> Factoring:
-    """Returns the factoring of one parameter, or raises a `FactorRuleError`.
-
-    Examples:
-      >>> scanned = (FactorDim.ROW, FactorDim.BATCH, FactorDim.COLUMN)
-      >>> parse_rule(scanned, (16, 3, 24), 'wi', FactoringOptions(True, 128, False))
-      Factoring(rank=3, averaged=(0, 2), rows=(0,), cols=(2,))
-    """
+    """Returns the factoring of one parameter, or raises a `FactorRuleError`."""
     rank = len(shape)
     everything = tuple(range(rank))
     if rule is None or not options.factored:

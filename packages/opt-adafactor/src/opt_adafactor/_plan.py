@@ -31,13 +31,7 @@ _KEPT_PLANS = 32
 
 
 class Plan(NamedTuple):
-    """The static information about a tree of parameters.
-
-    Attributes:
-      treedef: the tree structure.
-      paths: path of every parameter, in JAX's order.
-      factorings: factoring of every parameter.
-    """
+    """Paths and factorings of a tree of parameters, in JAX's order."""
 
     treedef: Any
     paths: tuple[str, ...]

@@ -9,8 +9,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from opt_core.errors import TreeMismatchError
 
+from opt_adafactor._axes import axes_by_path, check_covers, flatten_axes
 from opt_adafactor._factoring import Factoring
 from opt_adafactor._plan import Plan
 
@@ -67,6 +69,29 @@ def kept_dims(factoring: Factoring, *, has_momentum: bool) -> dict[str, tuple[in
         "v": None if is_factored else everything,
         "m": everything if has_momentum else None,
     }
+
+
+def derive_axes(
+    plan: Plan, params: Any, param_axes: Any, *, has_momentum: bool
+) -> tuple[list[PartitionSpec | None], list[_AdafactorParamState]]:
+    """Returns the logical axes of every parameter and of its state, in the order of the plan."""
+    try:
+        given = plan.treedef.flatten_up_to(param_axes)
+    except (ValueError, TypeError, KeyError):
+        axes = flatten_axes(param_axes)  # different container types, or different parameters
+    else:
+        axes = axes_by_path(zip(plan.paths, given, strict=True))
+    leaves = plan.treedef.flatten_up_to(params)
+    check_covers({p: np.shape(x) for p, x in zip(plan.paths, leaves, strict=True)}, axes)
+    states = []
+    for path, factoring in zip(plan.paths, plan.factorings, strict=True):
+        spec, kept = axes[path], kept_dims(factoring, has_momentum=has_momentum)
+        slots = {
+            name: None if spec is None or dims is None else PartitionSpec(*(spec[d] for d in dims))
+            for name, dims in kept.items()
+        }
+        states.append(_AdafactorParamState(**slots))
+    return [axes[path] for path in plan.paths], states
 
 
 def check_states(

@@ -29,22 +29,10 @@ class _Scalars(NamedTuple):
     """The scalars of one step, shared by all tensors; `None` disables a feature.
 
     Python numbers and weakly typed arrays take the dtype of the array they are multiplied with.
-
-    Attributes:
-      learning_rate: the learning rate.
-      beta2: float32; decay rate of the second moments.
-      complement2: float32; `1 - beta2`.
-      epsilon1: added to squared gradients.
-      epsilon2: minimum parameter scale.
-      max_scale: maximum parameter scale.
-      clipping: maximum root mean square of an update.
-      beta1: decay rate of the momentum.
-      complement1: `1 - beta1`.
-      decay: fraction of the parameters to subtract.
     """
 
     learning_rate: Any
-    beta2: Any
+    beta2: Any  # float32
     complement2: Any
     epsilon1: Any
     epsilon2: Any
@@ -56,16 +44,10 @@ class _Scalars(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """What is static about one tensor: tensors that are alike in it are traced once.
-
-    Attributes:
-      factoring: how it is factored.
-      is_scaled: whether the learning rate is relative to it; `None` where that is traced.
-      decays: whether it decays.
-    """
+    """What is static about one tensor: tensors that are alike in it are traced once."""
 
     factoring: Factoring
-    is_scaled: bool | None
+    is_scaled: bool | None  # by the parameter; `None` where that is traced
     decays: bool
 
 
@@ -80,22 +62,7 @@ def update_tree(
     as_updates: bool = False,
     decays: Sequence[bool] | None = None,
 ) -> tuple[list[jax.Array], list[_AdafactorParamState]]:
-    """Applies one update to every tensor of a plan.
-
-    Args:
-      plan: the static part of the update.
-      hyper_params: the hyper-parameters, including overrides.
-      step: number of updates made before; an integer scalar.
-      params: parameters, in the order of the plan, like all other sequences.
-      grads: gradients.
-      states: statistics; unused slots are returned as they are.
-      as_updates: whether to return what Optax adds to the parameters, in float32 or wider, in the
-        place of new parameters.
-      decays: which parameters weight decay applies to; all by default.
-
-    Returns:
-      The results, and the new statistics.
-    """
+    """Returns new parameters, or what Optax adds to them, and new statistics, in plan order."""
     check_states(plan, params, states, has_momentum=hyper_params.beta1 is not None)
     scalars = _make_scalars(hyper_params, step)
     skips = bool(hyper_params.skip_nan_updates)
@@ -143,12 +110,7 @@ def learning_rate_of(hyper_params: Any, step: Any) -> Any:
 
 
 def decay_rate_pow(step: Any, exponent: Any = 0.8) -> jax.Array:
-    """Returns `1 - (step + 1)**-exponent`, the decay of the second moments; 0 before step 0.
-
-    Examples:
-      >>> [round(float(decay_rate_pow(step)), 4) for step in (-3, 0, 1, 1000)]
-      [0.0, 0.0, 0.4257, 0.996]
-    """
+    """Returns `1 - (step + 1)**-exponent`, the decay of the second moments; 0 before step 0."""
     # Cast before the addition: a step of 2^31 - 1 would overflow in int32.
     number = jnp.maximum(jnp.asarray(step).astype(jnp.float32), 0.0) + 1.0
     return 1.0 - number ** -jnp.asarray(exponent).astype(jnp.float32)
