@@ -313,7 +313,9 @@ def _checked(tx: Any) -> Any:
             "`tx` must be a gradient transformation, with `init` and `update`, found "
             f"{tx!r}. {advice}"
         )
-    return tx if isinstance(tx, Precise) else optax.with_extra_args_support(tx)
+    if isinstance(tx, Precise):
+        return tx
+    return optax.with_extra_args_support(tx)  # type: ignore[attr-defined]
 
 
 def checked_codec(codec: Any) -> Codecs:

@@ -38,7 +38,8 @@ def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tu
     if hasattr(tx, "apply"):
         made: tuple[Any, Any] = tx.apply(params, state, grads, **extra_args)
         return made
-    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
+    with_extra_args = optax.with_extra_args_support  # type: ignore[attr-defined]
+    updates, state = with_extra_args(tx).update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
 
 

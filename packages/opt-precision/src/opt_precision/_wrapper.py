@@ -301,7 +301,7 @@ def put_together(tx: Any, quantized: Quantized | None, weights: Weights | None) 
     """A transformation with one part or both."""
     if quantized is not None:
         quantized = dataclasses.replace(quantized, tx=tx)
-        tx = Precise(quantized.init, quantized.update)  # type: ignore[arg-type]
+        tx = Precise(quantized.init, quantized.update)
     if weights is not None:
         rounded = Rounded(tx, weights)
         tx = Precise(rounded.init, rounded.update)
