@@ -17,6 +17,9 @@ os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+# They need a framework each, which the default environment has not: `hatch run frameworks:tunix`.
+collect_ignore = [] if "OPT_FRAMEWORK" in os.environ else ["frameworks"]
+
 # Minutes each, with few tests: begun last, they would leave a worker of pytest-xdist idle.
 LONGEST = ("test_train_lm.py", "test_kills.py")
 

@@ -1,10 +1,10 @@
-"""MaxText's ZeRO-1 for any optimizer: `shard_optimizer_state` instead of a search for Adam's `mu`.
+"""MaxText's ZeRO-1 for any optimizer: `shard_optimizer_state` instead of a search for `mu`.
 
     python -m pip install opt-checkpoint opt-partition
     python examples/recipes/train_maxtext.py
 
-MaxText's `maybe_update_params_sharding_with_opt` copies the shardings of Adam's first moment, and
-raises for every other optimizer. Here the state is that of Adafactor. First a plan for the shapes
+MaxText's `maybe_update_params_sharding_with_opt` copies the shardings of every `mu` in the state,
+and raises where there is none. Here the state is that of Adafactor. First a plan for the shapes
 of Qwen3-0.6B, then a small decoder with the same names is trained, saved and resumed, on all
 devices and on half of them.
 """
@@ -16,12 +16,11 @@ import os
 import tempfile
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import opt_partition as part
 import optax
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from opt_checkpoint import Checkpointer, TrainingState
 
@@ -56,78 +55,96 @@ class Config:
 
 def named(*names: str) -> Any:
     """Returns an initializer of a parameter with named dimensions."""
-    return nn.with_logical_partitioning(nn.initializers.normal(0.1), names)
+    return nnx.with_partitioning(nnx.initializers.normal(0.1), names)
 
 
-def norm(name: str) -> nn.RMSNorm:
+def norm(size: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """Returns a norm with a named scale."""
-    ones = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
-    return nn.RMSNorm(scale_init=ones, name=name)
+    ones = nnx.with_partitioning(nnx.initializers.ones, ("norm",))
+    return nnx.RMSNorm(size, scale_init=ones, rngs=rngs)
 
 
-class Layer(nn.Module):
+def dense(shape: Any, to: Any, names: tuple[str, ...], rngs: nnx.Rngs) -> nnx.LinearGeneral:
+    """Returns a projection of the last dimensions, with a named kernel."""
+    axis = tuple(range(-len(shape), 0))
+    kernel = named(*names)
+    return nnx.LinearGeneral(shape, to, axis=axis, use_bias=False, kernel_init=kernel, rngs=rngs)
+
+
+class Layer(nnx.Module):
     """Attention and a gated MLP."""
 
-    config: Config
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        """Returns the carry of a scan."""
-        c = self.config
-
-        def project(name: str, heads: int, *names: str) -> nn.DenseGeneral:
-            shape = (heads, c.head_dim)
-            return nn.DenseGeneral(shape, use_bias=False, kernel_init=named(*names), name=name)
-
-        y = norm("pre_self_attention_layer_norm")(x)
-        query = norm("query_norm")(project("query", c.heads, "embed", "q_heads", "kv")(y))
+    def __init__(self, c: Config, rngs: nnx.Rngs) -> None:
         kv = ("embed", "kv_heads", "kv_head_dim")
-        key = norm("key_norm")(project("key", c.kv_heads, *kv)(y))
-        value = project("value", c.kv_heads, *kv)(y)
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        out = named("heads", "kv", "embed")
-        x += nn.DenseGeneral(c.embed, (-2, -1), use_bias=False, kernel_init=out, name="out")(
-            attended
-        )
-        y = norm("post_self_attention_layer_norm")(x)
-        wi, wo = named("embed", "mlp"), named("mlp", "embed")
-        gate = nn.silu(nn.Dense(c.mlp, use_bias=False, kernel_init=wi, name="wi_0")(y))
-        y = gate * nn.Dense(c.mlp, use_bias=False, kernel_init=wi, name="wi_1")(y)
-        return x + nn.Dense(c.embed, use_bias=False, kernel_init=wo, name="wo")(y), None
+        self.pre_self_attention_layer_norm = norm(c.embed, rngs)
+        self.query = dense((c.embed,), (c.heads, c.head_dim), ("embed", "q_heads", "kv"), rngs)
+        self.key = dense((c.embed,), (c.kv_heads, c.head_dim), kv, rngs)
+        self.value = dense((c.embed,), (c.kv_heads, c.head_dim), kv, rngs)
+        self.query_norm, self.key_norm = norm(c.head_dim, rngs), norm(c.head_dim, rngs)
+        self.out = dense((c.heads, c.head_dim), c.embed, ("heads", "kv", "embed"), rngs)
+        self.post_self_attention_layer_norm = norm(c.embed, rngs)
+        self.wi_0 = dense((c.embed,), c.mlp, ("embed", "mlp"), rngs)
+        self.wi_1 = dense((c.embed,), c.mlp, ("embed", "mlp"), rngs)
+        self.wo = dense((c.mlp,), c.embed, ("mlp", "embed"), rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the activations of the next layer."""
+        y = self.pre_self_attention_layer_norm(x)
+        query, key = self.query_norm(self.query(y)), self.key_norm(self.key(y))
+        x += self.out(jax.nn.dot_product_attention(query, key, self.value(y), is_causal=True))
+        y = self.post_self_attention_layer_norm(x)
+        return x + self.wo(nnx.silu(self.wi_0(y)) * self.wi_1(y))
 
 
-class Decoder(nn.Module):
-    """A decoder with scanned layers, stacked along dimension 1 as in MaxText."""
+# MaxText stacks the parameters of its layers along dimension 1.
+STACKED = nnx.StateAxes([(nnx.Param, 1), (..., None)])
 
-    config: Config
 
-    @nn.compact
+class Decoder(nnx.Module):
+    """A decoder with scanned layers."""
+
+    def __init__(self, c: Config, rngs: nnx.Rngs) -> None:
+        table = named("vocab", "embed_vocab")
+        self.token_embedder = nnx.Embed(c.vocab, c.embed, embedding_init=table, rngs=rngs)
+        self.decoder_norm = norm(c.embed, rngs)
+
+        @nnx.split_rngs(splits=c.layers)
+        @nnx.vmap(out_axes=STACKED, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stack(rngs: nnx.Rngs) -> Layer:
+            return Layer(c, rngs)
+
+        self.layers = stack(rngs)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits."""
-        c = self.config
-        table = named("vocab", "embed_vocab")
-        embedder = nn.Embed(c.vocab, c.embed, embedding_init=table, name="token_embedder")
-        scanned = nn.scan(
-            Layer,
-            variable_axes={"params": 1},
-            split_rngs={"params": True},
-            length=c.layers,
-            metadata_params={nn.PARTITION_NAME: "layers"},
+
+        @nnx.scan(
+            in_axes=(STACKED, nnx.Carry),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
         )
-        x, _ = scanned(c, name="layers")(embedder(tokens), None)
-        return embedder.attend(norm("decoder_norm")(x))
+        def through(layer: Layer, x: jax.Array) -> jax.Array:
+            return layer(x)
+
+        x = through(self.layers, self.token_embedder(tokens))
+        return self.token_embedder.attend(self.decoder_norm(x))
 
 
-def abstract_params(config: Config) -> Any:
-    """Returns shapes in Flax boxes, which name their dimensions; nothing is allocated."""
-    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    return jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)
+def create(config: Config) -> Decoder:
+    """Returns the model; layouts say later on which mesh its parameters lie, and how."""
+    with nnx.use_eager_sharding(False):
+        return Decoder(config, nnx.Rngs(0))
+
+
+def abstract_model(config: Config) -> tuple[Any, Any]:
+    """Returns the graph and the shapes, which name their dimensions; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: create(config)), nnx.Param)
 
 
 def show_plan(tx: optax.GradientTransformation) -> None:
     """Prints what ZeRO-1 saves for the large model on 64 devices."""
     mesh = AbstractMesh((16, 4, 1), AXES)
-    layouts = part.shard_optimizer_state(tx, abstract_params(Config()), RULES, mesh, "data")
+    layouts = part.shard_optimizer_state(tx, abstract_model(Config())[1], RULES, mesh, "data")
     compute, params, state = (layout.bytes_per_device / 2**20 for layout in layouts)
     print("Qwen3-0.6B, data=16, fsdp=4; MiB per device:")
     print(f"  parameters {compute:.1f} in the step, {params:.1f} between steps; state {state:.1f}")
@@ -149,17 +166,17 @@ def main() -> None:
     show_plan(tx)
 
     mesh = make_mesh()
-    model = Decoder(Config(vocab=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=8))
+    config = Config(vocab=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=8)
     tokens = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) * 3 % 64
 
     # The state of the step, in the place of `maybe_update_params_sharding_with_opt`.
-    boxed = abstract_params(model.config)
+    graphdef, shapes = abstract_model(config)
 
     def lay_out(mesh: Mesh) -> Any:
-        return part.shard_optimizer_state(tx, boxed, RULES, mesh, zero_axes=("data",))
+        return part.shard_optimizer_state(tx, shapes, RULES, mesh, zero_axes=("data",))
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits: Any = model.apply(params, tokens)
+        logits: Any = nnx.merge(graphdef, params)(tokens)
         targets = tokens[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], targets)
         return losses.mean()
@@ -176,7 +193,7 @@ def main() -> None:
         return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=shardings)
 
     def init_params() -> Any:
-        return nn.unbox(model.init(jax.random.key(0), tokens))
+        return nnx.state(create(config), nnx.Param)
 
     layouts = lay_out(mesh)
     params = jax.jit(init_params, out_shardings=layouts.params.shardings)()
@@ -193,7 +210,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(40, TrainingState(tx, params, opt_state, step=40))
         checkpointer.wait()
-        shapes = jax.eval_shape(init_params)
         target = TrainingState(tx, shapes, jax.eval_shape(tx.init, shapes))
         restored = checkpointer.restore_latest(target)
         params, opt_state, loss = step(restored.params, restored.opt_state, batch)
