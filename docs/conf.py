@@ -78,6 +78,12 @@ def _public_signature(
     return None
 
 
+def _skip_field(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leaves out the fields of a named tuple, which its docstring lists."""
+    del app, what, name, skip, options
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field") else None
+
+
 def _drop_undescribed(app: Any, domain: str, objtype: str, content: Any) -> None:
     """Leaves out what says nothing: parameters of a class that repeat its attributes, `object`."""
     del app, domain
@@ -177,6 +183,7 @@ def setup(app: Any) -> None:
             function.__wrapped__ = len
     app.connect("autodoc-process-docstring", _to_rst, priority=400)  # before Napoleon
     app.connect("autodoc-process-signature", _public_signature)
+    app.connect("autodoc-skip-member", _skip_field)
     app.connect("object-description-transform", _drop_undescribed, priority=900)  # after autodoc
     app.connect("doctree-read", _public_names)
     app.connect("missing-reference", _link)
