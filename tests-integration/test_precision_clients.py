@@ -152,4 +152,4 @@ def test_scales_that_flax_would_cut_are_an_error_of_init() -> None:
             model, op.quantize_state(optax.adamw(1e-2), op.dynamic8(block=64)), wrt=nnx.Param
         )
         for _ in range(2):
-            optimizer.update(model, nnx.state(model, nnx.Param))
+            nnx.jit(lambda m, o: o.update(m, nnx.state(m, nnx.Param)))(model, optimizer)

@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import flashoptim_jax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_precision as op
 import optax
-from flashoptim_jax import compression, quantization
 
 SHAPE = (16, 256)
 LOUD, QUIET = 2_000, 6_000
@@ -41,6 +39,8 @@ def second_moment(b2: float, stored: str) -> float:
         return tx.update({"w": gradient(i)}, state)[1], None
 
     def flash(v: Any, i: Any) -> Any:
+        from flashoptim_jax import quantization
+
         v = b2 * v + (1 - b2) * gradient(i) ** 2
         return quantization.dequantize_variance(quantization.quantize_variance(v)), None
 
@@ -59,6 +59,8 @@ def steps_of(name: str, sizes: Any, rate: float = 1e-3, number: int = 200) -> li
     params: Any = {"w": jnp.zeros(sizes.shape)}
     apply: Callable[..., Any]
     if name == "FlashOptim":
+        import flashoptim_jax
+
         flash = flashoptim_jax.flash_adamw(
             learning_rate=rate, b2=0.95, weight_decay=0.0, fused=False, master_weight_bits=None
         )
@@ -82,6 +84,8 @@ def moved(name: str, rate: float) -> float:
     g = {"w": jnp.ones(SHAPE)}
     apply: Callable[..., Any]
     if name == "FlashOptim":
+        import flashoptim_jax
+
         flash = flashoptim_jax.flash_sgd(learning_rate=rate, fused=False, master_weight_bits=24)
         state, apply = flash.init(params), flash.step
     else:
@@ -95,6 +99,8 @@ def moved(name: str, rate: float) -> float:
     number = round(0.05 / rate)
     params, state = jax.jit(lambda: jax.lax.scan(step, (params, state), length=number)[0])()
     if name == "FlashOptim":
+        from flashoptim_jax import compression
+
         master = compression.reconstruct_weights(params, state.ecc)
     else:
         master = op.master_of(state, params)
