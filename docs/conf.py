@@ -165,14 +165,12 @@ def _list_constructors(app: Any, page: str, source: list[str]) -> None:
 
 def _site_links(app: Any, path: Any, page: str, source: list[str]) -> None:
     """Makes links of a README, which are for readers of the repository, links of the site."""
-    del app
+    del app, page
     if path.name == "README.md":
-        up = "../" * page.count("/")
-        text = re.sub(
-            r"\]\((?:packages|\.\.)/(opt-[\w-]+)\)", rf"]({up}reference/\1.md)", source[0]
-        )
+        text = re.sub(r"\]\(packages/(opt-[\w-]+)\)", r"](/reference/\1.md)", source[0])
+        text = re.sub(r"`docs/([\w/-]+\.md)`", r"[](/\1)", text)  # by its title
         text = re.sub(r'^<img src="docs/_static/mark.*\n', "", text)  # the site has it already
-        source[0] = text.replace("](../../docs/", f"]({up}").replace('src="docs/', f'src="{up}')
+        source[0] = text.replace('src="docs/', 'src="')
 
 
 def setup(app: Any) -> None:
