@@ -114,3 +114,35 @@ def test_keys_reach_the_loss_function_by_name(loss_fn: Callable[..., Any]) -> No
     sums = [2 * d * (batch[i] + batch[i + 3]) for i, d in enumerate(draws)]
     loss, _ = vg(jnp.float32(2), batch, train=True, rng=key)
     np.testing.assert_allclose(loss, sum(sums) / 6, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_python_scalars_of_a_batch_stay_so_outside_of_jit(reduce: Any) -> None:
+    seen = []
+
+    def loss_fn(w: Any, batch: Any) -> Sums:
+        seen.append(batch["train"])
+        losses = w * batch["x"] if batch["train"] else w
+        return losses.sum() * batch["power"], jnp.int32(batch["x"].shape[0])
+
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce=reduce, mesh=make_mesh())
+    loss, grad = vg(jnp.bfloat16(2), {"x": jnp.ones(4, jnp.bfloat16), "train": True, "power": 3})
+    assert seen
+    assert all(value is True for value in seen)
+    assert (float(loss), float(grad), grad.dtype) == (6.0, 3.0, jnp.float32)
+
+
+@pytest.mark.slow
+def test_gradients_do_not_flow_to_scalars_but_outputs_may_hold_them() -> None:
+    def loss_fn(w: Any, batch: Any, *, temperature: Any) -> tuple[Sums, Tree]:
+        loss = (w * batch["x"]).sum() * batch["scale"] / temperature
+        return (loss, jnp.int32(batch["x"].shape[0])), {"t": temperature, "s": batch["scale"]}
+
+    vg = accumulate_gradients(
+        loss_fn, num_microbatches=3, has_aux=True, aux={"t": "stack", "s": "mean"}
+    )
+    batch = {"x": jnp.arange(6.0), "scale": jnp.float32(4)}
+    (loss, aux), grad = jax.jit(vg)(jnp.float32(1), batch, temperature=2.0)
+    assert (float(loss), float(grad)) == (5.0, 5.0)
+    assert (aux["t"].tolist(), float(aux["s"])) == ([2.0] * 3, 4.0)

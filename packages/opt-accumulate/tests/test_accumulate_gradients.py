@@ -444,3 +444,50 @@ def test_memory_is_one_microbatch_of_activations_and_one_accumulator() -> None:
     # Beside one microbatch: its rows, and its gradients next to the accumulator that is an output.
     assert ours <= small + x.nbytes // 16 + 2 * size
     assert ours < full / 6
+
+
+@pytest.mark.slow
+def test_padding_is_empty_and_not_skipped() -> None:
+    """Its mean is NaN; a weight that is not finite, or a mean of something, is still judged."""
+    mask = np.ones((ROWS, 2))
+    mask[1::4] = 0
+    params, batch = make_params(), make_batch(mask)
+    batch["x"] = batch["x"].at[2, 1].set(jnp.nan)
+    vg = accumulate_gradients(
+        mean_over_tokens,
+        num_microbatches=4,
+        weights=masked_tokens,
+        skip_fn="non_finite",
+        with_metrics=True,
+    )
+    (loss, metrics), grads = vg(params, batch)
+    assert metrics.skipped.tolist() == [False, False, True, False]
+    assert metrics.weights.tolist() == [6, 0, 0, 6]
+    assert (int(metrics.num_skipped), int(metrics.num_empty)) == (1, 1)
+    rows = np.arange(ROWS) % 4
+    kept = jax.tree.map(lambda leaf: leaf[(rows == 0) | (rows == 3)], batch)
+    chex.assert_trees_all_close((loss, grads), whole_batch(params, kept), rtol=4e-7)
+
+
+@pytest.mark.slow
+def test_parameters_with_none_as_jax_has_them() -> None:
+    params: Tree = {**make_params(), "bias": None, "inner": [None, jnp.float32(3)]}
+    batch = make_batch()
+
+    def scaled(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        total, weight = loss_sum(params, batch)
+        return total * params["inner"][1], weight
+
+    def quotient(params: Tree) -> jax.Array:
+        total, weight = scaled(params, batch)
+        return total / weight.astype(jnp.float32)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    out = {"w": whole, "b": None, "bias": None, "inner": whole}
+    vg = accumulate_gradients(
+        scaled, num_microbatches=3, reduce="deferred", mesh=mesh, out_shardings=out
+    )
+    result = jax.jit(vg)(params, batch)
+    chex.assert_trees_all_close(result, jax.value_and_grad(quotient)(params), rtol=1e-6)
+    assert result[1]["bias"] is None

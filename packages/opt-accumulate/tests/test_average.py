@@ -226,3 +226,14 @@ def test_what_it_reads_and_writes() -> None:
 
     added = bytes_of(tx.apply, tx.init(params)) - bytes_of(bare, ADAM.init(params))
     assert 8 * size <= added <= 12 * size + 256
+
+
+def test_integers_are_not_averaged() -> None:
+    tx = with_average(optax.identity(), 0.9)
+    params = {"w": jnp.ones(2), "steps": jnp.int32(3)}
+    state = tx.init(params)
+    assert isinstance(state.average["steps"], optax.MaskedNode)
+    updates = {"w": jnp.ones(2), "steps": jnp.int32(1)}
+    params, state = tx.apply(params, state, updates)
+    assert params["steps"] == 4
+    np.testing.assert_allclose(state.average["w"], 1.1, rtol=1e-6)

@@ -79,3 +79,20 @@ def test_a_numpy_array_that_changes_later_does_not_change_what_is_held() -> None
     good.take(0, array)
     array += 1
     assert good.restore()[1].tolist() == [0, 0]
+
+
+def test_anything_can_be_held() -> None:
+    good = rollback()
+    tree: dict[str, Any] = {
+        "key": jax.random.key(3),
+        "number": 3,
+        "array": np.arange(3),
+        "none": None,
+    }
+    assert good.take(7, tree)  # without a guard every state is good
+    number, found = good.restore()
+    assert (number, found["number"], found["none"]) == (7, 3, None)
+    np.testing.assert_array_equal(found["array"], tree["array"])
+    np.testing.assert_array_equal(
+        jax.random.key_data(found["key"]), jax.random.key_data(tree["key"])
+    )
