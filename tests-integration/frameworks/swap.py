@@ -41,8 +41,7 @@ def twins() -> None:
         return constructor
 
     names = set(opt.optimizer_names()) & set(vars(optax))
-    for name, constructor in {n: transformation(n, getattr(opt, n)) for n in names}.items():
-        setattr(optax, name, constructor)
+    vars(optax).update({name: transformation(name, getattr(opt, name)) for name in names})
 
 
 @pytest.hookimpl(tryfirst=True)  # before their conftest.py

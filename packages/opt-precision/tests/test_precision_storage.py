@@ -64,6 +64,17 @@ def test_codes_on_a_mesh_with_explicit_axes(codec: Any) -> None:
     np.testing.assert_array_equal(again, storage.decode(*storage.encode(values)))
 
 
+def test_codes_without_their_format_are_refused() -> None:
+    tx = op.quantize_state(optax.adam(0.1), op.dynamic8())
+    state: Any = tx.init({"w": jnp.ones((16, 256))})
+    node = state.inner[0].mu["w"]
+    apart = {"mu": {"w": {"codes": node.codes, "scale": node.scale}}}  # as in Flax's optimizer
+    with pytest.raises(op.errors.StateError, match=r"mu/w has codes without .* `opt_nnx"):
+        op.decode(apart)
+    params = {"codes": jnp.ones(3)}
+    assert op.decode(params) == params
+
+
 def test_codes_of_another_release_are_refused() -> None:
     data = {"package": "opt_precision", "of": "params", "name": "remainder", "version": 2}
     with pytest.raises(op.errors.StateError, match="found version 2, this release knows 1"):

@@ -156,7 +156,7 @@ def _float32(slot: Any) -> jax.Array:
     return jnp.array(slot, jnp.float32)
 
 
-class _Found(NamedTuple):
+class _Statistics(NamedTuple):
     """The Adafactor state inside an Optax state; of Optax's statistics with their neighbours."""
 
     owner: Any
@@ -164,7 +164,7 @@ class _Found(NamedTuple):
     average: Any = None  # the `optax.EmaState` that follows them there: the momentum
 
 
-def _find(state: Any, argument: str) -> _Found:
+def _find(state: Any, argument: str) -> _Statistics:
     import optax
 
     def is_state(node: Any) -> bool:
@@ -178,14 +178,14 @@ def _find(state: Any, argument: str) -> _Found:
         )
     (owner,) = states
     if isinstance(owner, AdafactorState):
-        return _Found(owner)
+        return _Statistics(owner)
 
     def is_chain(node: Any) -> bool:
         return type(node) is tuple and any(child is owner for child in node)
 
     chains = [node for node in jax.tree.leaves(state, is_leaf=is_chain) if is_chain(node)]
     if not chains:
-        return _Found(owner)
+        return _Statistics(owner)
     (chain,) = chains
     place = next(i for i, child in enumerate(chain) if child is owner)
     averages = [child for child in chain[place:] if isinstance(child, optax.EmaState)]
@@ -194,7 +194,7 @@ def _find(state: Any, argument: str) -> _Found:
             f"`{argument}`: {len(averages)} `optax.EmaState`s follow the statistics in one chain, "
             "but at most one can be the momentum. Nest the others in a chain of their own."
         )
-    return _Found(owner, chain, averages[0] if averages else None)
+    return _Statistics(owner, chain, averages[0] if averages else None)
 
 
 def _param_states(param_states: Any, treedef: Any) -> list[_AdafactorParamState]:

@@ -30,9 +30,9 @@ from opt_core.extend import (
     Source,
     Stack,
     Unstack,
-    leaf_name,
-    leaf_path,
 )
+from opt_core.extend import path_str as leaf_name
+from opt_core.extend import split_path as leaf_path
 
 from opt_checkpoint import errors
 from opt_checkpoint._adafactor_rules import (

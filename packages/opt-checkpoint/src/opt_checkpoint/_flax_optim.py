@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 from opt_core import Optimizer, describe_state, to_state_dict
-from opt_core.extend import Names, flatten_with_paths, leaf_name, named_leaves
+from opt_core.extend import Names, flatten_with_paths, named_leaves, path_str
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
 from opt_checkpoint.errors import EquivalenceError, LoadError
@@ -32,14 +32,15 @@ class Equal:
       slots: for each `transformation/field` of Optax, as `opt_core.describe_state` calls them, the
         corresponding field of `flax.optim`'s state of a parameter.
       sign: what the values are multiplied by.
-      lacks: a hyper-parameter that Optax's equal lacks, its default, and why it keeps that.
+      lacks: a hyper-parameter that Optax's equal lacks, whether a value of it makes no difference,
+        and why others do.
     """
 
     name: str
     constructor: Callable[..., optax.GradientTransformation]
     slots: Mapping[str, str]
     sign: int = 1
-    lacks: tuple[str, float, str] | None = None
+    lacks: tuple[str, Callable[[Any], bool], str] | None = None
 
     @property
     def fields(self) -> frozenset[str]:
@@ -125,7 +126,7 @@ _EQUALS = (
         sign=-1,  # Optax applies the rate, which is negative, before it averages.
         lacks=(
             "weight_decay",
-            0.0,
+            lambda decay: decay == 0,
             (
                 "its trust ratio is |p| / (|g| + decay |p|), that of `optax.lars` is "
                 "|p| / |g + decay p|. Steps differ by up to a half. Restore without "
@@ -140,7 +141,7 @@ _EQUALS = (
         {"rss/sum_of_squares": "G"},
         lacks=(
             "eps",
-            1e-8,
+            lambda eps: eps <= 1e-8,
             (
                 "it divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to 1e-8 steps "
                 "differ by `eps` in the size of the gradients, which is nothing in float32"
@@ -175,7 +176,7 @@ _EQUALS = (
         | {"ema/ema": "m"},
         lacks=(
             "epsilon2",
-            1e-3,
+            lambda epsilon: epsilon == 1e-3,
             (
                 "`optax.adafactor` has fixed it at 0.001. `opt_adafactor.Adafactor` takes it, "
                 "and its checkpoints"
@@ -233,9 +234,8 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
         )
     equal = EQUALS[name]
     if equal.lacks is not None:
-        param, default, why = equal.lacks
-        value = hyper_params.pop(param, default)
-        if value > default or (value < default and name != "Adagrad"):
+        param, is_nothing, why = equal.lacks
+        if param in hyper_params and not is_nothing(value := hyper_params.pop(param)):
             raise EquivalenceError(
                 f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: {why}."
             )
@@ -312,7 +312,7 @@ def _entry_problems(equal: Equal, entries: Mapping[Names, Any]) -> Iterator[str]
     """Yields the entries that the optimizer cannot have written."""
     accepted = {equal.fields} | ({_NOT_CENTERED} if equal.name == "RMSProp" else set())
     for names, entry in entries.items():
-        path = leaf_name(names)
+        path = path_str(names)
         if not isinstance(entry, Mapping):
             yield f"{path}: has no state: frozen when it was saved, and trained here"
         elif frozenset(entry) == _WEIGHT_NORM:
@@ -338,14 +338,14 @@ def _placed(
             if isinstance(value, np.ndarray | np.generic | jax.Array):
                 values.append(value if equal.sign > 0 else np.negative(value))
             else:
-                yield f"{leaf_name(leaf.parameter)}: has no array `{field}`, which is needed here"
+                yield f"{path_str(leaf.parameter)}: has no array `{field}`, which is needed here"
         elif leaf.field == ("count",) and leaf.role in ("count", "schedule_count"):
             values.append(step)
         else:
-            yield f"{leaf_name(leaf.path)}: the file has nothing for this"
+            yield f"{path_str(leaf.path)}: the file has nothing for this"
     for (names, field), value in left.items():
         if value is not None and not _is_placeholder(value):
-            yield f"{leaf_name((*names, field))}: has no place in this optimizer's state"
+            yield f"{path_str((*names, field))}: has no place in this optimizer's state"
 
 
 def _is_placeholder(value: Any) -> bool:

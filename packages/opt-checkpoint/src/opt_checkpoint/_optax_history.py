@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from opt_core import to_state_dict
-from opt_core.extend import children, leaf_name
+from opt_core.extend import children, path_str
 
 from opt_checkpoint.errors import VersionError
 
@@ -38,7 +38,7 @@ def migrate(state: Any, saved: Any, path: tuple[str, ...] = ()) -> Any:
     name = type(state).__name__
     if name == "DoGState" and "first_step" in saved and np.any(saved["first_step"]):
         raise VersionError(
-            f"`{leaf_name(path)}`: this state of `dog` was saved before its first step by an Optax "
+            f"`{path_str(path)}`: this state of `dog` was saved before its first step by an Optax "
             "until 0.2.5: create a new optimizer with the parameters of the checkpoint."
         )
     if name in _CHANGED:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
-from opt_core.extend import Names, leaf_name
+from opt_core.extend import Names, path_str
 
 from opt_checkpoint.errors import LoadError
 
@@ -179,7 +179,7 @@ def _checked(value: Any, path: Names) -> Any:
     elif isinstance(value, msgpack.Timestamp):
         value = _Unreadable("Flax does not write timestamps")
     if isinstance(value, _Unreadable):
-        raise LoadError(f"`{leaf_name(path)}`: {value.problem}.")
+        raise LoadError(f"`{path_str(path)}`: {value.problem}.")
     return value
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, describe_state
-from opt_core.extend import Names, flatten_with_paths, leaf_name
+from opt_core.extend import Names, flatten_with_paths, path_str
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._flax_optim import (
@@ -139,7 +139,7 @@ def _groups(
         path for path, entry in entries_of(optimizer, states).items() if entry not in (None, {})
     }
     if frozen := sorted(saved - trained):
-        names = ", ".join(map(leaf_name, frozen))
+        names = ", ".join(map(path_str, frozen))
         raise LoadError(
             f"the file has states of parameters that are frozen here: {names}. Restore into groups "
             "that train them, then freeze them: `opt_core.freeze`."
@@ -188,7 +188,7 @@ def _check_windows(optimizer: Optimizer) -> None:
         length = lengths.get((leaf.group, leaf.transformation, leaf.number))
         if leaf.field == ("mini_step",) and isinstance(length, int) and int(value) >= length:
             raise LoadError(
-                f"`{leaf_name(('state', 'param_states', *leaf.path))}`: {value} mini-steps were "
+                f"`{path_str(('state', 'param_states', *leaf.path))}`: {value} mini-steps were "
                 f"saved in a window; the target's window is {length}. Restore with the length that "
                 "wrote it, or save at the end of a window."
             )
@@ -236,7 +236,7 @@ def _plain(value: Any, path: Names) -> Any:
     """Named tuples, as Flax 0.3.3 and 0.3.4 wrote them, as dicts by field."""
     if is_elsewhere(value):
         raise LoadError(
-            f"`{leaf_name(path)}`: the array is not in this file but in a folder next to it, where "
+            f"`{path_str(path)}`: the array is not in this file but in a folder next to it, where "
             "T5X stores what is partitioned: open the folder of both by `open_foreign`."
         )
     if not isinstance(value, Mapping):
@@ -244,7 +244,7 @@ def _plain(value: Any, path: Names) -> Any:
     if set(value) == _NAMED_TUPLE and isinstance(value["name"], str):
         fields, values = sequence_of(value["fields"]), sequence_of(value["values"])
         if fields is None or values is None or len(fields) != len(values):
-            raise LoadError(f"`{leaf_name(path)}`: expected a named tuple as Flax 0.3.3 wrote it.")
+            raise LoadError(f"`{path_str(path)}`: expected a named tuple as Flax 0.3.3 wrote it.")
         value = dict(zip(map(str, fields), values, strict=True))
     return {key: _plain(child, (*path, key)) for key, child in value.items()}
 

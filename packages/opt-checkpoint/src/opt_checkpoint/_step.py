@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from opt_core.errors import OptimizerError
-from opt_core.extend import LeafInfo, Schema, abstract, leaf_name, named_leaves, shown
+from opt_core.extend import LeafInfo, Schema, abstract, named_leaves, path_str, shown
 
 from opt_checkpoint import _orbax
 from opt_checkpoint._digest import bound, digests
@@ -157,12 +157,12 @@ class SavedStep:
             if infos and self.manifest.extras is None:
                 raise MissingError(f"`{self.path}`: the structure was not saved: give `like`")
             read = self.read({info.name: abstract(info) for info in infos.values()})
-            return rebuilt(self.manifest.extras, lambda path: read[leaf_name(path)])
+            return rebuilt(self.manifest.extras, lambda path: read[path_str(path)])
         flat = [((EXTRA, *path), leaf) for path, leaf in named_leaves(like)]
-        if gone := [leaf_name(path) for path, _ in flat if path not in infos]:
+        if gone := [path_str(path) for path, _ in flat if path not in infos]:
             raise MissingError(f"`{self.path}`: no `{gone[0]}` was saved")
-        read = self.read({leaf_name(path): _like(infos[path], leaf) for path, leaf in flat})
-        leaves = [read[leaf_name(path)] for path, _ in flat]
+        read = self.read({path_str(path): _like(infos[path], leaf) for path, leaf in flat})
+        leaves = [read[path_str(path)] for path, _ in flat]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def validate(self, *, level: Level = "digests") -> StepReport:

@@ -31,13 +31,13 @@ from opt_core.extend import (
     Source,
     View,
     leaf_info,
-    leaf_path,
     local,
     make_plan,
     named_leaves,
     named_view,
     path_str,
     shown,
+    split_path,
     strip_weak_type,
     update_counts,
 )
@@ -212,7 +212,7 @@ def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:
 def _without_schema(target: Any, named: Mapping[str, Any]) -> NamedState:
     """Leaves without a schema: each is what the target has under its name."""
     infos_by_name = named_state(target).schema.by_name
-    paths = {name: x.path if (x := infos_by_name.get(name)) else leaf_path(name) for name in named}
+    paths = {name: x.path if (x := infos_by_name.get(name)) else split_path(name) for name in named}
     infos = [
         leaf_info(leaf, paths[name], "params" if paths[name][0] == "params" else "state")
         for name, leaf in named.items()

@@ -23,7 +23,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,6 @@ from opt_core._json import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str
 from opt_core.errors import DescriptionError, TreeMismatchError
-
-if TYPE_CHECKING:
-    from opt_core._optimizer import Optimizer
-
 
 # Descriptions.
 

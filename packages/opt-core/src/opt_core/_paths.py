@@ -60,16 +60,27 @@ def path_names(key_path: KeyPath) -> tuple[str, ...]:
 
 
 def path_str(names: Sequence[str]) -> str:
-    """Returns names joined by `/`; the root is `.`."""
-    # Within a name `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
-    # a tree share a path.
+    """Returns the names along a path joined by `/`; the root is `.`.
+
+    Within a name `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of a
+    tree share a path.
+
+    Examples:
+      >>> path_str(('mlp', 'a/b', '0'))
+      'mlp/a~1b/0'
+    """
     if not names:
         return "."
     return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Returns the names of a path; the inverse of `path_str`."""
+    """Returns the names of a path that were joined by `/`.
+
+    Examples:
+      >>> split_path('mlp/a~1b/0')
+      ('mlp', 'a/b', '0')
+    """
     if path == ".":
         return ()
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))

@@ -45,8 +45,6 @@ from opt_core._paths import (
     path_str,
     split_path,
 )
-from opt_core._paths import path_str as leaf_name
-from opt_core._paths import split_path as leaf_path
 from opt_core._plan.leaves import (
     LeafInfo,
     NamedState,
@@ -117,8 +115,6 @@ __all__ = [
     "leaf_bytes",
     "leaf_groups",
     "leaf_info",
-    "leaf_name",
-    "leaf_path",
     "leaves_of",
     "listed",
     "local",

@@ -125,7 +125,7 @@ class Placement:
             "`flax.nnx.Optimizer` lets XLA move them after the first step; here they stay. "
             f'`opt_nnx.Optimizer(..., zero="{axis}")` shards the state; `zero=()` keeps it whole '
             "without this warning.",
-            stacklevel=2,
+            stacklevel=6,  # of the caller, above Flax's metaclass
         )
 
     def _put(self, tree: Any, specs: Sequence[PartitionSpec | None]) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
-import operator
 import os
+import pkgutil
 import sys
 import tomllib
 import warnings
@@ -74,18 +73,23 @@ def _parser() -> argparse.ArgumentParser:
     program_version = f"%(prog)s {version('opt-partition')}"
     parser.add_argument("--version", action="version", version=program_version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="explain|plan")
+
+    def command(name: str, text: str, strict: str) -> tuple[argparse.ArgumentParser, Any]:
+        made = commands.add_parser(name, help=text, description=text, **style)
+        made.add_argument("target", metavar="MODULE:FUNCTION", help="function that returns the job")
+        made.add_argument("--strict", action="store_true", help=f"fail if {strict}")
+        everything = "show everything instead of what fits a screen"
+        made.add_argument("--all", action="store_true", help=everything)
+        output = made.add_mutually_exclusive_group()
+        output.add_argument("--json", action="store_true", help="print JSON")
+        return made, output
+
     axes = "Show which parameter dimension each dimension of the state follows, and why."
     memory = "Show the bytes per device of parameters, gradients, accumulators and optimizer state."
-    strict = "fail if axes could not be determined, or ZeRO leaves state replicated"
-    for name, text in (("explain", axes), ("plan", memory)):
-        command = commands.add_parser(name, help=text, description=text, **style)
-        add = command.add_argument
-        add("target", metavar="MODULE:FUNCTION", help="function that returns the job")
-        add("--strict", action="store_true", help=strict)
-        add("--all", action="store_true", help="show everything instead of what fits a screen")
-        output = command.add_mutually_exclusive_group()
-        output.add_argument("--json", action="store_true", help="print JSON")
-    # Those of `plan`, which is the last.
+    undecided = "axes could not be determined"
+    command("explain", axes, undecided)
+    plan, output = command("plan", memory, f"{undecided}, or ZeRO leaves state replicated")
+    add = plan.add_argument
     mesh = "the mesh, e.g. data=8,model=4"
     rules = "JSON or TOML file with pairs of a logical name and a mesh axis"
     zero = "mesh axes to shard the state over (ZeRO), e.g. data"
@@ -160,7 +164,7 @@ def _load_job(target: str) -> tuple[Any, Any, Any]:
         sys.path.insert(0, os.getcwd())
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            function = operator.attrgetter(name)(importlib.import_module(module_name))
+            function = pkgutil.resolve_name(target)
         except ModuleNotFoundError as error:
             if error.name != module_name:
                 raise

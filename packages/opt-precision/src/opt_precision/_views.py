@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_precision._formats import is_encoded
+from opt_precision._formats import is_encoded, is_taken_apart
+from opt_precision._mirrors import path_str
 from opt_precision._states import WEIGHT_STATES, is_masked, wide_param
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
@@ -68,6 +69,9 @@ def decode(state: Any) -> Any:
     Args:
       state: a state of this package, or one that holds such states.
 
+    Raises:
+      StateError: an encoded leaf is two arrays, as in `flax.nnx.Optimizer` after its first update.
+
     Examples:
       >>> import opt_precision, optax
       >>> tx = opt_precision.quantize_state(optax.adam(0.1), opt_precision.dynamic8())
@@ -75,13 +79,26 @@ def decode(state: Any) -> Any:
       >>> type(state.inner[0].mu['w']).__name__, decode(state).inner[0].mu['w'].dtype.name
       ('Encoded', 'float32')
     """
-    return jax.tree.map(
-        lambda leaf: (
-            leaf.leaf_storage().decode(*jax.tree.leaves(leaf)) if is_encoded(leaf) else leaf
-        ),
-        state,
-        is_leaf=is_encoded,
+
+    def decoded(path: Any, leaf: Any) -> Any:
+        if is_encoded(leaf):
+            return leaf.leaf_storage().decode(*jax.tree.leaves(leaf))
+        if _is_codes_alone(leaf):
+            raise StateError(
+                f"{path_str(path)} has codes without their format: `flax.nnx.Optimizer` took the "
+                "leaf apart. Train with `opt_nnx.Optimizer`, which keeps it whole."
+            )
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(
+        decoded, state, is_leaf=lambda node: is_encoded(node) or _is_codes_alone(node)
     )
+
+
+def _is_codes_alone(node: Any) -> bool:
+    """Whether a node has the arrays of an encoded leaf; a parameter may be called `codes`, too."""
+    dtype = getattr(node["codes"], "dtype", None) if is_taken_apart(node) else None
+    return dtype is not None and dtype.itemsize == 1
 
 
 def master_of(state: Any, params: Any) -> Any:

@@ -197,9 +197,9 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
 def _of_definition(tx: Any) -> Any:
     """What a definition wraps, if `tx` is one or has its `init`."""
     definition = getattr(tx.init, "__self__", None)
-    if not isinstance(definition, OptimizerDef):
+    inner: Any = getattr(definition, "optax_optimizer", None)
+    if not isinstance(definition, OptimizerDef) or inner is None:
         return tx
-    inner: Any = vars(definition)["optax_optimizer"]
     is_whole = getattr(tx.update, "__self__", None) is definition
     return inner if is_whole else _Half(inner.init, tx.update)
 
