@@ -169,6 +169,7 @@ def test_parameters_that_lie_whole_are_named_once() -> None:
             opt_nnx.Optimizer(Model(), optax.sgd(1e-2))
     opt_nnx.Optimizer(Model(names=False), optax.sgd(1e-2), mesh=MESHES["auto"]())
     (warning,) = caught
+    assert warning.filename == __file__  # not a line of Flax or of ours
     text = str(warning.message)
     assert "`wi/kernel`, 2048 bytes, and 3 more" in text
     assert "state of 8580 bytes" in text
