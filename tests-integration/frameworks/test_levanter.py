@@ -87,7 +87,9 @@ def test_the_losses_are_those_of_adamw(theirs: tuple[list[float], int], make: An
     np.testing.assert_allclose(losses, theirs[0], rtol=1e-5)
 
 
-@pytest.mark.xfail(reason="Haliax shards the scales by the parameter's axis names")
+@pytest.mark.xfail(
+    reason="Haliax shards the scales by the parameter's axis names", raises=ValueError
+)
 def test_eight_bits(theirs: tuple[list[float], int]) -> None:
     losses, size = train(opt_precision.quantize_state(ADAMW(), opt_precision.dynamic8()))
     print("eight bits", losses, size)

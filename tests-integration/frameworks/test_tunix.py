@@ -168,7 +168,9 @@ def wrapped(name: str) -> Any:
         "average",
         pytest.param(
             "eight_bits",
-            marks=pytest.mark.xfail(reason="Tunix maps one spec to a leaf of two arrays"),
+            marks=pytest.mark.xfail(
+                reason="Tunix maps one spec to a leaf of two arrays", raises=ValueError
+            ),
         ),
     ],
 )
