@@ -449,7 +449,6 @@ BAD = {
     "other text": (["--resume=other_text"], "is not, or no longer, the text"),
     "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 kept"),
     "damaged checkpoints": (["--resume=damaged"], "every checkpoint of damaged is damaged"),
-    "old checkpoint": (["--resume=old"], "old/checkpoint.msgpack is of an older version"),
     "no such process": (["--processes=2", "--process-id=2"], "--process-id must be from 0 to 1"),
     "no coordinator": (
         ["--processes=2", "--process-id=0", "--coordinator=nonsense", "--out=a"],
@@ -481,8 +480,6 @@ def bad_world(text: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory)
     (world / "other_checkpoint" / "config.json").write_text(json.dumps({**config, "layers": 2}))
     for step in (world / "damaged" / "checkpoints").glob("[0-9]*"):
         damage(step)
-    shutil.copytree(whole, world / "old", ignore=shutil.ignore_patterns("checkpoints"))
-    (world / "old" / "checkpoint.msgpack").write_bytes(b"\x80")
     return world
 
 
@@ -851,7 +848,6 @@ def test_flags_of_a_continuation_are_repeated() -> None:
     given = {"learning_rate": 1e-3, "mesh": "data=8,model=1", "zero": False, "sample_bytes": 9}
     found = config.repeated_flags(given, saved)
     assert found == ["--learning-rate=0.001", "--mesh=data=8,model=1", "--no-zero"]
-    assert config.repeated_flags({"zero": True, "microbatches": 1}, {}) == ["--zero"]
 
 
 def test_every_held_out_byte_is_predicted_once() -> None:

@@ -182,17 +182,6 @@ MAY_CHANGE = (
     *("learning_rate", "mesh", "zero", "microbatches", "skip_nonfinite", "guard"),
     *("checkpoint_every", "prompt", "sample_bytes"),
 )
-# Defaults for runs saved before these flags existed.
-ADDED: Mapping[str, Any] = {
-    "optimizer": "adamw",
-    "zero": False,
-    "microbatches": 1,
-    "skip_nonfinite": False,
-    "average": 0.0,
-    "guard": False,
-    "weights": "float32",
-    "state": "float32",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +300,6 @@ def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Pat
     Raises:
       UsageError: a flag contradicts the run, or the file is not that of a run.
     """
-    saved = {**ADDED, **saved}
     types = {f.name: type(f.default) for f in dataclasses.fields(Config)} | {"data": list}
     if not all(isinstance(saved.get(name), kind) for name, kind in types.items()):
         raise UsageError(f"{run}/config.json is not the configuration of a run of this program")
@@ -336,7 +324,7 @@ def repeated_flags(given: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
     """
     flags = []
     for name, value in given.items():
-        if name != "learning_rate" and {**ADDED, **saved}.get(name) == value:
+        if name != "learning_rate" and saved.get(name) == value:
             continue
         if isinstance(value, bool):
             flags.append(_dashed(name if value else f"no_{name}"))

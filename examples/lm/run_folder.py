@@ -91,11 +91,6 @@ class RunFolder:
         Raises:
           UsageError: there are checkpoints, and none of them is.
         """
-        if (self.path / "checkpoint.msgpack").exists():
-            raise UsageError(
-                f"{self.path}/checkpoint.msgpack is of an older version of this program, which can "
-                "go on with it"
-            )
         checkpoints = Checkpointer(self.checkpoints, read_only=True)
         try:
             saved = checkpoints.latest_valid()
