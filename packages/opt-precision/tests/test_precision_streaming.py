@@ -1,5 +1,6 @@
 """Updates piece by piece: what they hold, what is compiled, and that the pieces change nothing."""
 
+import re
 from typing import Any
 
 import jax
@@ -109,6 +110,17 @@ def test_temporaries_are_at_most_what_is_said(codec: op.Codec, name: str) -> Non
         step = jax.jit(tx.apply, donate_argnums=(0, 1))
         made: Any = step.lower(like, jax.eval_shape(tx.init, like), grads).compile()
         assert made.memory_analysis().temp_size_in_bytes <= tx.temporary_bytes(like)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_no_block_costs_a_conversion_of_the_array(codec: op.Codec) -> None:
+    like = [jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)]
+    grads = [jax.ShapeDtypeStruct((1024, 512), jnp.float32)]
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), codec, chunk_bytes=1 << 14))
+    step = jax.jit(tx.apply, donate_argnums=(0, 1))
+    text = step.lower(like, jax.eval_shape(tx.init, like), grads).compile().as_text() or ""
+    assert "while" in text
+    assert not re.findall(r"= (?:f8\w+|f16)\[1024,512\]\S* convert\(", text)
 
 
 @is_old

@@ -58,9 +58,12 @@ class Format:
 
     @property
     def codes_dtype(self) -> Any:
-        """The dtype of the codes."""
-        own = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
-        return own.get(self.kind, jnp.uint8)
+        """The dtype of the codes.
+
+        Those of `float8` are its bytes: to slice arrays of floats of eight bits, XLA for CPUs
+        converts all of them for each block.
+        """
+        return jnp.bfloat16 if self.kind == "bfloat16" else jnp.uint8
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of the scales of an array; `None` where there are none."""
@@ -83,7 +86,7 @@ class Encoded:
     """A leaf of a state, stored in fewer bits; in the place of the leaf.
 
     Attributes:
-      codes: of the leaf's shape; uint8, float8_e4m3fn or bfloat16.
+      codes: of the leaf's shape; bfloat16, or uint8 (of `float8` the bits of float8_e4m3fn).
       scale: the largest magnitude of each block (of the square roots, for second moments), float32
         of shape `[..., ceil(n / block), ...]`; `None` for bfloat16.
       format: what codes and scale mean.
@@ -151,9 +154,9 @@ def encode(
         if form.stochastic:
             is_up = is_drawn
         elif before is not None:
-            is_up &= (upper != as_bytes(before)) | is_drawn
+            is_up &= (upper != before) | is_drawn
     codes = lax.select(is_up, upper, _coded(form, x, below))
-    return lax.bitcast_convert_type(codes, form.codes_dtype), scale
+    return codes, scale
 
 
 def _in_bfloat16(
@@ -186,7 +189,6 @@ def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array
     if scale is None:
         return _bits.widen(codes).astype(form.dtype)
     each = spread(scale, form.axis, form.block, codes.shape[form.axis])
-    codes = as_bytes(codes)
     if form.kind == "log8":
         steps = codes.astype(jnp.float32) - _maps.LOG_STEPS
         value = lax.exp2(steps * np.float32(_LOG_STEP))
@@ -207,11 +209,9 @@ def constant_codes(form: Format, value: float) -> tuple[int, float]:
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:
-    """Codes as unsigned integers of whole bytes."""
-    if jnp.issubdtype(codes.dtype, jnp.integer):
-        return codes.astype(jnp.uint8)
-    width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
-    return lax.bitcast_convert_type(codes, width)
+    """Codes as unsigned integers."""
+    is_byte = codes.dtype == jnp.uint8
+    return codes if is_byte else lax.bitcast_convert_type(codes, jnp.uint16)
 
 
 def _table(form: Format) -> Callable[[], _maps.Table]:
