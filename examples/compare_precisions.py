@@ -62,7 +62,7 @@ def dynamic_map(*, signed: bool) -> np.ndarray[Any, Any]:
 
 
 def encode(x: jax.Array, *, signed: bool) -> Any:
-    """Rounds to the nearest code; small arrays stay as they are."""
+    """Rounds to the nearest code; small arrays are unchanged."""
     if x.size < 4096:
         return x
     table = dynamic_map(signed=signed)
@@ -86,7 +86,7 @@ def is_codes(node: Any) -> bool:
 
 
 def nearest_adam() -> optax.GradientTransformation:
-    """Adam whose moments are rounded to the nearest code, `v` as it is and not its root."""
+    """Adam whose moments are rounded to the nearest code, `v` itself and not its root."""
     adam = optax.scale_by_adam(b2=B2)
 
     def stored(state: Any) -> Any:

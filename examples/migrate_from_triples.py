@@ -74,7 +74,7 @@ def train_triple(
 def train_resumed(
     triple: stax.Optimizer, params: Params, steps: int, stop: int, path: Path
 ) -> list[float]:
-    """Trains up to `stop`, saves; and goes on as another process would."""
+    """Trains up to `stop`, saves; and continues as another process would."""
     before, state = train_triple(triple, triple.init_fn(params), range(stop))
     stax.save(path, state, optimizer=triple)
     restored = stax.load(path, optimizer=triple, params=params)
@@ -83,7 +83,7 @@ def train_resumed(
 
 
 def train_switched(params: Params, steps: int, stop: int) -> list[float]:
-    """Trains with the triple up to `stop`, and goes on with Optax."""
+    """Trains with the triple up to `stop`, and continues with Optax."""
     equivalent = stax.optax_equivalent("adam", step_size=RATE)
     before, state = train_triple(equivalent.triple, equivalent.triple.init_fn(params), range(stop))
     params, opt_state = equivalent.convert_state(state, stop)

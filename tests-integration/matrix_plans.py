@@ -2,7 +2,7 @@
 
     hatch run dev:python tests-integration/matrix_plans.py
 
-prints the table of `docs/matrix.md`: all defaults, on meshes without devices.
+prints the table of `docs/performance.md`: all defaults, on meshes without devices.
 """
 
 from __future__ import annotations

@@ -34,5 +34,5 @@ def test_plans_of_all_defaults_cost_what_whole_matrices_do(name: str, mesh: str)
 
 
 def test_the_table_of_the_docs_is_what_is_planned() -> None:
-    page = Path(__file__).parents[1] / "docs/matrix.md"
+    page = Path(__file__).parents[1] / "docs/performance.md"
     assert matrix_plans.table() in page.read_text()

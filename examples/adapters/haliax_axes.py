@@ -1,7 +1,7 @@
 """Haliax's named arrays as logical axes, for every function that takes `param_axes`.
 
 Copy this file. `named_axes(model)` has the structure of `model`; Levanter's axis mapping, a dict
-from names of axes to mesh axes, serves as `rules` as it is.
+from names of axes to mesh axes, serves as `rules` unchanged.
 """
 
 from typing import Any

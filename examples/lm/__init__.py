@@ -1,1 +1,1 @@
-"""What `train_lm.py` is made of, apart from the training itself."""
+"""The parts of `train_lm.py`."""

@@ -315,7 +315,7 @@ def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Pat
 
 
 def repeated_flags(given: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Returns the flags to give once more when the run goes on again.
+    """Returns the flags to repeat when the run is resumed again.
 
     Args:
       given: the flags of a continuation.

@@ -145,7 +145,7 @@ def batches_in_order(
     Yields:
       `[batch_size, window]` pieces, each beginning with the last `context` bytes of the one before;
       and `[batch_size, window - 1]`, which of the predictions count: not those of the padding, nor
-      those that the piece before has made.
+      those of the piece before.
     """
     ahead = window - context
     starts = np.arange(0, max(0, len(text) - window) + ahead, ahead)

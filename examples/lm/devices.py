@@ -20,7 +20,7 @@ _settings: Any = jax.config
 
 
 def take_devices(config: Config, processes: int) -> tuple[Config, Mesh]:
-    """Returns the configuration, with `mesh` filled in if it was not given, and the mesh.
+    """Returns the configuration, with `mesh` filled in by default, and the mesh.
 
     Raises:
       UsageError: no devices were found, or the mesh does not match them.

@@ -1,6 +1,6 @@
-"""Where parameters and optimizer state lie: planned before they exist, checked in the program.
+"""Shardings of parameters and optimizer state: planned before they exist, checked in the program.
 
-Nothing here allocates: a plan is made of shapes, and a compiled step is read, not run.
+Nothing here allocates: a plan needs only shapes, and a compiled step is read, not run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Placement:
     """The planned optimizer, before it is created.
 
     Attributes:
-      plan: how every parameter and every leaf of the state lies, and what that takes.
+      plan: how every parameter and every leaf of the state is sharded, and the bytes.
       optimizer: the optimizer, of `jax.ShapeDtypeStruct`s that carry their shardings.
     """
 
@@ -49,7 +49,7 @@ def place(optimizer_def: OptimizerDef, params: Any, mesh: Mesh, *, zero: bool) -
       optimizer_def: the definition.
       params: `jax.ShapeDtypeStruct`s in Flax's boxes, which name their dimensions.
       mesh: the devices.
-      zero: whether state is split over `data` besides, as no parameter is (ZeRO-1).
+      zero: whether state is sharded over `data`, too, as no parameter is (ZeRO-1).
     """
 
     def init(params: Any) -> Any:
@@ -108,9 +108,9 @@ def describe_bytes(
     """Returns bytes a device: planned, held, and those of `tx` without a plan; and a table of them.
 
     Args:
-      plan: made before anything was allocated.
+      plan: computed before anything was allocated.
       optimizer: live.
-      tx: its state is created, for parameters in float32 that lie as those of `optimizer`.
+      tx: its state is created, for parameters in float32 sharded like those of `optimizer`.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), optimizer.target)
     rows = {

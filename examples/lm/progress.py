@@ -35,7 +35,7 @@ class Progress:
     without one, plain lines.
 
     Args:
-      done: the number of steps made before, by the run that goes on.
+      done: the number of steps before this process, in a resumed run.
       steps: the number of steps in all.
       tokens_per_step: what one step reads.
       is_shown: whether it is this process that shows anything.
@@ -123,7 +123,7 @@ class Progress:
         return str(tqdm.format_interval(seconds))
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Leaves the bar on the screen."""
         self._bar.close()
 
 
@@ -198,7 +198,7 @@ def fitting(parts: list[str], room: int) -> str:
 
 
 def folded(text: object, *, table_until: str = "") -> str:
-    """Returns lines that fit the terminal; what does not fit goes on below, indented.
+    """Returns lines that fit the terminal; what does not fit continues below, indented.
 
     Args:
       text: any lines.

@@ -25,7 +25,7 @@ from lm.run_folder import RunFolder
 from lm.sample import generate
 
 SHORT = 4
-"""Batches of the held-out text that are evaluated while training goes on."""
+"""Batches of the held-out text that are evaluated while training continues."""
 
 
 def evaluator(job: Job) -> Callable[..., float]:
@@ -51,7 +51,9 @@ def evaluator(job: Job) -> Callable[..., float]:
             context=(job.config.sequence_length + 1) // 2,
         )
         predictions, done, total = len(job.text.held_out) - 1, 0, 0.0
-        for windows, counts in itertools.islice(batches, most):
+        per_batch = job.config.batch_size * (job.config.sequence_length + 1) // 2
+        every = max(1, predictions // per_batch // most) if most else 1  # all over the text
+        for windows, counts in itertools.islice(batches, 0, most and most * every, every):
             # Waits for each: on virtual devices, XLA does not run more than 32 programs ahead.
             total += float(nats(params, job.shard(windows), job.shard(counts)))
             done += int(counts.sum())

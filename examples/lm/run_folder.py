@@ -104,7 +104,7 @@ class RunFolder:
         """Restores the latest checkpoint that is whole.
 
         Args:
-          target: shapes, and where each leaf is to lie.
+          target: shapes, and the sharding of each leaf.
           planned: the step that `latest_checkpoint` has found.
 
         Returns:
@@ -144,7 +144,7 @@ class RunFolder:
         """
         metrics = [line for line in self.read_metrics() if "loss" in line]  # others made no update
         steps = [line["step"] for line in metrics]
-        figure = Figure(figsize=(8, 6), layout="constrained")
+        figure = Figure(figsize=(4.7, 4.6), layout="constrained")  # as wide as a phone
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         bits = np.array([line["bits_per_byte"] for line in metrics])
         loss.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
@@ -158,13 +158,13 @@ class RunFolder:
         for i, (name, level) in enumerate(levels.items(), start=1):
             loss.axhline(level, color=f"C{i}", linestyle="--", label=f"{name} {level:.2f}")
         loss.set(ylabel="bits per byte", title=self.path.name)
-        loss.legend(title="dashed: held-out text" if levels else None)
+        loss.legend(title="dashed: held-out text" if levels else None, fontsize="small", loc=1)
         loss.grid(alpha=0.3)
         rate.plot(steps, [line["learning_rate"] for line in metrics], color="C0")
-        rate.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+        rate.set(xlabel="step", ylabel="rate", ylim=(0, None))
         rate.grid(alpha=0.3)
         image = io.BytesIO()
-        figure.savefig(image, dpi=120)
+        figure.savefig(image, dpi=200)
         self._write("plot.png", image.getvalue())
 
     def _write(self, name: str, data: bytes) -> None:

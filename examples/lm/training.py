@@ -2,7 +2,7 @@
 
 What to look at: parameters are updated in groups, each by an optimizer of its own (`make_groups`),
 whose state is sharded as the parameters are, or further, and what that takes is known before
-(`place`); with a learning rate that may be given at run time (`train_step`), from gradients of a
+(`place`); with a learning rate that may change at run time (`train_step`), from gradients of a
 batch that need not fit into memory at once (`loss_and_gradients`), by a program that is compiled
 once and checked before it runs (`compile_step`, `check_step`). All of it is saved while training
 goes on, with where it is in the data (`train`), and restored by name on whatever mesh and by
@@ -101,7 +101,7 @@ def stored(config: Config, tx: Any) -> Any:
 def wrapped(config: Config, constructor: Callable[..., Any]) -> Callable[..., OptimizerDef]:
     """Returns a constructor of definitions that store and average as the flags say.
 
-    Hyper-parameters are those of `constructor`, and can be given at run time as before.
+    Hyper-parameters are those of `constructor`, also at run time.
     """
 
     @functools.wraps(constructor)
@@ -114,7 +114,7 @@ def wrapped(config: Config, constructor: Callable[..., Any]) -> Callable[..., Op
 
 
 def lay_out_parameters(job: Job) -> tuple[Any, Any, Layout]:
-    """Returns the names of the parameters' dimensions, their shapes, and where they lie."""
+    """Returns the names of the parameters' dimensions, their shapes, and their shardings."""
     params = jax.eval_shape(partial(init_params, job))
     axes, shapes = nn.get_partition_spec(params), nn.unbox(params)
     return axes, shapes, logical_to_mesh(axes, AXIS_RULES, job.mesh, shapes)
@@ -123,7 +123,7 @@ def lay_out_parameters(job: Job) -> tuple[Any, Any, Layout]:
 def plan_muon(job: Job) -> tuple[Matrices, MatrixPlan]:
     """Returns which parameters hold matrices, and who computes with which.
 
-    With ZeRO the momentum lies over `data`, too, and matrices are handed out from there.
+    With ZeRO the momentum is sharded over `data`, too, and matrices are handed out from there.
     """
     axes, shapes, layout = lay_out_parameters(job)
     if job.config.zero:
@@ -256,7 +256,7 @@ class WholeStep:
 def guarded(
     optimizer: Optimizer, update: Callable[[Optimizer, Any], Optimizer]
 ) -> ParamsTransformation:
-    """Returns a step that is not made where it would spoil the run.
+    """Returns a step that is skipped where it would harm the run.
 
     That is where the loss, or the norm of gradients or updates, is a spike or not finite.
     """
@@ -288,13 +288,13 @@ def guarded_step(
 
 
 class GoodStates:
-    """The last good states of a guarded run, on the host, for when it cannot go on."""
+    """The last good states of a guarded run, on the host, for when it cannot continue."""
 
     def __init__(self) -> None:
         self._held, self._restored = rollback(keep=GOOD_KEPT), 0
 
     def take(self, step: int, optimizer: Optimizer, guard_state: GuardState) -> None:
-        """Copies a state now and then, if its step was made."""
+        """Copies a state now and then, if its step was not skipped."""
         if step % GOOD_EVERY == 0 and self._held.take(step, (optimizer, guard_state)):
             self._restored = 0
 
@@ -318,7 +318,7 @@ def new_guard(job: Job, placement: Placement) -> tuple[GuardState, ...]:
 def restore_guard(
     guard_state: tuple[GuardState, ...], saved: Mapping[str, Any]
 ) -> tuple[GuardState, ...]:
-    """Returns what the guard knew when the run was saved; `()` where it goes on without one."""
+    """Returns what the guard knew when the run was saved; `()` where it continues without one."""
     leaves, structure = jax.tree.flatten(guard_state)
     placed = [jax.device_put(saved[str(i)], leaf.sharding) for i, leaf in enumerate(leaves)]
     restored: tuple[GuardState, ...] = jax.tree.unflatten(structure, placed)
@@ -326,7 +326,7 @@ def restore_guard(
 
 
 def everywhere(job: Job) -> NamedSharding:
-    """Returns where scalars lie: on every device."""
+    """Returns the sharding of scalars: a copy on every device."""
     return NamedSharding(job.mesh, PartitionSpec())
 
 
@@ -426,7 +426,7 @@ def train(
       *guard_state: what the guard knows, with `--guard`.
 
     Returns:
-      The optimizer, and whether all steps are made.
+      The optimizer, and whether all steps are done.
     """
     config, done = job.config, int(optimizer.state.step)
     tokens = config.batch_size * config.sequence_length
@@ -435,7 +435,7 @@ def train(
         contextlib.closing(Progress(done, config.steps, tokens, is_shown=is_first())) as progress,
         stop_requests() as must_stop,
     ):
-        checkpoints.discard_after(done)  # they are damaged, and will be made again,
+        checkpoints.discard_after(done)  # they are damaged, and will be repeated,
         folder.forget_after(done)  # as will be what was logged since
         is_stopped, skipped, good = False, 0, GoodStates()
         measure = evaluator(job)

@@ -69,7 +69,7 @@ def train_step(optimizer: Optimizer[Any], rate: float) -> tuple[Optimizer[Any], 
 
 
 def compiled(optimizer: Optimizer[Any]) -> Any:
-    """Returns the compiled step; its results lie where the optimizer does."""
+    """Returns the compiled step; its results are sharded like the optimizer."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, optimizer)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 

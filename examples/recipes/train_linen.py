@@ -72,7 +72,7 @@ def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Ar
 
 
 def compiled(state: TrainState) -> Any:
-    """Returns the compiled step; its results lie where the state does."""
+    """Returns the compiled step; its results are sharded like the state."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 

@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
 
 
 def create(config: Config) -> Decoder:
-    """Returns the model; layouts say later on which mesh its parameters lie, and how."""
+    """Returns the model; layouts say later how its parameters are sharded, and on which mesh."""
     with nnx.use_eager_sharding(False):
         return Decoder(config, nnx.Rngs(0))
 

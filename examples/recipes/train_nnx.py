@@ -137,7 +137,7 @@ def pair_on(mesh: jax.sharding.Mesh) -> tuple[Model, opt_nnx.Optimizer[Model]]:
 
 
 def resume_on_half(checkpointer: Checkpointer) -> None:
-    """Goes on with half of the devices: the optimizer knows where on their mesh its state lies."""
+    """Continues on half of the devices: the optimizer shards its state on their mesh."""
     mesh = make_mesh(share=2)
     with jax.set_mesh(mesh):
         pair = checkpointer.restore_latest(nnx.eval_shape(lambda: pair_on(mesh)))
