@@ -28,9 +28,8 @@ def test_maps_are_values() -> None:
     assert a != HParamMap([("b", (1, 2))])
     assert pickle.loads(pickle.dumps(a)) == a
     assert bool(HParamMap([]))  # a map, though without rules
-    assert repr(b) == "HParamMap([('a', (1, 2))])"
-    with pytest.raises(AttributeError, match=r"`HParamMap` is immutable.*`rules`"):
-        a.rules = ()
+    with pytest.raises(AttributeError):
+        a.rules = ()  # type: ignore[misc]
 
 
 def test_a_missing_rule_names_parameter_and_patterns() -> None:

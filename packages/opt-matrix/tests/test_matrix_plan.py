@@ -1,6 +1,5 @@
 """Plans are made of shapes: choices, bytes and operations, on meshes of any size."""
 
-import json
 import math
 from typing import Any
 
@@ -108,7 +107,6 @@ def test_the_smallest_bound_is_met_and_the_next_smaller_one_is_not() -> None:
     assert below.temp_bytes == below.min_group_bytes == least
     assert "the smallest bound that can be met is" in str(below)
     assert "the smallest bound" not in str(planned(params, P("x"), X8, max_group_bytes=least))
-    assert json.loads(below.to_json())["min_group_bytes"] == least
 
 
 @pytest.mark.sample(5)
@@ -171,10 +169,8 @@ def test_a_plan_says_all_of_it() -> None:
     text = str(plan)
     assert "16 leaves, 1 groups, 1 leaves are rest" in text
     assert "w00 and 15 more" in text
-    data = json.loads(plan.to_json())
-    assert data["rest"] == ["b"]
-    assert data["groups"][0]["choice"] == "all_to_all"
-    assert data["groups"][0]["bytes_per_device"] == plan.groups[0].bytes_per_device
+    assert plan.rest == ("b",)
+    assert plan.groups[0].choice == "all_to_all"
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,60 @@
-"""The inner optimizer: what it gets, and what of its answer is kept."""
+"""The optimizer inside: what it gets, what of its answer is kept, and steps that are not made."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from opt_accumulate._arrays import cast_like, own_buffers, widen
 from opt_accumulate._trees import differences
+
+
+class ParamsTransformation(optax.GradientTransformationExtraArgs):
+    """A `optax.GradientTransformationExtraArgs` that has `apply` too.
+
+    It goes wherever the pair goes: into `optax.chain`, `optax.partition`, a training loop that
+    calls `update`. Where a step may not be made, `apply` is the cheaper way to make it, since
+    nothing of the parameters' size is returned to say so.
+
+    Attributes:
+      init: from the parameters to a state.
+      update: from `(grads, state, params, **extra_args)` to updates and a state.
+    """
+
+    init: Callable[..., Any]
+    update: Callable[..., tuple[Any, Any]]
+
+    def __new__(cls, init: Any, update: Any, apply: Any = None) -> ParamsTransformation:
+        """Takes the functions; without `apply` there is the one that the other two imply."""
+        self = super().__new__(cls, init, update)
+        if apply is not None:
+            vars(self)["apply"] = apply
+        return self
+
+    def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
+        """Makes one step.
+
+        Args:
+          params: the parameters.
+          state: the state.
+          grads: the gradients.
+          **extra_args: those of `update`.
+
+        Returns:
+          The new parameters and the new state.
+        """
+        updates, state = self.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, *(vars(self)[name] for name in ("apply",) if name in vars(self)))
 
 
 class InnerUpdate:
@@ -21,16 +63,10 @@ class InnerUpdate:
     def __init__(self, opt: Any, *, takes_apply: bool = False) -> None:
         acts = hasattr(opt, "update") or (takes_apply and hasattr(opt, "apply"))
         if not (hasattr(opt, "init") and acts):
-            is_definition = hasattr(opt, "init_state") and hasattr(opt, "apply_gradient")
             raise TypeError(
                 "`opt` must be a gradient transformation, with `init` and `update`, found "
-                f"{opt!r}. "
-                + (
-                    "It is an optimizer definition: give "
-                    "`opt_optax_bridge.as_transformation(...)` of it."
-                    if is_definition
-                    else "Give an optimizer, e.g. `optax.adamw(1e-3)`."
-                )
+                f"{opt!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`; for an optimizer "
+                "definition: give `opt_optax_bridge.as_transformation(...)` of it."
             )
         self.opt = _with_extra_args(opt)
         self._apply = getattr(opt, "apply", None)
@@ -129,3 +165,39 @@ def _check_state(old: Any, new: Any) -> None:
             + "\nA state must keep its structure and shapes from `init` on: otherwise no compiled "
             "step can take it back."
         )
+
+
+def emit_if(
+    emit: jax.Array, body: Callable[[Any, Any], Any], carry: Any, operands: Any
+) -> tuple[jax.Array, Any]:
+    """Returns `body(carry, operands)` where `emit` is true, `carry` otherwise."""
+    # A loop of no or one trip, whose carry stays in place: `lax.cond` copies what passes through.
+    # It is not folded where `emit` is static: XLA would copy the accumulator that it reads.
+    limit = emit.astype(jnp.int32)
+
+    def trip(counted: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        count, carry = counted
+        return count + 1, body(carry, _tied_to(count, operands))
+
+    trips, carry = lax.while_loop(lambda counted: counted[0] < limit, trip, (jnp.int32(0), carry))
+    return trips > 0, carry
+
+
+def zeros_if(done: jax.Array, tree: Any) -> Any:
+    """Returns zeros where `done`, of `emit_if`, is true, `tree` otherwise."""
+    # When this overwrites `tree`, all that reads it has been computed: XLA need not copy it.
+    return emit_if(done, lambda carry, _: jax.tree.map(jnp.zeros_like, carry), tree, ())[1]
+
+
+def _tied_to(count: jax.Array, tree: Any) -> Any:
+    """Ties arrays to the loop's count: what does not depend on it, XLA computes before the loop."""
+    # One by one: what passes a barrier together varies, under `shard_map`, over the same axes.
+
+    def tie(leaf: Any) -> Any:
+        return lax.optimization_barrier((count, leaf))[1] if _is_plain_array(leaf) else leaf
+
+    return jax.tree.map(tie, tree)
+
+
+def _is_plain_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from opt_accumulate._arrays import (
@@ -15,9 +17,7 @@ from opt_accumulate._arrays import (
     check_accumulator_dtype,
     traced_once,
 )
-from opt_accumulate._every_k import parse_every_k
-from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._loop import emit_if, zeros_if
+from opt_accumulate._inner import InnerUpdate, emit_if, zeros_if
 from opt_accumulate._skip import ask, last_decision
 from opt_accumulate._trees import check_like, check_numbers
 
@@ -96,7 +96,7 @@ class MultiSteps:
             )
         self._inner = InnerUpdate(opt)
         self._every_k_schedule = every_k_schedule
-        self._every_k = parse_every_k(every_k_schedule)
+        self._every_k = _parse_every_k(every_k_schedule)
         self._mean = use_grad_mean
         self._should_skip = should_skip_update_fn
         self._dtype = accumulator_dtype
@@ -318,6 +318,48 @@ class MultiSteps:
         operands = state.acc_grads, params, extra_args
         done, (updates, inner) = emit_if(emit, body, carry, operands)
         return updates, _ended(state, done, inner)
+
+
+def _parse_every_k(every_k_schedule: Any) -> int | Callable[[jax.Array], jax.Array]:
+    """Returns a positive Python integer, or a function whose values are int32 and at least 1."""
+    if callable(every_k_schedule):
+        return lambda step: _clamped(every_k_schedule(step))
+    if isinstance(every_k_schedule, jax.core.Tracer):
+        return lambda step: _clamped(every_k_schedule)
+    _check_scalar("`every_k_schedule` must be", every_k_schedule)
+    try:
+        number = None if isinstance(every_k_schedule, bool) else operator.index(every_k_schedule)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(
+            "`every_k_schedule` must be an integer or a function from the gradient step to one, "
+            f"found {every_k_schedule!r}. Give the number of mini-steps that make one step, e.g. 4."
+        )
+    if number < 1:
+        raise ValueError(
+            f"`every_k_schedule` must be at least 1, found {number}. Give the number of mini-steps "
+            "that make one step; 1 for no accumulation."
+        )
+    return number
+
+
+def _clamped(value: Any) -> jax.Array:
+    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+        raise TypeError(
+            "the function `every_k_schedule` must return a number, found "
+            f"{type(value).__name__}. Return the number of mini-steps of this gradient step."
+        )
+    _check_scalar("the function `every_k_schedule` must return", value)
+    return jnp.maximum(jnp.asarray(value).astype(jnp.int32), 1)
+
+
+def _check_scalar(rule: str, value: Any) -> None:
+    if np.ndim(value):
+        raise ValueError(
+            f"{rule} a scalar, found an array of shape {np.shape(value)}. Give one number of "
+            "mini-steps."
+        )
 
 
 def _ended(state: optax.MultiStepsState, done: jax.Array, inner: Any) -> optax.MultiStepsState:

@@ -5,16 +5,16 @@ from importlib.metadata import version as _version
 from opt_adafactor import errors
 from opt_adafactor._adafactor import Adafactor
 from opt_adafactor._conversion import from_optax_state, to_optax_state
-from opt_adafactor._factor_rules import (
+from opt_adafactor._hyper_params import _AdafactorHyperParams as _AdafactorHyperParams
+from opt_adafactor._rules import (
     HEURISTIC_RULE,
     FactorDim,
     FactorRule,
     HeuristicRule,
+    HParamMap,
     factor_name_to_factordim,
     standard_logical_factor_rules,
 )
-from opt_adafactor._hparam_map import HParamMap
-from opt_adafactor._hyper_params import _AdafactorHyperParams as _AdafactorHyperParams
 from opt_adafactor._state import _AdafactorParamState as _AdafactorParamState
 from opt_adafactor._transformation import (
     AdafactorState,

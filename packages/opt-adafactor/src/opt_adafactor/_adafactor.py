@@ -19,21 +19,20 @@ from opt_core import (
 from opt_core.errors import HyperParamError, TreeMismatchError
 from opt_core.extend import split_path
 
-from opt_adafactor._axes import FactorMap, factor_rules_from_axes
-from opt_adafactor._description import describe
-from opt_adafactor._factor_rules import convert_logical_rules
-from opt_adafactor._factoring import FactoringOptions, heuristic_dims, parse_rule
-from opt_adafactor._hparam_map import HParamMap
-from opt_adafactor._hyper_params import (
-    _AdafactorHyperParams,
-    check_hyper_params,
-    check_overrides,
-    check_static,
+from opt_adafactor._axes import factor_rules_from_axes
+from opt_adafactor._factoring import Plan, heuristic_dims, make_plan, parse_rule, warn_ignored
+from opt_adafactor._hyper_params import _AdafactorHyperParams, check_hyper_params, check_overrides
+from opt_adafactor._rules import FactorRule, HParamMap, convert_logical_rules
+from opt_adafactor._state import (
+    FLOAT32,
+    _AdafactorParamState,
+    derive_axes,
+    describe,
+    init_states,
 )
-from opt_adafactor._plan import Plan, Planner, missing_rule_hint
-from opt_adafactor._state import FLOAT32, _AdafactorParamState, derive_axes, init_states
 from opt_adafactor._update import decay_rate_pow, learning_rate_of, update_tree
-from opt_adafactor.errors import FactorRuleError
+
+AxisRules = Mapping[str, FactorRule]
 
 
 class Adafactor(OptimizerDef):
@@ -147,7 +146,10 @@ class Adafactor(OptimizerDef):
                 "`factor_map` must be either None or `HParamMap` type, found "
                 f"{type(factor_map).__name__}"
             )
-        check_static(factored, min_dim_size_to_factor, dtype_momentum, respect_rank2_rules)
+        if not jnp.issubdtype(dtype_momentum, jnp.floating):
+            raise TypeError(
+                f"`dtype_momentum` must be a floating-point dtype, found {dtype_momentum}"
+            )
         if logical_factor_rules is not None:
             logical_factor_rules = convert_logical_rules(logical_factor_rules)
         hyper_params = _AdafactorHyperParams(
@@ -174,8 +176,7 @@ class Adafactor(OptimizerDef):
         super().__init__(hyper_params)
         self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
         self._given_map = factor_map
-        self._axis_rules: tuple[FactorMap, ...] = ()
-        self._planner = self._new_planner()
+        self._axis_rules: tuple[AxisRules, ...] = ()
 
     def with_param_axes(self, param_axes: Any) -> Self:
         """Returns a definition whose factor rules are derived from logical axes.
@@ -225,12 +226,8 @@ class Adafactor(OptimizerDef):
         if self.hyper_params.logical_factor_rules is None:
             return
         rules = self._rules_of(param_axes)
-        if rules in self._axis_rules:
-            if self._axis_rules[-1] != rules:
-                others = (known for known in self._axis_rules if known != rules)
-                self._set_axis_rules((*others, rules))
-            return
-        for known in self._axis_rules:
+        others = tuple(known for known in self._axis_rules if known != rules)
+        for known in others:
             if known.keys() == rules.keys():
                 path = next(path for path in rules if rules[path] != known[path])
                 raise HyperParamError(
@@ -238,7 +235,7 @@ class Adafactor(OptimizerDef):
                     f"parameters: the rule of `{path}` was {known[path]}, now {rules[path]}. Use "
                     "`with_param_axes`, which returns a new definition for each model."
                 )
-        self._set_axis_rules((*self._axis_rules, rules))
+        self._set_axis_rules((*others, rules))
 
     def init_state(self, params: Any) -> OptimizerState:
         """Returns the initial state, all zeros; see `OptimizerDef.init_state`.
@@ -247,9 +244,8 @@ class Adafactor(OptimizerDef):
           FactorRuleError: a parameter has no rule but needs one, or its rule does not fit.
           ParamAxesError: the axes passed to `with_param_axes` do not match the parameters.
         """
-        plan = self._plan(params)
-        dtype = None if self.hyper_params.beta1 is None else self.dtype_momentum
-        states = init_states(plan, params, dtype)
+        plan = self._init_plan(params)
+        states = init_states(plan, params, self.dtype_momentum)
         return OptimizerState(jnp.zeros([], jnp.int32), plan.treedef.unflatten(states))
 
     def update_hyper_params(self, **overrides: Any) -> Any:
@@ -318,8 +314,7 @@ class Adafactor(OptimizerDef):
           ParamAxesError: `param_axes` do not match the parameters; the message lists the paths.
         """
         plan = self._plan(optimizer.target)
-        has_momentum = self.hyper_params.beta1 is not None
-        specs, states = derive_axes(plan, optimizer.target, param_axes, has_momentum=has_momentum)
+        specs, states = derive_axes(plan, optimizer.target, param_axes)
         unflatten = plan.treedef.unflatten
         return optimizer.replace(
             state=OptimizerState(None, unflatten(states)), target=unflatten(specs)
@@ -355,14 +350,14 @@ class Adafactor(OptimizerDef):
     def _parse_rule(
         self, rule: Any, shape: Any, path: str, fallback_to_heuristics: bool = True
     ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        options = self._planner.options
+        hyper_params = self.hyper_params
         if not fallback_to_heuristics:
-            options = options._replace(respect_rank2_rules=True)
-        found = parse_rule(rule, tuple(shape), path, options)
+            hyper_params = hyper_params.replace(respect_rank2_rules=True)
+        found = parse_rule(rule, tuple(shape), path, hyper_params)
         return found.averaged, (found.rows, found.cols) if found.is_factored else None
 
     def _factored_dims(self, shape: Any) -> tuple[tuple[int], tuple[int]] | None:
-        found = heuristic_dims(tuple(shape), self._planner.options)
+        found = heuristic_dims(tuple(shape), self.hyper_params)
         return None if found is None else ((found[0],), (found[1],))
 
     def init_param_state(self, param: Any, path: str) -> _AdafactorParamState:
@@ -397,47 +392,36 @@ class Adafactor(OptimizerDef):
         )
         return _at(new, path), _at(new_state.param_states, path)
 
-    def _rules_of(self, param_axes: Any) -> FactorMap:
+    def _rules_of(self, param_axes: Any) -> AxisRules:
         return factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
 
-    def _set_axis_rules(self, axis_rules: tuple[FactorMap, ...]) -> None:
+    def _set_axis_rules(self, axis_rules: tuple[AxisRules, ...]) -> None:
         self._axis_rules = axis_rules
         factor_map = self._public_factor_map(axis_rules[-1])
         self.hyper_params = self.hyper_params.replace(factor_map=factor_map)
-        self._planner = self._new_planner()
 
-    def _public_factor_map(self, rules: FactorMap) -> Mapping[str, Any]:
+    def _public_factor_map(self, rules: AxisRules) -> AxisRules:
         """Returns `hyper_params.factor_map` for rules derived from axes; overridden in `t5x`."""
         return rules
 
-    def _new_planner(self) -> Planner:
-        hyper = self.hyper_params
-        options = FactoringOptions(
-            hyper.factored, hyper.min_dim_size_to_factor, hyper.respect_rank2_rules
-        )
-        return Planner(options, hyper.factor_map, self._axis_rules)
-
     def _plan(self, params: Any) -> Plan:
-        try:
-            return self._planner.plan(params)
-        except FactorRuleError as error:
-            raise missing_rule_hint(error, self.hyper_params) from None
+        return make_plan(params, self.hyper_params, self._axis_rules)
+
+    def _init_plan(self, params: Any) -> Plan:
+        plan = self._plan(params)
+        respecting = self.hyper_params.replace(respect_rank2_rules=True)
+        warn_ignored(plan, make_plan(params, respecting, self._axis_rules))
+        return plan
 
     def _check_overrides(self, hyper_params: Any) -> None:
         # from before `set_param_axes`
-        if hyper_params.factor_map in (self._given_map, *self._axis_rules):
+        earlier = map(self._public_factor_map, self._axis_rules)
+        if hyper_params.factor_map in (self._given_map, *earlier):
             hyper_params = hyper_params.replace(factor_map=self.hyper_params.factor_map)
         check_overrides(self.hyper_params, hyper_params)
 
     def _identity(self) -> Any:
         return self.hyper_params, self.dtype_momentum, self._given_map, self._axis_rules
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "_planner"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._planner = self._new_planner()
 
 
 def _flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+from flax.core import FrozenDict
 from flax.core.meta import Partitioned
+from flax.linen.partitioning import AxisMetadata
 from jax.sharding import PartitionSpec
 from opt_core.extend import path_names, path_str
 
-from opt_adafactor._factor_rules import (
-    HEURISTIC_RULE,
-    FactorDim,
-    FactorRule,
-    factor_name_to_factordim,
-)
-from opt_adafactor._factoring import show
+from opt_adafactor._rules import HEURISTIC_RULE, FactorDim, FactorRule, show
 from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
-
-
-class FactorMap(Mapping[str, FactorRule]):
-    """The factor rules of a model by parameter path; immutable and hashable."""
-
-    def __init__(self, rules: Mapping[str, FactorRule]) -> None:
-        self._rules = dict(rules)
-
-    def __getitem__(self, path: str) -> FactorRule:
-        return self._rules[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rules)
-
-    def __len__(self) -> int:
-        return len(self._rules)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._rules.items()))
-
-    def __repr__(self) -> str:
-        return f"FactorMap({self._rules!r})"
 
 
 def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
@@ -58,15 +32,16 @@ def axes_by_path(entries: Iterable[tuple[str, Any]]) -> dict[str, PartitionSpec 
     return axes
 
 
-def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, Any]) -> FactorMap:
+def factor_rules_from_axes(
+    param_axes: Any, dims: Mapping[str, FactorDim]
+) -> FrozenDict[str, FactorRule]:
     """Returns the factor rule of every parameter.
 
     A dimension without a name is `NONE`; several names on one dimension must agree. Parameters that
     do not have both `ROW` and `COLUMN` dimensions are not factored. Parameters without axes use the
     heuristic.
     """
-    dims = {name: factor_name_to_factordim(dim) for name, dim in logical_factor_rules.items()}
-    return FactorMap(
+    return FrozenDict(
         {path: _rule(path, spec, dims) for path, spec in flatten_axes(param_axes).items()}
     )
 
@@ -96,16 +71,10 @@ def show_spec(spec: Any) -> str:
 
 def _is_axes(node: Any) -> bool:
     """Whether a node is the axes of one parameter; tuples of other things are containers."""
-    if node is None or isinstance(node, PartitionSpec | Partitioned) or _is_metadata(node):
+    # Flax's `AxisMetadata` has no leaves and looks empty to JAX.
+    if node is None or isinstance(node, PartitionSpec | Partitioned | AxisMetadata):
         return True
     return type(node) is tuple and all(_is_axis(axis) for axis in node)
-
-
-def _is_metadata(node: Any) -> bool:
-    """Whether a node is Flax's `AxisMetadata`, which has no leaves and looks empty to JAX."""
-    from flax.linen import partitioning  # imported lazily, as only this function needs it
-
-    return isinstance(node, partitioning.AxisMetadata)
 
 
 def _is_axis(axis: Any) -> bool:
@@ -117,7 +86,7 @@ def _is_axis(axis: Any) -> bool:
 def _spec(leaf: Any, path: str) -> PartitionSpec | None:
     if isinstance(leaf, Partitioned):
         leaf = leaf.get_partition_spec()
-    elif _is_metadata(leaf):
+    elif isinstance(leaf, AxisMetadata):
         leaf = leaf.names
     if leaf is None or isinstance(leaf, PartitionSpec):
         return leaf

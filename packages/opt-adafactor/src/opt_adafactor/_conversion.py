@@ -140,8 +140,6 @@ def _recount(node: Any, step: Any) -> Any:
     """Sets the step in a state of `optax.inject_hyperparams` and in its schedules."""
     import optax
 
-    if isinstance(node, optax.InjectHyperparamsState):
-        return node._replace(count=_count(step))
     if not isinstance(node, optax.InjectStatefulHyperparamsState):
         return node
     plain = type(optax.WrappedSchedule(lambda step: step).init())

@@ -1,20 +1,34 @@
-"""Resolution of a parameter's factor rule to the dimensions that are averaged and factored."""
+"""How each parameter is factored: its rule, and the dimensions that follow from it."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from opt_core.errors import TreeMismatchError
+from opt_core.extend import path_names, path_str
 
-from opt_adafactor._factor_rules import (
+from opt_adafactor._axes import check_covers
+from opt_adafactor._rules import (
     HEURISTIC_RULE,
     FactorDim,
     FactorRule,
     HeuristicRule,
     factor_name_to_factordim,
+    show,
 )
-from opt_adafactor.errors import FactorRuleError
+from opt_adafactor.errors import FactorRuleError, ParamAxesError
+
+logger = logging.getLogger("opt_adafactor")
+_LISTED = 5
+
+# The dimensions of a parameter that each slot of its state keeps; `None` for unused slots.
+KeptDims = dict[str, tuple[int, ...] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,55 +52,102 @@ class Factoring:
         """Whether `v_row` and `v_col` are used instead of `v`."""
         return bool(self.rows or self.cols)
 
-    def is_equivalent(self, other: Factoring) -> bool:
-        """Whether both give the same updates; rows and columns of a matrix may be swapped."""
-        same_dims = {self.rows, self.cols} == {other.rows, other.cols}
-        return same_dims and self.averaged == other.averaged
-
-    @property
-    def row_dims(self) -> tuple[int, ...]:
-        """The dimensions of the parameter that are kept in `v_row`."""
-        return tuple(dim for dim in range(self.rank) if dim not in self.cols)
-
-    @property
-    def col_dims(self) -> tuple[int, ...]:
-        """The dimensions of the parameter that are kept in `v_col`."""
-        return tuple(dim for dim in range(self.rank) if dim not in self.rows)
-
     @property
     def rows_of_v_row(self) -> tuple[int, ...]:
         """The positions of the row dimensions in `v_row`."""
-        return tuple(i for i, dim in enumerate(self.row_dims) if dim in self.rows)
+        kept = [dim for dim in range(self.rank) if dim not in self.cols]
+        return tuple(i for i, dim in enumerate(kept) if dim in self.rows)
+
+    def kept_dims(self, *, has_momentum: bool) -> KeptDims:
+        """Returns which dimensions each slot of the state keeps."""
+        everything = tuple(range(self.rank))
+        without_cols = tuple(dim for dim in everything if dim not in self.cols)
+        without_rows = tuple(dim for dim in everything if dim not in self.rows)
+        return {
+            "v_row": without_cols if self.is_factored else None,
+            "v_col": without_rows if self.is_factored else None,
+            "v": None if self.is_factored else everything,
+            "m": everything if has_momentum else None,
+        }
 
 
-class FactoringOptions(NamedTuple):
-    """The options of `Adafactor` that affect factoring; see there."""
+class Plan(NamedTuple):
+    """What is static about a tree of parameters, in JAX's order."""
 
-    factored: bool
-    min_dim_size_to_factor: int
-    respect_rank2_rules: bool
+    treedef: Any
+    paths: tuple[str, ...]
+    factorings: tuple[Factoring, ...]
+    kept: tuple[KeptDims, ...]
+
+    def arrays(self, tree: Any) -> list[jax.Array]:
+        """Returns the leaves of a tree like the parameters, in the order of the plan."""
+        return [jnp.asarray(leaf) for leaf in self.treedef.flatten_up_to(tree)]
 
 
-def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[int, int] | None:
+def make_plan(
+    params: Any, hyper_params: Any, axis_rules: tuple[Mapping[str, FactorRule], ...]
+) -> Plan:
+    """Returns the plan of a tree, or raises where a rule is missing or does not fit.
+
+    `axis_rules`, derived from logical axes, one map per model, take precedence over `factor_map`.
+    """
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(params)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for keys, leaf in keyed:
+        path = path_str(path_names(keys))
+        _check_dtype(path, leaf)
+        if path in shapes:
+            raise TreeMismatchError(
+                f"`params`: two parameters have the path `{path}`, of shapes {shapes[path]} and "
+                f"{np.shape(leaf)}. Rules and axes are looked up by path: rename one of them."
+            )
+        shapes[path] = np.shape(leaf)
+    rules: Mapping[str, FactorRule] = dict.fromkeys(shapes, HEURISTIC_RULE)
+    if hyper_params.factored and axis_rules:
+        rules = _select(axis_rules, shapes.keys())
+        _check_axis_rules(rules, shapes)
+    elif hyper_params.factored and hyper_params.factor_map is not None:
+        rules = {path: hyper_params.factor_map[path] for path in shapes}
+    factorings = [parse_rule(rules[p], shape, p, hyper_params) for p, shape in shapes.items()]
+    has_momentum = hyper_params.beta1 is not None
+    kept = [factoring.kept_dims(has_momentum=has_momentum) for factoring in factorings]
+    return Plan(treedef, tuple(shapes), tuple(factorings), tuple(kept))
+
+
+def warn_ignored(plan: Plan, respecting: Plan) -> None:
+    """Logs which explicit rules of rank 2 and below are ignored, where it makes a difference."""
+    pairs = zip(plan.paths, plan.factorings, respecting.factorings, strict=True)
+    # Rows and columns of a matrix may be swapped.
+    paths = [path for path, a, b in pairs if {a.rows, a.cols} != {b.rows, b.cols}]
+    if paths:
+        more = f", and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+        logger.warning(
+            "explicit factor rules of rank 2 and below are ignored, as in T5X. The heuristic "
+            "decides differently for: %s. `respect_rank2_rules=True` honours them.",
+            ", ".join(f"`{path}`" for path in paths[:_LISTED]) + more,
+        )
+
+
+def heuristic_dims(shape: tuple[int, ...], hyper_params: Any) -> tuple[int, int] | None:
     """Returns the second largest and the largest dimension, or `None` if that is too small."""
-    if not options.factored or len(shape) < 2 or 0 in shape:
+    if not hyper_params.factored or len(shape) < 2 or 0 in shape:
         return None
     by_size = np.argsort(shape, kind="stable")
     row, col = int(by_size[-2]), int(by_size[-1])
-    return (row, col) if shape[row] >= options.min_dim_size_to_factor else None
+    return (row, col) if shape[row] >= hyper_params.min_dim_size_to_factor else None
 
 
-def parse_rule(
-    rule: Any, shape: tuple[int, ...], path: str, options: FactoringOptions
-) -> Factoring:
+def parse_rule(rule: Any, shape: tuple[int, ...], path: str, hyper_params: Any) -> Factoring:
     """Returns the factoring of one parameter, or raises a `FactorRuleError`."""
     rank = len(shape)
     everything = tuple(range(rank))
-    if rule is None or not options.factored:
+    if rule is None or not hyper_params.factored:
         return Factoring(rank, everything)
-    dims = convert_rule(rule, shape, path)
-    if not isinstance(dims, tuple) or is_ignored(dims, options):
-        return _by_heuristic(shape, path, options)
+    if isinstance(rule, HeuristicRule):
+        return _by_heuristic(shape, path, hyper_params)
+    dims = _dims(rule, shape, path)
+    if rank <= 2 and FactorDim.BATCH not in dims and not hyper_params.respect_rank2_rules:
+        return _by_heuristic(shape, path, hyper_params)  # T5X ignores such rules
     where = {role: tuple(i for i, d in enumerate(dims) if d is role) for role in FactorDim}
     averaged = tuple(i for i in everything if i not in where[FactorDim.BATCH])
     if 0 in shape:  # the mean of an empty array is NaN
@@ -94,19 +155,7 @@ def parse_rule(
     return Factoring(rank, averaged, where[FactorDim.ROW], where[FactorDim.COLUMN])
 
 
-def convert_rule(rule: Any, shape: tuple[int, ...], path: str) -> FactorRule:
-    """Returns a rule with names converted to `FactorDim`s, or raises a `FactorRuleError`."""
-    return rule if rule is None or isinstance(rule, HeuristicRule) else _dims(rule, shape, path)
-
-
-def is_ignored(rule: FactorRule, options: FactoringOptions) -> bool:
-    """Whether T5X ignores a rule: an explicit one of rank 2 or below without batch dimension."""
-    if not isinstance(rule, tuple) or options.respect_rank2_rules:
-        return False
-    return len(rule) <= 2 and FactorDim.BATCH not in rule
-
-
-def _by_heuristic(shape: tuple[int, ...], path: str, options: FactoringOptions) -> Factoring:
+def _by_heuristic(shape: tuple[int, ...], path: str, hyper_params: Any) -> Factoring:
     rank = len(shape)
     if rank > 2:
         raise FactorRuleError(
@@ -115,7 +164,7 @@ def _by_heuristic(shape: tuple[int, ...], path: str, options: FactoringOptions) 
             "`logical_factor_rules` and the logical axes of the parameters (`with_param_axes`), "
             "or use the rule `None` not to factor it."
         )
-    found = heuristic_dims(shape, options)
+    found = heuristic_dims(shape, hyper_params)
     if found is None:
         return Factoring(rank, tuple(range(rank)))
     row, col = found
@@ -137,6 +186,35 @@ def _dims(rule: Any, shape: tuple[int, ...], path: str) -> tuple[FactorDim, ...]
     return dims
 
 
-def show(dims: tuple[FactorDim, ...]) -> str:
-    """Formats a rule as `(ROW, COLUMN)`."""
-    return f"({', '.join(dim.name for dim in dims)})"
+def _select(
+    axis_rules: tuple[Mapping[str, FactorRule], ...], paths: Any
+) -> Mapping[str, FactorRule]:
+    """Returns the rules of the model with exactly these parameters, else of one that has them."""
+    same = [rules for rules in axis_rules if rules.keys() == paths]
+    larger = [rules for rules in axis_rules if rules.keys() >= paths]
+    return (same or larger or axis_rules)[-1]
+
+
+def _check_axis_rules(
+    rules: Mapping[str, FactorRule], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    known = {p: rule for p, rule in rules.items() if p in shapes or f"{p}/value" in shapes}
+    sized = {path: rule if isinstance(rule, tuple) else None for path, rule in known.items()}
+    try:
+        check_covers(shapes, sized)
+    except ParamAxesError as error:
+        raise ParamAxesError(
+            f"{error}\nThese axes were passed to `with_param_axes` or `set_param_axes`."
+        ) from None
+
+
+def _check_dtype(path: str, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None and isinstance(leaf, float):
+        return
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        found = f"a {type(leaf).__name__}" if dtype is None else str(dtype)
+        raise TypeError(
+            f"`params`: Adafactor updates real floating-point arrays only, but `{path}` is "
+            f"{found}. Assign it to another optimizer, or remove it from the tree."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -10,22 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from opt_core.errors import HyperParamError
 
-from opt_adafactor._hparam_map import HParamMap
+from opt_adafactor._rules import HParamMap
 
 # These determine the structure and shapes of the state, which cannot change between steps.
 _FIXED = (
     *("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules"),
     "respect_rank2_rules",
 )
-_NUMBERS = (
-    *("learning_rate", "beta1", "decay_rate", "step_offset", "clipping_threshold"),
-    *("weight_decay_rate", "epsilon1", "epsilon2", "weight_decay_rate_lr_exponent"),
-    *("global_norm_clip_threshold", "max_parameter_scale"),
-)
-_OPTIONAL = {
-    *("learning_rate", "beta1", "clipping_threshold", "weight_decay_rate"),
-    *("weight_decay_rate_lr_exponent", "global_norm_clip_threshold", "max_parameter_scale"),
-}
+_FLAGS = ("multiply_by_parameter_scale", "skip_nan_updates")
 
 
 class _AdafactorHyperParams(flax.struct.PyTreeNode):
@@ -58,10 +51,18 @@ def is_known(value: Any) -> bool:
 
 def check_hyper_params(hyper_params: Any) -> None:
     """Raises a `TypeError` or `ValueError` unless all hyper-parameters are in their ranges."""
-    for name in _NUMBERS:
-        _check_number(name, getattr(hyper_params, name))
+    for field in dataclasses.fields(hyper_params):
+        if field.name not in (*_FIXED, *_FLAGS):
+            is_optional = field.default is None or field.name == "clipping_threshold"
+            _check_number(field.name, getattr(hyper_params, field.name), is_optional=is_optional)
+    min_dim = hyper_params.min_dim_size_to_factor
+    if not isinstance(min_dim, int | np.integer):
+        raise TypeError(
+            f"`min_dim_size_to_factor` must be a static integer, found {type(min_dim).__name__}"
+        )
     scale = hyper_params.multiply_by_parameter_scale
-    if not isinstance(scale, HParamMap) and not _is_flag(scale):
+    is_flag = isinstance(scale, jax.Array) and scale.dtype == jnp.bool_ and not scale.shape
+    if not is_flag and not isinstance(scale, HParamMap | bool | np.bool_):
         raise TypeError(
             "`multiply_by_parameter_scale` must be a bool or an `HParamMap`, found "
             f"{type(scale).__name__}"
@@ -83,23 +84,6 @@ def check_hyper_params(hyper_params: Any) -> None:
             "`weight_decay_rate_lr_exponent` 0 without a `weight_decay_rate` is a weight decay of "
             "1, which discards the parameters. Pass `weight_decay_rate` alone."
         )
-
-
-def check_static(
-    factored: Any, min_dim_size_to_factor: Any, dtype_momentum: Any, respect: Any
-) -> None:
-    """Raises a `TypeError` for an argument that determines the structure of the state."""
-    for name, flag in (("factored", factored), ("respect_rank2_rules", respect)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"`{name}` must be a bool, found {type(flag).__name__}")
-    is_integer = isinstance(min_dim_size_to_factor, int | np.integer)
-    if not is_integer or isinstance(min_dim_size_to_factor, bool):
-        raise TypeError(
-            "`min_dim_size_to_factor` must be a static integer, found "
-            f"{type(min_dim_size_to_factor).__name__}"
-        )
-    if not jnp.issubdtype(dtype_momentum, jnp.floating):
-        raise TypeError(f"`dtype_momentum` must be a floating-point dtype, found {dtype_momentum}")
 
 
 def check_overrides(own: Any, given: Any) -> None:
@@ -124,21 +108,12 @@ def check_overrides(own: Any, given: Any) -> None:
     check_hyper_params(given)
 
 
-def _is_flag(value: Any) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return True
-    return isinstance(value, jax.Array) and value.dtype == jnp.bool_ and not value.shape
-
-
-def _check_number(name: str, value: Any) -> None:
-    if value is None and name in _OPTIONAL:
+def _check_number(name: str, value: Any, *, is_optional: bool) -> None:
+    if (value is None and is_optional) or (name == "learning_rate" and callable(value)):
         return
-    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
-    is_number = is_array and not jnp.issubdtype(value.dtype, jnp.bool_)
-    if not is_number and (isinstance(value, bool) or not isinstance(value, int | float)):
-        if name == "learning_rate" and callable(value):
-            return
-        also = " or None" if name in _OPTIONAL else ""
+    is_number = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
+    if not is_number or jnp.result_type(value) == jnp.bool_:
+        also = " or None" if is_optional else ""
         raise TypeError(f"`{name}` must be a number{also}, found {_shown(value)}")
     if np.shape(value):
         raise ValueError(f"`{name}` must be a scalar, found an array of shape {np.shape(value)}")

@@ -1,24 +1,35 @@
-"""The state of one parameter, in T5X's layout."""
+"""The state of one parameter in T5X's layout, its logical axes, and what its leaves mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from opt_core import Bearing, LeafDescription, StateDescription, TransformationDescription
 from opt_core.errors import TreeMismatchError
+from opt_core.extend import flatten_with_paths, json_settings, path_names
 
 from opt_adafactor._axes import axes_by_path, check_covers, flatten_axes
-from opt_adafactor._factoring import Factoring
-from opt_adafactor._plan import Plan
+from opt_adafactor._factoring import KeptDims, Plan
+from opt_adafactor._rules import HParamMap
 
 # Not `jnp.float32`, which is callable: `optax.inject_hyperparams` would take it for a schedule.
 FLOAT32 = np.dtype("float32")
 FIELDS = ("v_row", "v_col", "v", "m")
+_NAME = "adafactor"
+_ROLES: Final[dict[str, Any]] = {
+    "v_row": "factored",
+    "v_col": "factored",
+    "v": "second_moment",
+    "m": "moment",
+}
 
 
 class _AdafactorParamState(flax.struct.PyTreeNode):
@@ -45,47 +56,35 @@ def placeholder() -> jax.Array:
 def init_states(plan: Plan, params: Any, momentum_dtype: Any) -> list[_AdafactorParamState]:
     """Returns zeros for every parameter, sharded like the dimensions that they keep.
 
-    `params` are arrays, tracers or `jax.ShapeDtypeStruct`s; a dtype of `None` is no momentum.
+    `params` are arrays, tracers or `jax.ShapeDtypeStruct`s.
     """
+    dtypes = {**dict.fromkeys(FIELDS, FLOAT32), "m": momentum_dtype}
 
-    def init(param: Any, factoring: Factoring) -> _AdafactorParamState:
-        slots = {}
-        for name, dims in kept_dims(factoring, has_momentum=momentum_dtype is not None).items():
-            dtype = momentum_dtype if name == "m" else jnp.float32
-            slots[name] = placeholder() if dims is None else _zeros(param, dims, dtype)
+    def init(param: Any, kept: KeptDims) -> _AdafactorParamState:
+        slots = {
+            name: placeholder() if dims is None else _zeros(param, dims, dtypes[name])
+            for name, dims in kept.items()
+        }
         return _AdafactorParamState(**slots)
 
-    leaves = plan.treedef.flatten_up_to(params)
-    return [init(*pair) for pair in zip(leaves, plan.factorings, strict=True)]
-
-
-def kept_dims(factoring: Factoring, *, has_momentum: bool) -> dict[str, tuple[int, ...] | None]:
-    """Returns which dimensions of a parameter each slot keeps; `None` for unused slots."""
-    everything = tuple(range(factoring.rank))
-    is_factored = factoring.is_factored
-    return {
-        "v_row": factoring.row_dims if is_factored else None,
-        "v_col": factoring.col_dims if is_factored else None,
-        "v": None if is_factored else everything,
-        "m": everything if has_momentum else None,
-    }
+    return list(map(init, plan.treedef.flatten_up_to(params), plan.kept))
 
 
 def derive_axes(
-    plan: Plan, params: Any, param_axes: Any, *, has_momentum: bool
+    plan: Plan, params: Any, param_axes: Any
 ) -> tuple[list[PartitionSpec | None], list[_AdafactorParamState]]:
     """Returns the logical axes of every parameter and of its state, in the order of the plan."""
     try:
-        given = plan.treedef.flatten_up_to(param_axes)
+        matching = plan.treedef.flatten_up_to(param_axes)
     except (ValueError, TypeError, KeyError):
         axes = flatten_axes(param_axes)  # different container types, or different parameters
-    else:
-        axes = axes_by_path(zip(plan.paths, given, strict=True))
+    else:  # in a group, `()` in the place of other groups' parameters looks like axes
+        axes = axes_by_path(zip(plan.paths, matching, strict=True))
     leaves = plan.treedef.flatten_up_to(params)
     check_covers({p: np.shape(x) for p, x in zip(plan.paths, leaves, strict=True)}, axes)
     states = []
-    for path, factoring in zip(plan.paths, plan.factorings, strict=True):
-        spec, kept = axes[path], kept_dims(factoring, has_momentum=has_momentum)
+    for path, kept in zip(plan.paths, plan.kept, strict=True):
+        spec = axes[path]
         slots = {
             name: None if spec is None or dims is None else PartitionSpec(*(spec[d] for d in dims))
             for name, dims in kept.items()
@@ -94,19 +93,49 @@ def derive_axes(
     return [axes[path] for path in plan.paths], states
 
 
-def check_states(
-    plan: Plan,
-    params: Sequence[Any],
-    states: Sequence[_AdafactorParamState],
-    *,
-    has_momentum: bool,
-) -> None:
+def describe(
+    plan: Plan, hyper_params: Any, params: Any, param_states: Any, dtype_momentum: Any
+) -> StateDescription:
+    """Returns a description of every leaf of a state; see `Adafactor.describe_state`."""
+    keyed, _ = jax.tree_util.tree_flatten_with_path(params)
+    entries = plan.treedef.flatten_up_to(param_states)
+    leaves = []
+    for (keys, _), kept, entry in zip(keyed, plan.kept, entries, strict=True):
+        param = path_names(keys)
+        for names, leaf in flatten_with_paths(entry):
+            dims = kept[names[-1]]
+            description = LeafDescription(
+                path=(*param, *names),
+                group=(),
+                transformation=_NAME,
+                number=1,
+                field=names,
+                parameter=param,
+                # An unused slot is a placeholder of one entry, unrelated to the parameter.
+                dimensions=(None,) * np.ndim(leaf) if dims is None else dims,
+                role="other" if dims is None else _ROLES[names[-1]],
+                source="stated",
+            )
+            leaves.append(description)
+    settings = {
+        f.name: _setting(getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params)
+    }
+    settings = json_settings({**settings, "dtype_momentum": dtype_momentum})
+    # The momentum accumulates updates that are already multiplied by the parameter scale.
+    bearing = (
+        {"multiply_by_parameter_scale": Bearing("refused")}
+        if hyper_params.beta1 is not None
+        else {}
+    )
+    made = TransformationDescription(_NAME, settings=settings, bearing=bearing, source="stated")
+    return StateDescription(tuple(leaves), (made,))
+
+
+def check_states(plan: Plan, params: Sequence[Any], states: Sequence[_AdafactorParamState]) -> None:
     """Raises a `TreeMismatchError` unless the states have the shapes that the rules imply."""
     lines = []
-    for path, param, factoring, state in zip(
-        plan.paths, params, plan.factorings, states, strict=True
-    ):
-        for name, dims in kept_dims(factoring, has_momentum=has_momentum).items():
+    for path, param, kept, state in zip(plan.paths, params, plan.kept, states, strict=True):
+        for name, dims in kept.items():
             slot = getattr(state, name)
             shape = None if dims is None else tuple(np.shape(param)[dim] for dim in dims)
             if shape is not None and (slot is None or np.shape(slot) != shape):
@@ -138,3 +167,17 @@ def _is_sharded_in_types(param: Any) -> bool:
     """Whether a parameter's type carries a sharding, i.e. its mesh has Explicit axes."""
     sharding = jax.typeof(param).sharding if isinstance(param, jax.Array) else None
     return sharding is not None and any(axis is not None for axis in sharding.spec)
+
+
+def _setting(value: Any) -> Any:
+    """Returns a setting with the names of `FactorDim`s for `json_settings`."""
+    match value:
+        case HParamMap():
+            return [[pattern, _setting(found)] for pattern, found in value.rules]
+        case Mapping():
+            return {name: _setting(found) for name, found in value.items()}
+        case tuple():
+            return [_setting(found) for found in value]
+        case enum.Enum():
+            return value.name
+    return value

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from opt_core import check_gradients, increment_step
 
 from opt_adafactor._adafactor import Adafactor
-from opt_adafactor._hparam_map import HParamMap
-from opt_adafactor._plan import Plan
+from opt_adafactor._factoring import Plan
+from opt_adafactor._rules import HParamMap
 from opt_adafactor._state import FIELDS, FLOAT32, _AdafactorParamState, init_states
 from opt_adafactor._update import update_tree
 
@@ -76,31 +76,15 @@ def adafactor(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `Adafactor` as an Optax gradient transformation.
 
-    Takes the arguments of `Adafactor`, which documents the update rule, plus two more. Updates are
-    computed in float32 or wider, whatever the dtype of the gradients, so that float32 parameters
-    match those of the definition. Equivalent to `optax.adafactor` for parameters of rank 2 and
-    below.
+    Updates are computed in float32 or wider, whatever the dtype of the gradients, so that float32
+    parameters match those of the definition. Equivalent to `optax.adafactor` for parameters of rank
+    2 and below, where `beta1` is called `momentum`, `step_offset` `decay_offset`, and `epsilon1`
+    `eps`.
 
-    Args:
-      learning_rate: see `Adafactor`; a schedule is called with the count. `None` counts as 1.
-      factored: see `Adafactor`.
-      multiply_by_parameter_scale: see `Adafactor`.
-      beta1: see `Adafactor`; `momentum` in Optax.
-      decay_rate: see `Adafactor`.
-      step_offset: see `Adafactor`; `decay_offset` in Optax.
-      clipping_threshold: see `Adafactor`.
-      weight_decay_rate: see `Adafactor`.
-      min_dim_size_to_factor: see `Adafactor`.
-      epsilon1: see `Adafactor`; `eps` in Optax.
-      epsilon2: see `Adafactor`.
-      dtype_momentum: see `Adafactor`.
-      factor_map: see `Adafactor`.
-      logical_factor_rules: see `Adafactor`; requires `param_axes`.
-      weight_decay_rate_lr_exponent: see `Adafactor`.
-      global_norm_clip_threshold: see `Adafactor`.
-      max_parameter_scale: see `Adafactor`.
-      skip_nan_updates: see `Adafactor`; skipped entries get a zero update.
-      respect_rank2_rules: see `Adafactor`.
+    Args: those of `Adafactor`, which documents them and the update rule, except:
+      learning_rate: a schedule is called with the count. `None` counts as 1.
+      logical_factor_rules: the `FactorDim` of each logical axis name; requires `param_axes`.
+      skip_nan_updates: skipped entries get a zero update.
       param_axes: the logical axes of the parameters; see `Adafactor.with_param_axes`.
       weight_decay_mask: which parameters to decay: a tree of booleans with the structure of the
         parameters or a prefix of it, or a function that returns one for the parameters. `None` for
@@ -255,9 +239,9 @@ def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
 
 
 def _init(definition: Adafactor, params: Any) -> AdafactorState:
-    plan = definition._plan(params)
+    plan = definition._init_plan(params)
+    states = init_states(plan, params, definition.dtype_momentum)
     has_momentum = definition.hyper_params.beta1 is not None
-    states = init_states(plan, params, definition.dtype_momentum if has_momentum else None)
     return _to_optax(plan, jnp.zeros([], jnp.int32), states, has_momentum=has_momentum)
 
 
@@ -270,6 +254,9 @@ def _update(
             "call `update(grads, state, params)`"
         )
     check_gradients(params, updates)
+    if callable(mask):
+        mask = mask(params)
+    decays = jax.tree.leaves(jax.tree.broadcast(True if mask is None else mask, params))
     plan = definition._plan(params)
     columns = [
         [None] * len(plan.paths) if tree is None else plan.arrays(tree) for tree in state[1:]
@@ -282,7 +269,7 @@ def _update(
         plan.arrays(updates),
         [_AdafactorParamState(*slots) for slots in zip(*columns, strict=True)],
         as_updates=True,
-        decays=_mask(plan, params, mask),
+        decays=[bool(decay) for decay in decays],
     )
     count = increment_step(state.count)
     has_momentum = state.m is not None
@@ -297,16 +284,3 @@ def _to_optax(
         plan.treedef.unflatten([getattr(state, name) for state in states]) for name in FIELDS
     )
     return AdafactorState(count, v_row, v_col, v, m if has_momentum else None)
-
-
-def _mask(plan: Plan, params: Any, mask: Any) -> list[bool]:
-    """Returns the flag of every parameter, from a tree of flags or a prefix of it."""
-    if callable(mask):
-        mask = mask(params)
-    if mask is None:
-        return [True] * len(plan.paths)
-    flags: list[bool] = []
-    jax.tree.map(
-        lambda flag, below: flags.extend([bool(flag)] * len(jax.tree.leaves(below))), mask, params
-    )
-    return flags

@@ -22,18 +22,17 @@ from opt_core.errors import HyperParamError
 from opt_core.t5x import lenient_references
 
 from opt_adafactor import _adafactor
-from opt_adafactor._axes import FactorMap
-from opt_adafactor._factor_rules import (
+from opt_adafactor._factoring import Plan
+from opt_adafactor._hyper_params import _AdafactorHyperParams as _AdafactorHyperParams
+from opt_adafactor._rules import (
     HEURISTIC_RULE,
     FactorDim,
     FactorRule,
     HeuristicRule,
+    HParamMap,
     factor_name_to_factordim,
     standard_logical_factor_rules,
 )
-from opt_adafactor._hparam_map import HParamMap
-from opt_adafactor._hyper_params import _AdafactorHyperParams as _AdafactorHyperParams
-from opt_adafactor._plan import Plan
 from opt_adafactor._state import _AdafactorParamState as _AdafactorParamState
 
 __all__ = [
@@ -102,11 +101,11 @@ class Adafactor(_adafactor.Adafactor):
         ]
         return derived.replace(state=OptimizerState(None, treedef.unflatten(states)))
 
-    def _public_factor_map(self, rules: FactorMap) -> Mapping[str, Any]:
+    def _public_factor_map(self, rules: Mapping[str, FactorRule]) -> Mapping[str, FactorRule]:
         return dict(rules)
 
     def _plan(self, params: Any) -> Plan:
-        if self._axis_rules and self.hyper_params.factor_map != self._axis_rules[-1]:
+        if self._axis_rules and self.hyper_params.factor_map != dict(self._axis_rules[-1]):
             raise HyperParamError(
                 "`hyper_params.factor_map` was changed after `set_param_axes`, which does not "
                 "change the rules of this definition. Change `logical_factor_rules` or the axes, "

@@ -125,11 +125,6 @@ class OptaxTriple(Optimizer):
 
 def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
     """See `opt_legacy_stax.from_optax`."""
-    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        raise TypeError(
-            f"`tx` must be an Optax gradient transformation with `init` and `update`; got {tx!r}. "
-            "Pass one such as `optax.adam(1e-3)`."
-        )
     takes_more = isinstance(tx, optax.GradientTransformationExtraArgs)
 
     def init(params: Any) -> OptimizerState:

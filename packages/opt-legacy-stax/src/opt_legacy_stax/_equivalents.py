@@ -23,7 +23,7 @@ from opt_legacy_stax._optimizers import (
 )
 from opt_legacy_stax._slots import check_made_by, whole_step
 from opt_legacy_stax._trees import leaf_paths
-from opt_legacy_stax.errors import LayoutError, NoEquivalentError, ScheduleError
+from opt_legacy_stax.errors import LayoutError, NoEquivalentError
 
 # Builds a transformation from the arguments of the triple.
 _Builder = Callable[[Mapping[str, Any]], Any]
@@ -179,8 +179,6 @@ def _no_equivalent(name: str, reason: str) -> NoEquivalentError:
 def _rate(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
     """Returns the last part of each chain, which multiplies by `-step_size`."""
     rate = arguments["step_size"]
-    if not callable(rate) and np.ndim(rate) != 0:
-        raise ScheduleError("`step_size` must be a number or a function of the step.")
     # Even a constant goes through a schedule: its counter is the `i` to return to the triple with.
     schedule = rate if callable(rate) else optax.constant_schedule(rate)
     return optax.scale_by_schedule(lambda count: -1 * schedule(count))

@@ -15,26 +15,16 @@ import os
 import secrets
 import stat
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from opt_legacy_stax._extras import needs
-from opt_legacy_stax._identity import HasTriple, Identity, identity_of, triple_of
-from opt_legacy_stax._leaves import (
-    LeafSpec,
-    fits,
-    from_file,
-    is_within,
-    needs_64_bits,
-    parse_spec,
-    spec_of,
-    stored,
-    to_file,
-)
-from opt_legacy_stax._optimizers import Optimizer, OptimizerState, is_state, kept_by
+from opt_legacy_stax._identity import Identity, identity_of, triple_of
+from opt_legacy_stax._optimizers import Optimizer, OptimizerState, is_state, other_entries
 from opt_legacy_stax._trees import Node, differences, first_lines, leaf_paths, nodes, shown
 from opt_legacy_stax.errors import (
     DamagedFileError,
@@ -49,20 +39,39 @@ _VERSION = 2
 _KEY = "opt_legacy_stax"
 
 
+# dtypes that safetensors has a name for since its release 0.4; others are stored as bytes
+_NATIVE = {
+    *("bool", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+_PLAIN = (np.ndarray, np.memmap, int, float, bool, complex)
+
+
+class _Leaf(NamedTuple):
+    """The description of a leaf; also in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        is_key = self.dtype.startswith("key<")
+        return self.dtype if is_key else f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
 class _Description(NamedTuple):
     """What a file says about its state, or what is expected of it."""
 
     optimizer: str | None
     tree: list[Node]
-    states: list[list[Node]]  # of each parameter
-    leaves: list[tuple[str, LeafSpec]]
+    leaves: list[_Leaf]
 
 
 def save(
     path_or_file: PathOrFile,
     state: Any,
     *,
-    optimizer: Optimizer | HasTriple | str | None = None,
+    optimizer: Optimizer | str | Any = None,
 ) -> None:
     """Writes a state to a safetensors file, bit for bit. Needs the extra `files`.
 
@@ -100,7 +109,8 @@ def save(
     _check_file(path_or_file, "write")
     data = _encode(state, _identity(optimizer))
     if isinstance(path_or_file, str | bytes | os.PathLike):
-        _write_atomically(_target(Path(os.fsdecode(path_or_file))), data)
+        # Symbolic links stay: their target is replaced.
+        _write_atomically(Path(os.path.realpath(os.fsdecode(path_or_file))), data)
     else:
         _write_all(path_or_file, data)
 
@@ -109,7 +119,7 @@ def load(
     path_or_file: PathOrFile,
     *,
     like: Any = None,
-    optimizer: Optimizer | HasTriple | str | None = None,
+    optimizer: Optimizer | str | Any = None,
     params: Any = None,
 ) -> OptimizerState:
     """Loads a state from a file, after checking that it is the expected one.
@@ -118,15 +128,15 @@ def load(
     given (with `params`, or in addition to `like`), the file must have been saved with an
     `optimizer` of the same name. If either name is missing, an `UnnamedStateWarning` is issued.
 
-    Every leaf is restored as it was saved: JAX or NumPy array, Python number, PRNG key. If an
+    Every leaf becomes what the expected leaf is: a JAX array (also for abstract leaves, as all
+    described by `optimizer` and `params` are), NumPy array, Python number or PRNG key. If an
     expected leaf is a `jax.Array` committed to devices, or has a sharding, the loaded leaf is
     placed accordingly. The state has the class of `like`, or the class that `optimizer` creates:
     this module's or JAX's.
 
-    Tree structure, keys and their order, shapes and dtypes must be equal, with one exception. JAX
-    converts Python numbers and 64-bit NumPy arrays to 32 bits unless `jax_enable_x64` is on. Where
-    the expected leaf is abstract, as all leaves described by `optimizer` and `params` are, such a
-    number or array matches the dtype that JAX would convert it to, provided that integers fit.
+    Tree structure, keys and their order, shapes and dtypes must be equal, with one exception: a
+    single integer, such as an entry of the shapes that `sm3` keeps, may have another integer dtype
+    if it fits.
 
     Args:
       path_or_file: a path, or a file object opened for reading bytes, which is read from its
@@ -152,23 +162,19 @@ def load(
     """
     reference = _reference(like, optimizer, params)
     identity = None if optimizer is None else identity_of(optimizer)
-    tensors, found = _decode(read(path_or_file))
-    specs = [spec_of(leaf) for leaf in jax.tree.leaves(reference)]
-    expected = _describe(reference, identity, specs)
-    _check(found, expected)
-    leaves = [from_file(spec, tensors[name]) for name, spec in found.leaves]
-    _raise_mismatch(
-        [
-            f"{shown(name)}: expected {spec}, found an integer out of its range"
-            for leaf, (name, spec) in zip(leaves, expected.leaves, strict=True)
-            if not is_within(leaf, spec)
-        ]
-    )
+    arrays, found = _decode(read(path_or_file))
+    likes: list[Any] = jax.tree.leaves(reference[0])
+    expected = _describe(reference, identity, likes)
+    _check(found, expected, arrays)
+    if any(map(_needs_64_bits, likes)):
+        raise StateMismatchError(
+            "the file holds 64-bit arrays, but JAX's 64-bit mode is off in this process. Turn it "
+            "on with `jax.config.update('jax_enable_x64', True)`."
+        )
     if found.optimizer is None or identity is None:
         warnings.warn(_not_compared(found.optimizer, identity), UnnamedStateWarning, stacklevel=2)
-    likes: Any = jax.tree.leaves(reference[0])
-    placed = [_placed(*pair) for pair in zip(leaves, likes, strict=True)]
-    state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), placed)
+    leaves = [_leaf(*pair) for pair in zip(arrays, likes, strict=True)]
+    state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), leaves)
     return state
 
 
@@ -203,16 +209,16 @@ def _identity(optimizer: Any) -> Identity | None:
     return identity
 
 
-def _describe(state: Any, optimizer: Identity | None, specs: list[LeafSpec]) -> _Description:
+def _describe(state: Any, optimizer: Identity | None, leaves: list[Any]) -> _Description:
     _, tree_def, subtree_defs = state
-    states = [nodes(subtree_def) for subtree_def in subtree_defs]
-    names = [
-        outer if inner == "." else f"{outer}:{inner}"
-        for outer, subtree_def in zip(leaf_paths(tree_def), subtree_defs, strict=True)
-        for inner in leaf_paths(subtree_def)
-    ]
-    name = None if optimizer is None else optimizer.name
-    return _Description(name, nodes(tree_def), states, list(zip(names, specs, strict=True)))
+    tree, names = nodes(tree_def), []
+    for path, subtree_def in zip(leaf_paths(tree_def), subtree_defs, strict=True):
+        inner = nodes(subtree_def)
+        tree += [[f"{path}:{'' if at == '.' else at}", kind] for at, kind in inner]
+        names += [path if at == "." else f"{path}:{at}" for at in leaf_paths(subtree_def)]
+    arrays = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in leaves]
+    described = [_Leaf(n, x.dtype.name, x.shape) for n, x in zip(names, arrays, strict=True)]
+    return _Description(None if optimizer is None else optimizer.name, tree, described)
 
 
 def _encode(state: Any, optimizer: Identity | None) -> bytes:
@@ -224,41 +230,115 @@ def _encode(state: Any, optimizer: Identity | None) -> bytes:
             f"`state` must be an OptimizerState; got {type(state).__name__}. Pass the state that "
             "`init_fn` or `update_fn` returned."
         )
-    packed, tree_def, subtree_defs = state
-    for path, subtree_def in zip(leaf_paths(tree_def), subtree_defs, strict=True):
-        kept = kept_by(subtree_def)
-        if optimizer is not None and optimizer.keeps and kept != len(optimizer.keeps):
-            raise SaveError(
-                f"`optimizer` is {optimizer}, but the state of `{path}` is "
-                f"{f'a tuple of {kept}' if kept > 1 else 'not a tuple'}: it belongs to a "
-                "different optimizer, or to an older JAX (see `convert_old_layout`)."
-            )
-    pairs = [
-        to_file(leaf, f"{path}, leaf {j}")
+    packed, tree_def, _ = state
+    if (words := other_entries(state, optimizer)) is not None:
+        raise SaveError(
+            f"`optimizer` is {optimizer}, but the state of {words}: it belongs to a different "
+            "optimizer, or to an older JAX (see `convert_old_layout`)."
+        )
+    arrays = [
+        _array(leaf, f"{path}, leaf {j}")
         for path, leaves in zip(leaf_paths(tree_def), packed, strict=True)
         for j, leaf in enumerate(leaves)
     ]
-    about = _describe(state, optimizer, [spec for spec, _ in pairs])
-    names = ["__metadata__", *(name for name, _ in about.leaves)]
+    about = _describe(state, optimizer, jax.tree.leaves(packed))
+    names = ["__metadata__", *(leaf.name for leaf in about.leaves)]
     for k, name in enumerate(names):
         if name in names[:k]:
             raise SaveError(
                 f"two entries would have the name `{shown(name)}` in the file. Rename a key."
             )
-    tensors = {name: stored(array) for name, (_, array) in zip(names[1:], pairs, strict=True)}
-    text = json.dumps(
-        {
-            **about._asdict(),
-            "leaves": [[name, s.kind, s.dtype, s.shape] for name, s in about.leaves],
-        }
-    )
-    digest = _digest(text, [array.tobytes() for _, array in pairs])
+    tensors = {name: _stored(array) for name, array in zip(names[1:], arrays, strict=True)}
+    text = json.dumps(about._asdict())
+    digest = _digest(text, [array.tobytes() for array in arrays])
     entry = json.dumps({"version": _VERSION, "sha256": digest, "state": text})
     try:
         data: bytes = save_tensors(tensors, metadata={_KEY: entry})
     except UnicodeError as error:  # a lone surrogate in a key
         raise SaveError(f"a key cannot be written as UTF-8: {error}. Rename it.") from None
     return data
+
+
+def _array(leaf: Any, name: str) -> np.ndarray:
+    """Returns the values of a leaf as a contiguous array, of a key its data."""
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        raise SaveError(
+            f"`{name}` is abstract ({type(leaf).__name__}). Call `save` outside of `jit`, "
+            "`eval_shape` and other transformations."
+        )
+    if not (isinstance(leaf, jax.Array | np.generic) or type(leaf) in _PLAIN):
+        raise SaveError(
+            f"`{name}` is a {shown(type(leaf).__name__)}; leaves of a saved state must be arrays "
+            "or numbers."
+        )
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise SaveError(
+                f"the buffer of `{name}` has been donated or deleted. Save the state that the "
+                "update returned."
+            )
+        if not leaf.is_fully_addressable:
+            raise SaveError(
+                f"`{name}` is not fully addressable by this process. Gather it first "
+                "(`jax.experimental.multihost_utils.process_allgather`)."
+            )
+        if _is_key(leaf):
+            leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    if not is_number(array.dtype):
+        raise SaveError(
+            f"`{name}` has dtype {array.dtype}, which the format cannot hold exactly. Convert it "
+            "to a numeric dtype."
+        )
+    return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+
+
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is one of JAX's numbers or booleans."""
+    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and bool(
+        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+
+
+def _needs_64_bits(like: Any) -> bool:
+    is_array = isinstance(like, jax.Array | jax.ShapeDtypeStruct) and not _is_key(like)
+    return is_array and bool(jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype)
+
+
+def _stored(array: np.ndarray) -> np.ndarray:
+    """Returns an array as a tensor that safetensors can hold: itself, or its bytes."""
+    if array.dtype.name in _NATIVE:
+        return array
+    shape = (*array.shape, array.dtype.itemsize)
+    return np.frombuffer(array.tobytes(), np.uint8).reshape(shape)
+
+
+def _leaf(array: np.ndarray, like: Any) -> Any:
+    """Returns the values of a file as what the expected leaf is, and where it is."""
+    if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+        return array if isinstance(like, np.ndarray) else _scalar(array, like)
+    if _is_key(like):
+        implementations: list[Any] = []
+        jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), like)
+        leaf = jax.random.wrap_key_data(jnp.asarray(array), impl=implementations[0])
+    else:
+        leaf = jnp.asarray(array, like.dtype)
+        if like.weak_type and leaf.ndim == 0:
+            # Only Python scalars become weak arrays, which loses signalling NaNs.
+            weak = jnp.asarray(array.item())
+            leaf = weak if np.asarray(weak).tobytes() == np.asarray(leaf).tobytes() else leaf
+    is_committed = isinstance(like, jax.Array) and like.committed
+    if is_committed or (isinstance(like, jax.ShapeDtypeStruct) and like.sharding is not None):
+        return jax.device_put(leaf, like.sharding)
+    return leaf
+
+
+def _scalar(array: np.ndarray, like: Any) -> Any:
+    return array.astype(like.dtype)[()] if isinstance(like, np.generic) else array.item()
 
 
 def _digest(text: str, leaves: list[bytes]) -> str:
@@ -268,8 +348,8 @@ def _digest(text: str, leaves: list[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _decode(data: bytes) -> tuple[Mapping[str, bytes], _Description]:
-    """Returns the leaves' bytes by name, and the description of the state."""
+def _decode(data: bytes) -> tuple[list[np.ndarray], _Description]:
+    """Returns the values of the leaves, and the description of the state."""
     with needs("files"):
         from safetensors import SafetensorError, deserialize
     try:
@@ -287,49 +367,53 @@ def _decode(data: bytes) -> tuple[Mapping[str, bytes], _Description]:
         )
     try:
         about = json.loads(entry["state"])
-        leaves = [(name, parse_spec(*spec)) for name, *spec in about["leaves"]]
+        leaves = [_Leaf(name, dtype, tuple(shape)) for name, dtype, shape in about["leaves"]]
         found = _Description(**{**about, "leaves": leaves})
-        contents = [tensors[name] for name, _ in leaves]
+        contents = [tensors[leaf.name] for leaf in leaves]
         is_intact = _digest(entry["state"], contents) == entry["sha256"]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(f"its metadata do not describe its tensors ({error!r})") from None
-    sizes = [spec.nbytes for _, spec in leaves]
-    if not is_intact or sizes != list(map(len, contents)) or len(tensors) != len(leaves):
+    if not is_intact or len(tensors) != len(leaves):
         raise _damaged("its checksum does not match its contents")
-    return tensors, found
+    try:
+        return list(map(_values, contents, leaves)), found
+    except (TypeError, ValueError) as error:
+        raise _damaged(f"its metadata do not describe its tensors ({error!r})") from None
 
 
-def _check(found: _Description, expected: _Description) -> None:
-    """Raises unless the optimizer, the tree structure and the leaf specs are as expected."""
+def _values(data: bytes, leaf: _Leaf) -> np.ndarray:
+    if leaf.dtype.startswith("key<"):
+        return np.frombuffer(data, np.uint32).reshape(*leaf.shape, -1)
+    return np.frombuffer(data, leaf.dtype).reshape(leaf.shape).copy()
+
+
+def _check(found: _Description, expected: _Description, arrays: list[np.ndarray]) -> None:
+    """Raises unless the optimizer, the tree structure and the leaves are as expected."""
     lines = differences(expected.tree, found.tree)
     if not lines:
-        paths = [path for path, kind in expected.tree if kind == "an array"]
-        for path, *pair in zip(paths, expected.states, found.states, strict=True):
-            lines += [f"{shown(path)}, in its state: {line}" for line in differences(*pair)]
-    if not lines:
-        lines = [
-            f"{shown(name)}: expected {spec}, found {saved}"
-            for (name, spec), (_, saved) in zip(expected.leaves, found.leaves, strict=True)
-            if not fits(saved, spec)
-        ]
+        triples = zip(expected.leaves, found.leaves, arrays, strict=True)
+        lines = [line for triple in triples for line in _different(*triple)]
     names = (expected.optimizer, found.optimizer)
     if None not in names and names[0] != names[1]:
         ours, theirs = (shown(str(name)) for name in names)
         lines.insert(0, f"optimizer: expected `{ours}`, found `{theirs}`")
-    _raise_mismatch(lines)
-    if any(needs_64_bits(spec) for _, spec in found.leaves):
-        raise StateMismatchError(
-            "the file holds 64-bit arrays, but JAX's 64-bit mode is off in this process. Turn it "
-            "on with `jax.config.update('jax_enable_x64', True)`."
-        )
-
-
-def _raise_mismatch(lines: list[str]) -> None:
     if lines:
         raise StateMismatchError(
             f"the file holds a different state than expected:\n{first_lines(lines)}\nLoad it with "
             "the optimizer and parameters it was saved with."
         )
+
+
+def _different(expected: _Leaf, found: _Leaf, array: np.ndarray) -> list[str]:
+    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
+        return []
+    described = str(found)
+    if found.shape == expected.shape == () and "int" in expected.dtype and "int" in found.dtype:
+        limits = jnp.iinfo(expected.dtype)
+        if limits.min <= array.item() <= limits.max:
+            return []
+        described = "an integer out of its range"
+    return [f"{shown(expected.name)}: expected {expected}, found {described}"]
 
 
 def _reference(like: Any, optimizer: Any, params: Any) -> Any:
@@ -370,31 +454,10 @@ def _not_compared(found: str | None, expected: Identity | None) -> str:
     )
 
 
-def _placed(leaf: Any, like: Any) -> Any:
-    """Returns a leaf where the expected one is."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    is_committed = isinstance(like, jax.Array) and like.committed
-    if is_committed or (isinstance(like, jax.ShapeDtypeStruct) and like.sharding is not None):
-        return jax.device_put(leaf, like.sharding)
-    return leaf
-
-
 def _damaged(reason: str) -> DamagedFileError:
     return DamagedFileError(
         f"the file is damaged, or was not written by `save`: {reason}. Restore it from a backup."
     )
-
-
-def _target(path: Path) -> Path:
-    """Resolves symbolic links, so that the target is replaced and not the link."""
-    try:
-        target = path.resolve()
-    except RuntimeError:  # symlink loop, in Python before 3.13
-        target = path
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    return target
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -7,12 +7,9 @@ of `adam` would load into `adamax`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from opt_legacy_stax._trees import shown
-
-if TYPE_CHECKING:
-    from opt_legacy_stax._optimizers import Optimizer
 
 # The entries that each of the nine optimizers keeps for a parameter, in order.
 _KEEPS: Mapping[str, tuple[str, ...]] = {
@@ -28,14 +25,6 @@ _KEEPS: Mapping[str, tuple[str, ...]] = {
 }
 # of an `init_fn`; wrappers such as `jax.jit` carry it along
 ATTRIBUTE = "_opt_legacy_stax_identity"
-
-
-class HasTriple(Protocol):
-    """An object that wraps a triple, as returned by `to_optax` or `to_optimizer_def`."""
-
-    @property
-    def triple(self) -> Optimizer:
-        """The wrapped triple."""
 
 
 class Identity(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey, treedef_children, treedef_is_leaf
+from jax.tree_util import GetAttrKey
 
 from opt_legacy_stax._identity import ATTRIBUTE, Identity, made_by
 from opt_legacy_stax._trees import difference, different_trees, leaf_paths, shown
@@ -242,20 +242,15 @@ def repacked(opt_state: Any, packed_state: Sequence[Any]) -> OptimizerState:
 
 def check_step(i: Any) -> Any:
     """Returns integers as Python integers within int32; floats and JAX arrays as they are."""
-    if callable(i):
-        name = getattr(i, "__name__", type(i).__name__)
-        raise StepError(
-            f"`i` must be the step number; got the function `{name}`. Call `update(i, grads, "
-            "state)`: the step comes first."
-        )
     if isinstance(i, int | np.integer | np.bool_):
         return max(INT32_MIN, min(int(i), INT32_MAX))
     if isinstance(i, float | np.floating):
         return i
     if not isinstance(i, np.ndarray | jax.Array):
+        found = f"the function `{i.__name__}`" if hasattr(i, "__name__") else type(i).__name__
         raise StepError(
-            "`i` must be the step number, as a Python, NumPy or JAX scalar; got "
-            f"{type(i).__name__}. Call `update(i, grads, state)`: the step comes first."
+            f"`i` must be the step number; got {found}. Call `update(i, grads, state)`: the step "
+            "comes first."
         )
     if i.ndim != 0:
         raise StepError(
@@ -288,26 +283,24 @@ def check_state(value: Any, optimizer: Identity | None = None) -> None:
             f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass the "
             "state that `init_fn` or `update_fn` returned, as in `update_fn(i, grads, opt_state)`."
         )
+    if (words := other_entries(value, optimizer)) is not None:
+        raise LayoutError(
+            f"`opt_state` is not a state of {optimizer}: for parameter {words}. Pass a state of "
+            "this optimizer; convert states of older JAX versions with `convert_old_layout`."
+        )
+
+
+def other_entries(state: Any, optimizer: Identity | None) -> str | None:
+    """Returns which parameter's state has not the number of entries that `optimizer` keeps."""
     if optimizer is None or not optimizer.keeps:
-        return
-    for n, subtree_def in enumerate(value[2]):
-        found = kept_by(subtree_def)
-        if found != len(optimizer.keeps):
-            path, kinds = leaf_paths(value[1])[n], {0: "something else", 1: "an array"}
-            raise LayoutError(
-                f"`opt_state` is not a state of {optimizer}: for parameter `{path}` found "
-                f"{kinds.get(found, f'a tuple of {found}')}. Pass a state of this "
-                "optimizer; convert states of older JAX versions with `convert_old_layout`."
-            )
-
-
-def kept_by(subtree_def: Any) -> int:
-    """Returns the number of entries in a parameter's state: 1 for an array, 0 if not a tuple."""
-    if treedef_is_leaf(subtree_def):
-        return 1
-    children: Sequence[Any] = treedef_children(subtree_def)
-    is_tuple = jax.tree.unflatten(subtree_def, [0] * subtree_def.num_leaves).__class__ is tuple
-    return len(children) if is_tuple and len(children) > 1 else 0
+        return None
+    for n, subtree_def in enumerate(state[2]):
+        kept = jax.tree.unflatten(subtree_def, [0] * subtree_def.num_leaves)
+        entries = len(kept) if type(kept) is tuple else 1
+        if entries != len(optimizer.keeps):
+            found = f"a tuple of {entries}" if type(kept) is tuple else "not a tuple"
+            return f"`{leaf_paths(state[1])[n]}` is {found}"
+    return None
 
 
 def _is_treedef(value: Any) -> bool:

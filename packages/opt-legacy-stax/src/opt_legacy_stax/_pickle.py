@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_legacy_stax._files import PathOrFile, read
+from opt_legacy_stax._files import PathOrFile, is_number, read
 from opt_legacy_stax._joinpoint import JoinPoint
-from opt_legacy_stax._leaves import is_known
 from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import UnsafePickleError
 
@@ -100,7 +99,7 @@ class _Dtype:
         if not isinstance(self.name, str) or self.order not in ("<", ">", "=", "|"):
             raise ValueError("not a dtype")
         dtype = np.dtype(self.name)
-        if not is_known(dtype.name) or dtype.hasobject:
+        if not is_number(dtype):
             raise UnsafePickleError(
                 f"the pickle contains an array of the unsupported dtype {shown(repr(self.name))}."
             )
@@ -216,7 +215,7 @@ class _Unpickler(pickle.Unpickler):
     """Resolves only the allowed names, without importing anything."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        if module in _EXTENSION_MODULES and is_known(name):
+        if module in _EXTENSION_MODULES:
             return _Scalar(name)  # type: ignore[return-value]
         if (module, name) not in _ALLOWED:
             raise UnsafePickleError(

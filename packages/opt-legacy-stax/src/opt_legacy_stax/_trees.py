@@ -67,20 +67,17 @@ def nodes(tree_def: Any) -> list[Node]:
 def differences(expected: list[Node], found: list[Node]) -> list[str]:
     """Returns a line for each place where two trees differ; none for what is below it."""
     ours, theirs = (dict(each) for each in (expected, found))
-    lines, changed = [], set()
-    for path in [*ours, *(path for path in theirs if path not in ours)]:
+    lines: list[str] = []
+    below: list[str] = []
+    for path in dict.fromkeys([*ours, *theirs]):
         kinds = [each.get(path, "nothing") for each in (ours, theirs)]
-        if path != "." and (path.rpartition("/")[0] or ".") in changed:
-            changed.add(path)
-        elif kinds[0] != kinds[1]:
-            changed.add(path)
+        if kinds[0] != kinds[1] and not path.startswith(tuple(below)):
+            below += [""] if path == "." else [f"{path}/", f"{path}:"]
             lines.append(f"{shown(path)}: expected {shown(kinds[0])}, found {shown(kinds[1])}")
     if not lines and expected != found:
-        pairs = zip(expected, found, strict=False)
-        first, other = next(pair for pair in pairs if pair[0] != pair[1])
+        first, other = next(pair for pair in zip(ours, theirs, strict=True) if len({*pair}) > 1)
         lines.append(
-            f"keys in a different order, expected `{shown(first[0])}` where `{shown(other[0])}` "
-            "was found"
+            f"keys in a different order, expected `{shown(first)}` where `{shown(other)}` was found"
         )
     return lines
 

@@ -18,8 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from opt_matrix import _check
 from opt_matrix._layouts import LeafLayout
-from opt_matrix._matrices import Matrices
-from opt_matrix._paths import leaves_by_path, path_str
+from opt_matrix._matrices import Matrices, leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
 from opt_matrix._transfer import Transfer, split
 from opt_matrix.errors import OptionError, PlanError, UndecidedError
@@ -286,18 +285,13 @@ class PlannedTransformation(optax.GradientTransformation):
     plan: MatrixPlan
     restack: Callable[[Any, MatrixPlan], Any]
 
-    @classmethod
-    def make(
-        cls,
-        init: Any,
-        update: Any,
-        plan: MatrixPlan,
-        restack: Callable[[Any, MatrixPlan], Any],
+    def __new__(
+        cls, init: Any, update: Any, plan: MatrixPlan, restack: Callable[[Any, MatrixPlan], Any]
     ) -> PlannedTransformation:
-        """Returns one of its parts; a named tuple's constructor takes no attributes."""
-        made = cls(init, update)
-        made.plan, made.restack = plan, restack
-        return made
+        """Takes the functions, and the attributes."""
+        self = super().__new__(cls, init, update)
+        self.plan, self.restack = plan, restack
+        return self
 
 
 def distribute(

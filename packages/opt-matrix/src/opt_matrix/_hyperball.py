@@ -26,9 +26,8 @@ import numpy as np
 import optax
 
 from opt_matrix._distribute import place_like, refuse_others
-from opt_matrix._matrices import Dims, Matrices
+from opt_matrix._matrices import Dims, Matrices, leaves_by_path, path_str
 from opt_matrix._muon import labelled, require_rules
-from opt_matrix._paths import leaves_by_path, path_str
 from opt_matrix.errors import OptionError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, keystr
 
-from opt_matrix._paths import full_path_str, leaves_by_path, path_str
 from opt_matrix.errors import OptionError, UndecidedError
 
 
@@ -312,3 +312,25 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise OptionError(f"{pattern!r} is not a valid regular expression: {error}") from None
+
+
+_BOXED = GetAttrKey("value")
+
+
+def path_str(path: Sequence[Any]) -> str:
+    """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`."""
+    # As in JSON Pointer (RFC 6901). The attribute `value` of a box, as of Flax's variables, is left
+    # out: a plan, and the rules of `Matrices`, are for trees with and without boxes.
+    return full_path_str(path[:-1] if path[-1:] == (_BOXED,) else path)
+
+
+def full_path_str(path: Sequence[Any]) -> str:
+    """Returns a JAX key path with all of its keys."""
+    names = (keystr((key,), simple=True) for key in path)
+    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names) or "."
+
+
+def leaves_by_path(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths, in JAX's order."""
+    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {path_str(path): leaf for path, leaf in keyed}

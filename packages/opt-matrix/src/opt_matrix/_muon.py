@@ -17,9 +17,8 @@ from optax.contrib._muon import MuonState
 
 from opt_matrix._distribute import Distributed, place_like, refuse_others
 from opt_matrix._layouts import leaf_layout
-from opt_matrix._matrices import Dims, Matrices
+from opt_matrix._matrices import Dims, Matrices, leaves_by_path, path_str
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
-from opt_matrix._paths import leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices
 from opt_matrix.errors import OptionError, PlanError
 

@@ -118,4 +118,4 @@ def scale_by_normuon(
     def restack(state: NorMuonState, before: MatrixPlan) -> NorMuonState:
         return NorMuonState(state.mu, shared.restack(state.nu, before))
 
-    return PlannedTransformation.make(init, update, shared.plan, restack)
+    return PlannedTransformation(init, update, shared.plan, restack)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -16,17 +15,12 @@ from jax.sharding import AbstractMesh, Mesh
 from opt_matrix import _check, _costs, _tables
 from opt_matrix._costs import Kind, Way
 from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
-from opt_matrix._matrices import Matrices
+from opt_matrix._matrices import Matrices, leaves_by_path
 from opt_matrix._newton_schulz import SplitFunction, is_positive_integer, newton_schulz
-from opt_matrix._paths import leaves_by_path
 from opt_matrix.errors import OptionError, PlanError
 
 Choice = Literal["local", "all_to_all", "gather", "split"]
 MAX_GROUP_BYTES = 256 << 20
-_FIGURES = (
-    *("leaves", "parts", "shape", "count", "choice", "padding", "collectives"),
-    *("bytes_per_device", "flops_per_device", "ideal_flops", "temp_bytes"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,22 +168,6 @@ class MatrixPlan:
             else:
                 loops.append((number, 1))
         return loops
-
-    def to_json(self) -> str:
-        """Returns all figures as JSON."""
-        groups = [
-            {name: getattr(group, name) for name in _FIGURES}
-            | {"dtype": group.kind.dtype, **dataclasses.asdict(group.way)}
-            for group in self.groups
-        ]
-        data = {
-            "mesh": self.mesh_shape,
-            "max_group_bytes": self.max_group_bytes,
-            "min_group_bytes": self.min_group_bytes,
-            "groups": groups,
-            "rest": self.rest,
-        }
-        return json.dumps(data, indent=2)
 
     def __str__(self) -> str:
         return _tables.as_text(self)

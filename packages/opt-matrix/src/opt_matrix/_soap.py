@@ -156,7 +156,7 @@ def scale_by_soap(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, tuple[Any, ...]]:
         return shared.apply(updates, state)
 
-    return PlannedTransformation.make(init, update, shared.plan, shared.restack)
+    return PlannedTransformation(init, update, shared.plan, shared.restack)
 
 
 def _turned(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:

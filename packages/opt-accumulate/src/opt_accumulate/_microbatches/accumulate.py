@@ -13,19 +13,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from opt_accumulate._arrays import check_accumulator_dtype
-from opt_accumulate._microbatches.auxiliary import check_reductions, divide, joined
 from opt_accumulate._microbatches.batch import Sizes, batch_rows, check_devices
 from opt_accumulate._microbatches.deferred import accumulate_deferred, check_axes, find_mesh
 from opt_accumulate._microbatches.loop import Loop, Rng, accumulate
 from opt_accumulate._microbatches.losses import (
     SkipFunction,
     Weights,
+    check_reductions,
     check_skip_function,
     check_weights,
+    divide,
+    reduced,
 )
-from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place
-from opt_accumulate._microbatches.varying import sum_as_like
-from opt_accumulate._trees import check_integer, described, not_numbers
+from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place, sum_as_like
+from opt_accumulate._trees import broadcast_prefix, check_integer, described, not_numbers
 from opt_accumulate.errors import OptionError
 
 
@@ -112,7 +113,8 @@ def accumulate_gradients(
         `"sum"` (of all that `skip_fn` did not drop, those of weight 0 and rows of padding too;
         integers stay integers, of 32 bits at least, so return as float32 what may add up to more),
         `"mean"` (by weight; where that is 0 they may be anything), `"concat"` (outputs for each
-        row, in the order of the batch), or a tree of these that may end above the leaves.
+        row, in the order of the batch), or a tree of these that may end above the leaves. Outputs
+        of all microbatches are kept until the end, for sums and means too.
       rng: whether `loss_fn` takes a key, by the name `rng`: `True`, `jax.random.fold_in(key, i)` in
         microbatch `i`; `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so
         that draws do not depend on the number of microbatches.
@@ -214,7 +216,11 @@ def accumulate_gradients(
         grads = place(sum_as_like(mean(sums.grads), params), shardings)
         value: tuple[Any, ...] = (mean(sums.loss),)
         if has_aux:
-            value += (joined(mean(sums.aux_means), sums.aux_sums, stacks.aux, stacks.aux_rows),)
+            leaves, treedef = jax.tree.flatten(stacks.aux)
+            rules = broadcast_prefix(aux, stacks.aux, "aux")
+            of_all = stacks.weights, stacks.skipped, sums.weight
+            outputs = [reduced(*pair, *of_all) for pair in zip(leaves, rules, strict=True)]
+            value += (jax.tree.unflatten(treedef, outputs),)
         if with_metrics:
             value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
         return (value if len(value) > 1 else value[0]), grads

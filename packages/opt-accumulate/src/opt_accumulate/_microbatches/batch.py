@@ -122,11 +122,11 @@ class Sizes:
         """Returns the error for a batch that would need padding, which would count."""
         each = "" if split.devices == 1 else f" on each of {split.devices} devices"
         step = 1 if self.microbatch_size is None else split.devices
-        numbers = [step * number for number in _divisors(split.rows)]
+        numbers = ", ".join(str(step * number) for number in _divisors(split.rows))
         return BatchError(
             f"`batch` has {split.rows} rows{each}, which do not divide into microbatches: "
             f"{self._asked}. Rows of padding would count, as by `weights` each row does. Take one "
-            f"of {_listed(numbers)}; or let rows of zeros have weight 0: `loss_fn` returns (sum of "
+            f"of {numbers}; or let rows of zeros have weight 0: `loss_fn` returns (sum of "
             "losses, weight) over a mask in the batch."
         )
 
@@ -139,11 +139,6 @@ class Sizes:
 def _divisors(number: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    shown = numbers if len(numbers) <= 12 else [*numbers[:10], "...", numbers[-1]]
-    return ", ".join(map(str, shown))
 
 
 def fold(batch: Any, split: Split) -> Any:

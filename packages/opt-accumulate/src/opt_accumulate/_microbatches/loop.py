@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from opt_accumulate._arrays import accumulator_dtype_of, at_least_32_bits, inexact
-from opt_accumulate._microbatches import auxiliary
-from opt_accumulate._microbatches.auxiliary import Reduction, joined, only, select
 from opt_accumulate._microbatches.batch import (
     Sizes,
     Split,
@@ -28,12 +26,15 @@ from opt_accumulate._microbatches.losses import (
     SkipFunction,
     Weighted,
     Weights,
+    check_outputs,
     is_sum,
     read_loss,
+    reductions_of,
+    select,
     should_skip,
     sum_dtype,
 )
-from opt_accumulate._microbatches.varying import axes_of_types, vary
+from opt_accumulate._microbatches.placement import axes_of_types, vary
 
 Rng: TypeAlias = bool | Literal["rows"]
 Further: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]  # arguments after the microbatch
@@ -59,8 +60,6 @@ class Sums(NamedTuple):
     grads: Any
     loss: jax.Array
     weight: jax.Array
-    aux_sums: Any  # with `None` for all but `"sum"`
-    aux_means: Any  # times the weights, for `"mean"`
 
 
 class Stacks(NamedTuple):
@@ -68,8 +67,7 @@ class Stacks(NamedTuple):
 
     weights: jax.Array  # those that counted
     skipped: jax.Array
-    aux: Any  # with `None` for all but `"stack"`
-    aux_rows: Any  # for `"concat"`; in the end in the order of the rows
+    aux: Any  # in the end, for `"concat"`, in the order of the rows
 
 
 def accumulate(
@@ -95,7 +93,7 @@ def accumulate(
             kwargs["rng"] = jax.random.fold_in(key, index + shard_index * split.num)
         output = loop.loss_fn(params, microbatch, *args, **kwargs)
         weighted = read_loss(output, microbatch, loop.weights, loop.has_aux)
-        auxiliary.check_outputs(weighted.aux)
+        check_outputs(weighted.aux)
         return weighted
 
     # Not as an argument: a Python scalar of the batch would come out of `eval_shape` as a tracer.
@@ -109,7 +107,7 @@ def accumulate(
     padding_counts = None
     if split.padding:
         padding_counts = _padding_counts(loop, split, functools.partial(call, params), first)
-    rules = auxiliary.reductions_of(shapes.aux, loop.aux, split)
+    rules = reductions_of(shapes.aux, loop.aux, split)
     # What total loss / total weight varies over; so does all that is divided by that weight.
     axes |= axes_of_types(shapes.weight)
 
@@ -121,7 +119,7 @@ def accumulate(
             return loss, (weight, aux)
 
         (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
-        sums, stacks = _add(loop, rules, sums, Weighted(loss, *rest), place(grads))
+        sums, stacks = _add(loop, sums, Weighted(loss, *rest), place(grads))
         return vary(sums, axes), stacks
 
     def zeros(param: Any) -> jax.Array:
@@ -132,20 +130,18 @@ def accumulate(
         place(jax.tree.map(zeros, params)),
         jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
         jnp.zeros((), sum_dtype(shapes.weight.dtype)),
-        auxiliary.zero_sums(only(shapes.aux, rules, "sum"), at_least_32_bits),
-        auxiliary.zero_sums(only(shapes.aux, rules, "mean"), inexact),
     )
     indices = jnp.arange(split.num, dtype=jnp.int32)
     sums, stacks = jax.lax.scan(body, vary(sums, axes), indices)
     if padding_counts is not None:
         sums = sums._replace(weight=jnp.where(padding_counts, jnp.nan, sums.weight))
-    in_order = jax.tree.map(lambda leaf: unfold(leaf, split), stacks.aux_rows)
-    return sums, stacks._replace(aux_rows=in_order)
+    leaves, treedef = jax.tree.flatten(stacks.aux)
+    pairs = zip(leaves, rules, strict=True)
+    in_order = [unfold(leaf, split) if rule == "concat" else leaf for leaf, rule in pairs]
+    return sums, stacks._replace(aux=jax.tree.unflatten(treedef, in_order))
 
 
-def _add(
-    loop: Loop, rules: tuple[Reduction, ...], sums: Sums, microbatch: Weighted, grads: Any
-) -> tuple[Sums, Stacks]:
+def _add(loop: Loop, sums: Sums, microbatch: Weighted, grads: Any) -> tuple[Sums, Stacks]:
     """Adds one microbatch to the sums, if it counts."""
     loss, weight, aux = microbatch
     filled = weight != 0
@@ -168,19 +164,13 @@ def _add(
         return select(counts, value.astype(dtype))
 
     counted = select(counts, weight)
-    weighted_aux = auxiliary.times_weight(only(aux, rules, "mean"), weight)
     sums = Sums(
         jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
         sums.loss + contribution(loss, sums.loss.dtype),
         sums.weight + counted.astype(sums.weight.dtype),
-        auxiliary.add_sums(sums.aux_sums, only(aux, rules, "sum"), keep),
-        auxiliary.add_sums(sums.aux_means, weighted_aux, keep),
     )
     skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
-    arrays = jax.tree.map(jnp.asarray, aux)
-    return sums, Stacks(
-        counted, skipped, only(arrays, rules, "stack"), only(arrays, rules, "concat")
-    )
+    return sums, Stacks(counted, skipped, jax.tree.map(jnp.asarray, aux))
 
 
 def _padding_counts(
@@ -191,14 +181,17 @@ def _padding_counts(
     # rows cannot be 0 for some of them: that is seen in the jaxpr.
     rows = jax.tree.map(lambda leaf: leaf if has_rows(leaf) else None, microbatch)
 
-    def weight(rows: Any) -> jax.Array:
-        return call(joined(rows, microbatch), 0).weight
+    def with_rows(rows: Any) -> Weighted:
+        def leaf(row: Any, shared: Any) -> Any:
+            return shared if row is None else row
 
-    jaxpr = jax.make_jaxpr(weight)(rows).jaxpr
+        return call(jax.tree.map(leaf, rows, microbatch, is_leaf=lambda x: x is None), 0)
+
+    jaxpr = jax.make_jaxpr(lambda rows: with_rows(rows).weight)(rows).jaxpr
     _, depends = partial_eval.dce_jaxpr(jaxpr, [True])
     if not any(depends):
         raise loop.sizes.not_divided(split)
-    of_padding = call(joined(jax.tree.map(zero_rows, rows), microbatch), 0)
+    of_padding = with_rows(jax.tree.map(zero_rows, rows))
     counts = of_padding.weight != 0
     # The mean over nothing is often 0/0, and has no weight.
     return counts | (of_padding.loss != 0) if is_sum(loop.weights) else counts

@@ -13,16 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._arrays import at_least_32_bits
-from opt_accumulate._microbatches.batch import has_rows
-from opt_accumulate._microbatches.varying import any_over, axes_of_types
+from opt_accumulate._arrays import at_least_32_bits, inexact
+from opt_accumulate._microbatches.batch import Split, has_rows
+from opt_accumulate._microbatches.placement import any_over, axes_of_types
+from opt_accumulate._trees import broadcast_prefix, described, not_numbers, path_str
 from opt_accumulate.errors import LossOutputError, OptionError
 
+Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]  # of auxiliary outputs
 NamedWeights: TypeAlias = Literal["returned", "examples", "mean_of_means"]
 Weights: TypeAlias = NamedWeights | Callable[[Any], Any]
 SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]
 
 _NAMED = get_args(NamedWeights)
+_REDUCTIONS = get_args(Reduction)
 
 _CHOICES = """
   weights='returned'       it returns (sum of losses, weight), e.g. the sum over tokens and their \
@@ -171,3 +174,88 @@ def _describe(value: Any) -> str:
         return f"{getattr(value, 'dtype', type(value).__name__)} of shape {np.shape(value)}"
     shapes = jax.tree.map(lambda leaf: tuple(np.shape(leaf)), value)
     return f"a {type(value).__name__} of shapes {shapes}"
+
+
+# Auxiliary outputs. They are stacked over the microbatches, and reduced at the end.
+
+
+def check_reductions(aux: Any) -> None:
+    """Raises an `OptionError` unless every leaf of `aux` is a reduction; lists every path."""
+    if wrong := described(aux, _no_reduction):
+        raise OptionError(
+            "`aux` must be one of 'stack', 'sum', 'mean', 'concat', or a tree of them; it has\n"
+            + "\n".join([*wrong, ""])
+        )
+
+
+def _no_reduction(leaf: Any) -> str:
+    return "" if isinstance(leaf, str) and leaf in _REDUCTIONS else repr(leaf)
+
+
+def check_outputs(output: Any) -> None:
+    """Raises a `LossOutputError` unless every leaf is an array or a number; lists every path."""
+    if wrong := not_numbers(output):
+        raise LossOutputError(
+            "Auxiliary outputs must be arrays or numbers; `loss_fn` returned\n" + "\n".join(wrong)
+        )
+
+
+def reductions_of(shapes: Any, aux: Any, split: Split) -> tuple[Reduction, ...]:
+    """Returns the reduction of each leaf of an auxiliary output."""
+    rules = broadcast_prefix(aux, shapes, "aux")
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    keyed = [(path, leaf, rule) for (path, leaf), rule in zip(leaves, rules, strict=True)]
+    wrong = [
+        f"  {path_str(path)}: shape {leaf.shape}\n"
+        for path, leaf, rule in keyed
+        if rule == "concat" and leaf.shape[:1] != (split.size,)
+    ]
+    if wrong:
+        raise LossOutputError(
+            f"`aux='concat'` needs outputs with one entry for each of the microbatch's "
+            f"{split.size} rows, but found\n" + "".join(wrong) + "Take 'stack', 'sum' or 'mean'."
+        )
+    keys = [
+        f"  {path_str(path)}: {leaf.dtype}\n"
+        for path, leaf, rule in keyed
+        if rule in ("sum", "mean") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ]
+    if keys:
+        raise LossOutputError(
+            "`aux='sum'` and `'mean'` need outputs that are numbers, but found\n"
+            + "".join(keys)
+            + "Take 'stack'."
+        )
+    return tuple(rules)
+
+
+def reduced(
+    stacked: jax.Array, rule: Reduction, weights: jax.Array, skipped: jax.Array, total: jax.Array
+) -> jax.Array:
+    """Returns what becomes of an output by its rule; of rows it is in their order already."""
+
+    def of_each(values: jax.Array) -> jax.Array:
+        return values.reshape(-1, *[1] * (stacked.ndim - 1))
+
+    if rule == "sum":
+        wide = at_least_32_bits(stacked.dtype)
+        return jnp.sum(select(of_each(~skipped), stacked), 0, dtype=wide)
+    if rule == "mean":
+        wide, each = inexact(stacked.dtype), of_each(weights)
+        # Where a weight is 0, outputs may be anything.
+        weighted = select(each != 0, stacked.astype(wide) * each.astype(wide))
+        return divide(jnp.sum(weighted, 0), total)
+    return stacked
+
+
+def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
+    """Returns `value`, or zeros where it is not kept: selected, since `0 * inf` is NaN."""
+    return value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
+
+
+def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns `total / weight`, and zeros for a weight of zero."""
+    empty = weight == 0
+    wide = inexact(total.dtype)  # counts do not fit float16
+    quotient = total.astype(wide) / jnp.where(empty, jnp.ones_like(weight), weight).astype(wide)
+    return select(~empty, quotient.astype(total.dtype))

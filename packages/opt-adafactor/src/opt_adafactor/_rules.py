@@ -1,12 +1,18 @@
-"""Factor rules, which assign a role to each dimension of a parameter."""
+"""Factor rules, which assign a role to each dimension of a parameter, and tables by path."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax.core import FrozenDict
+from opt_core.extend import path_names, path_str
 
 from opt_adafactor.errors import FactorRuleError, UnknownNameError
 
@@ -105,3 +111,77 @@ def _convert_logical_rule(axis: str, rule: Any) -> FactorDim:
             f"{rule!r}. Use `FactorDim.NONE` for an axis that is not factored."
         )
     return dim
+
+
+def show(dims: tuple[FactorDim, ...]) -> str:
+    """Formats a rule as `(ROW, COLUMN)`."""
+    return f"({', '.join(dim.name for dim in dims)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class HParamMap:
+    """Maps parameter paths to values by an ordered table of regular expressions.
+
+    Immutable; maps with the same table compare and hash equal. A map without rules is still true.
+
+    Args:
+      rules: pairs of a regular expression and a value. The first pattern found anywhere in a
+        path (`re.search`; anchor it with `^` and `$` if necessary) determines the value.
+
+    Raises:
+      ValueError: a pattern is not a valid regular expression.
+
+    Examples:
+      >>> scaled = HParamMap([('norm', False), ('.*', True)])
+      >>> scaled['decoder/norm/scale'], scaled({'mlp': {'kernel': 1.0}, 'norm': 1.0})
+      (False, {'mlp': {'kernel': True}, 'norm': False})
+    """
+
+    rules: Iterable[tuple[str, Any]]
+
+    def __post_init__(self) -> None:
+        table = tuple((p, tuple(v) if isinstance(v, list) else v) for p, v in self.rules)
+        object.__setattr__(self, "rules", table)
+        for pattern, _ in table:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"`rules`: `{pattern}` is not a valid regular expression: {error}"
+                ) from None
+
+    def __getitem__(self, path: str) -> Any:
+        """Returns the value of one parameter.
+
+        Args:
+          path: its `/`-joined keys.
+
+        Raises:
+          UnknownNameError: no pattern matches the path; a `KeyError`.
+        """
+        for pattern, value in self.rules:
+            if re.search(pattern, path):
+                return value
+        patterns = ", ".join(f"`{pattern}`" for pattern, _ in self.rules) or "none"
+        raise UnknownNameError(
+            f"no rule found for parameter `{path}`; the patterns are {patterns}. End the table "
+            "with `('.*', value)` to give every other parameter a value."
+        )
+
+    def __call__(self, params: Any) -> Any:
+        """Returns a tree with the structure of `params` and the value of each parameter as leaf.
+
+        Raises:
+          TypeError: `params` is a step, i.e. the map is being called as a schedule.
+        """
+        is_number = isinstance(params, int | np.generic | np.ndarray | jax.Array)
+        if is_number and jnp.issubdtype(jnp.result_type(params), jnp.integer):
+            raise TypeError(
+                "`HParamMap` maps trees of parameters, but was called with a number, like a "
+                "schedule. `optax.inject_hyperparams` does that with callable arguments: add the "
+                "name of the argument to its `static_args` (`factor_map`, "
+                "`multiply_by_parameter_scale`)."
+            )
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self[path_str(path_names(path))], params
+        )
