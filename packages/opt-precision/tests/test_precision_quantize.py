@@ -376,3 +376,23 @@ def test_init_is_abstract_where_parameters_are() -> None:
     small = tx.init({"w": jnp.zeros((64, 256))})
     nu = op.decode(small).inner[0].nu["w"]
     np.testing.assert_allclose(np.asarray(nu), 0.5, rtol=1e-6)
+
+
+LIMITS = {  # bytes of parameters and state, a parameter; float32 with AdamW has 12
+    ("stochastic", "bfloat16"): 6.001,
+    ("stochastic", "dynamic8"): 4.04,
+    ("stochastic", "log8"): 4.04,
+    ("stochastic", "float8"): 4.04,
+    ("kahan", "dynamic8"): 6.04,
+    ("remainder", "dynamic8"): 6.04,
+    ("remainder8", "dynamic8"): 5.04,
+}
+
+
+@pytest.mark.parametrize(("weights", "codec"), LIMITS)
+def test_bytes_of_parameters_and_state(weights: Any, codec: str) -> None:
+    start = {"w": jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)}
+    tx = op.Precision(weights=weights, state=CODECS[codec])(optax.adamw(1e-3))
+    leaves = jax.tree.leaves((start, jax.eval_shape(tx.init, start)))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / start["w"].size
+    assert 4 < held <= LIMITS[weights, codec]

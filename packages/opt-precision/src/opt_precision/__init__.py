@@ -11,7 +11,7 @@ from opt_precision import errors
 from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, log8
 from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
 from opt_precision._formats import Encoded, Format
-from opt_precision._partition import partition_rules
+from opt_precision._place import partition_rules
 from opt_precision._precision import (
     Precision,
     master_weights,
@@ -27,9 +27,12 @@ from opt_precision._states import (
     Remainder8State,
     RemainderState,
     StochasticState,
+    decode,
+    master_of,
+    set_params,
 )
 from opt_precision._storage import read_storage
-from opt_precision._views import apply, apply_updates, decode, master_of, set_params
+from opt_precision._wrapper import apply, apply_updates
 
 __version__ = _version("opt-precision")
 

@@ -1,7 +1,6 @@
 """Values as stored: rounding by integer bits, so that no compiler may take it for a no-op.
 
-XLA on GPUs may delete `x.astype(bfloat16).astype(float32)` (openxla/xla#41605). Nothing here
-converts to a narrower dtype: a bfloat16 is the upper half of the bits of a float32.
+XLA on GPUs may delete `x.astype(bfloat16).astype(float32)` (openxla/xla#41605).
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _mix(h: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def step_seed(seed: int, step: jax.Array) -> jax.Array:
+def step_seed(seed: int, step: Any) -> jax.Array:
     """What tells the noise of one step from that of others; a scalar."""
     salted = _mix(jnp.uint32(seed % 2**32) + _GOLDEN)
     return _mix(salted ^ jnp.asarray(step).astype(jnp.uint32) * _GOLDEN)
@@ -135,3 +134,11 @@ def global_index(
             at = at + jnp.asarray(start).astype(jnp.uint32)
         along.append(at if stride == 1 else at * np.uint32(stride % 2**32))
     return functools.reduce(lax.add, along[1:] or along)
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of an array, in elements."""
+    made = [1]
+    for size in shape[:0:-1]:
+        made.append(made[-1] * size)
+    return tuple(reversed(made))[: len(shape)]

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_precision._arguments import Arguments
-from opt_precision._formats import Encoded, is_encoded
-from opt_precision._mirrors import path_str
+from opt_precision._formats import is_encoded
+from opt_precision._select import path_str
 from opt_precision._states import EXTRA_FIELD
-from opt_precision._step import Options, Step
-from opt_precision._weights import Weights
+from opt_precision._step import Step
+from opt_precision._update import Arguments
 from opt_precision._wrapper import Quantized, Rounded, taken_apart
 from opt_precision.errors import PrecisionError
 
@@ -114,7 +113,7 @@ def explain_precision(tx: Any, params: Any, **extra_args: Any) -> PrecisionRepor
       0/nu/w   64x256  second_moment  dynamic8/256  stochastic  16,640
       33,284 bytes of state, 2.03 per parameter
     """
-    rounded, quantized, inner_tx = taken_apart(tx)
+    rounded, quantized, _ = taken_apart(tx)
     if rounded is None and quantized is None:
         raise PrecisionError(
             "`tx` must be what `quantize_state`, `stochastic_weights` or `master_weights` "
@@ -124,12 +123,11 @@ def explain_precision(tx: Any, params: Any, **extra_args: Any) -> PrecisionRepor
     whole: list[tuple[str, ...] | None] = []
 
     def look(params: Any) -> Any:
-        state = tx.init(params) if rounded is None else tx.init(params).inner
-        stored = state if quantized is None else state.inner
+        state = tx.init(params)
+        stored = state if rounded is None else state.inner
+        stored = stored if quantized is None else stored.inner
         rows[:] = [*_state_rows(quantized, stored, params), *_weight_rows(rounded, params)]
-        weights = Weights("nearest")  # which elements are needed does not depend on it
-        options = Options(inner_tx) if quantized is None else quantized.options(weights)
-        whole[:] = [_whole(options, stored, params, extra_args, quantized is not None)]
+        whole[:] = [_whole(tx, state, params, extra_args)]
         return 0
 
     jax.eval_shape(look, params)
@@ -140,65 +138,47 @@ def explain_precision(tx: Any, params: Any, **extra_args: Any) -> PrecisionRepor
 def _state_rows(quantized: Quantized | None, stored: Any, params: Any) -> list[PrecisionRow]:
     if quantized is None:
         leaves = jax.tree_util.tree_leaves_with_path(stored)
-        return [_plain_row(path_str(path), leaf, "", "") for path, leaf in leaves]
-    plan = quantized.first(params)[1]
-    nodes: list[Any] = jax.tree.leaves(stored, is_leaf=is_encoded)
-    rows = []
-    for planned, leaf in zip(plan, nodes, strict=True):
-        path, role = path_str(planned.path), planned.choice.role or ""
-        if is_encoded(leaf):
-            rows.append(_encoded_row(path, leaf, role))
-        else:
-            rows.append(_plain_row(path, leaf, role, planned.choice.reason))
-    return rows
+        return [_row(path_str(path), leaf) for path, leaf in leaves]
+    rows = zip(quantized.first(params)[1], jax.tree.leaves(stored, is_leaf=is_encoded), strict=True)
+    return [
+        _row(path_str(planned.path), leaf, planned.choice.role or "", planned.choice.reason)
+        for planned, leaf in rows
+    ]
 
 
-def _encoded_row(path: str, leaf: Encoded, role: str) -> PrecisionRow:
-    form = leaf.format
-    stored = f"{form.kind}/{form.block}" if form.block else form.kind
+def _row(path: str, leaf: Any, role: str = "", reason: str = "") -> PrecisionRow:
+    """How a leaf is stored."""
+    stored, rounding = leaf.dtype.name, ""
+    if is_encoded(leaf):
+        form, reason = leaf.format, ""
+        stored, rounding = f"{form.kind}/{form.block}" if form.block else form.kind, form.rounding
     size = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf))
-    return PrecisionRow(path, leaf.shape, role, stored, form.rounding, size, "")
+    return PrecisionRow(path, tuple(leaf.shape), role, stored, rounding, size, reason)
 
 
-def _plain_row(path: str, leaf: Any, role: str, reason: str) -> PrecisionRow:
-    size = leaf.size * leaf.dtype.itemsize
-    return PrecisionRow(path, tuple(leaf.shape), role, leaf.dtype.name, "", size, reason)
-
-
-def _weight_rows(weights: Rounded | None, params: Any) -> list[PrecisionRow]:
-    if weights is None:
-        return []
-    method = weights.weights.method
+def _weight_rows(rounded: Rounded | None, params: Any) -> list[PrecisionRow]:
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not weights.weights.is_met_by(leaf.dtype):
+        if rounded is None or not rounded.weights.is_met_by(leaf.dtype):
             continue
-        shape = tuple(leaf.shape)
+        name, method = path_str(path), rounded.weights.method
         if method == "stochastic":
-            rows.append(PrecisionRow(path_str(path), shape, "parameter", "bfloat16", method, 0, ""))
-            continue
-        extra = jax.eval_shape(weights.weights.first_extra, leaf)
-        name = f"{EXTRA_FIELD[method]}/{path_str(path)}"
-        size = extra.size * extra.dtype.itemsize
-        rows.append(PrecisionRow(name, shape, "parameter", extra.dtype.name, "", size, ""))
+            shape = tuple(leaf.shape)
+            rows.append(PrecisionRow(name, shape, "parameter", "bfloat16", method, 0, ""))
+        else:
+            extra = rounded.weights.first_extra(leaf)
+            rows.append(_row(f"{EXTRA_FIELD[method]}/{name}", extra, "parameter"))
     return rows
 
 
 def _whole(
-    options: Options, state: Any, params: Any, extra_args: Mapping[str, Any], is_coded: bool
+    tx: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
 ) -> tuple[str, ...] | None:
     """The parameters whose updates need whole leaves, where that is known."""
-    given = Arguments(
-        jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params),
-        state,
-        params,
-        [None] * len(jax.tree.leaves(params)),
-        extra_args,
-        (jnp.int32(0), jnp.int32(0)),
-        is_coded,
-    )
+    grads = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params)
+    given = Arguments(grads, params, extra_args, is_in_place=True)
     try:
-        return tuple(Step(options, given, is_in_place=True).whole_leaves())
+        return tuple(Step(tx.wrapper.filled(given, state)).whole_leaves())
     except TypeError:
         if extra_args:
             raise

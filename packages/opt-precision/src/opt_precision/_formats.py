@@ -1,10 +1,7 @@
 """How one leaf is stored: what its codes mean, and the way there and back.
 
-`version` is part of a format, so a file that was written by another version of a map is not read as
-this one.
-
-Blocks of elements with one scale lie along one axis and never go across rows, so an array that is
-sharded by rows, or along the axis by whole blocks, has its scales where its elements are.
+Blocks of elements with one scale lie along one axis and never go across rows, so that scales can be
+sharded as their elements are.
 """
 
 from __future__ import annotations
@@ -64,10 +61,6 @@ class Format:
         converts all of them for each block.
         """
         return jnp.bfloat16 if self.kind == "bfloat16" else jnp.uint8
-
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of the scales of an array; `None` where there are none."""
-        return scale_shape(shape, self.axis, self.block) if self.block else None
 
     @property
     def needs_noise(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -12,16 +11,22 @@ import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import Var
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from opt_precision._arguments import wide
 from opt_precision._codecs import Codec, Role
-from opt_precision._formats import Encoded, Format, constant_codes, encode, is_taken_apart
-from opt_precision._mesh import aligned, axis_names, shards, without
-from opt_precision._mirrors import KeyPath, Mirror, find_mirrors, path_str
+from opt_precision._formats import (
+    Encoded,
+    Format,
+    constant_codes,
+    encode,
+    is_taken_apart,
+    scale_shape,
+)
+from opt_precision._place import axis_names, block_spec, explicit_sharding, padded, shards
 from opt_precision._program import Atom, Program, feeding_extremes
-from opt_precision._select import Candidate, Choice, Select
+from opt_precision._select import Candidate, Choice, KeyPath, Select, find_mirrors, path_str
 from opt_precision._states import WEIGHT_STATES, QuantizedState
+from opt_precision._update import as_array, wide
 from opt_precision.errors import OrderError, PrecisionError
 
 Codecs: TypeAlias = Codec | Mapping[Role, Codec]
@@ -44,11 +49,15 @@ class Planned(NamedTuple):
     """What is to become of one leaf of a state."""
 
     path: KeyPath  # of the leaf, in the state of the inner transformation
-    shape: tuple[int, ...]  # of it
-    dtype: Any  # of it
-    mirror: Mirror | None  # the parameter that it mirrors, if it does
-    choice: Choice  # its role, or the reason to leave it as it is
-    format: Format | None  # how it is stored; `None` as it is
+    aval: Any  # its type
+    mirror: Candidate | None  # the parameter that it mirrors, if it does
+    choice: Choice = Choice(None)  # its role, or the reason to leave it as it is
+    format: Format | None = None  # how it is stored; `None` as it is
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it may be a moment."""
+        return self.mirror is not None and bool(jnp.issubdtype(self.aval.dtype, jnp.floating))
 
 
 class First:
@@ -57,123 +66,74 @@ class First:
     def __init__(self, tx: Any, params: Any) -> None:
         self._tx = tx
         keyed, self._tree = jax.tree_util.tree_flatten_with_path(params)
-        self.params = [
-            leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in keyed
-        ]
-        self.paths: list[KeyPath] = [path for path, _ in keyed]
-        made: list[Any] = []
-
-        def init(*flat: Any) -> list[Any]:
-            state = tx.init(jax.tree.unflatten(self._tree, flat))
-            keyed, tree = jax.tree_util.tree_flatten_with_path(state)
-            made[:] = [[path for path, _ in keyed], tree]
-            return [leaf for _, leaf in keyed]
-
-        self.program = Program(jax.make_jaxpr(init)(*map(wide, self.params)))
-        self.state_paths: list[KeyPath] = made[0]
-        self.state_tree = made[1]
-        self.skeleton = jax.tree.unflatten(self.state_tree, [0] * len(self.state_paths))
-
-    @property
-    def avals(self) -> list[Any]:
-        """The types of the leaves of the state."""
-        return [atom.aval for atom in self.program.outs]
-
-    @functools.cached_property
-    def _mirrors(self) -> list[Mirror | None]:
-        shapes = [(path, tuple(p.shape)) for path, p in zip(self.paths, self.params, strict=True)]
-        state = [
-            (path, tuple(aval.shape))
-            for path, aval in zip(self.state_paths, self.avals, strict=True)
-        ]
-        return find_mirrors(shapes, self.skeleton, state)
+        self.params = [as_array(leaf) for _, leaf in keyed]
+        closed, state = jax.make_jaxpr(
+            lambda flat: tx.init(jax.tree.unflatten(self._tree, flat)), return_shape=True
+        )(list(map(wide, self.params)))
+        self._program = Program(closed)
+        self._avals = [atom.aval for atom in self._program.outs]
+        paths, tree = jax.tree_util.tree_flatten_with_path(state)
+        self._state_tree: Any = tree
+        self.skeleton = jax.tree.unflatten(tree, [0] * len(paths))
+        mirrors = find_mirrors(
+            [(path, tuple(p.shape)) for (path, _), p in zip(keyed, self.params, strict=True)],
+            self.skeleton,
+            [(path, tuple(leaf.shape)) for path, leaf in paths],
+        )
+        rows = zip(paths, self._avals, mirrors, strict=True)
+        self.leaves = [Planned(path, aval, mirror) for (path, _), aval, mirror in rows]
 
     def plan(self, codecs: Codecs, select: Select) -> list[Planned]:
         """What is to become of every leaf."""
-        mirrors = self._mirrors
-        places = [
-            i
-            for i, (mirror, aval) in enumerate(zip(mirrors, self.avals, strict=True))
-            if mirror is not None and jnp.issubdtype(aval.dtype, jnp.floating)
-        ]
-        candidates = []
-        for i in places:
-            mirror = mirrors[i]
-            assert mirror is not None
-            parameter = path_str(self.paths[mirror.param])
-            path = path_str(self.state_paths[i])
-            candidates.append(Candidate(path, parameter, mirror.field, mirror.owner))
+        places = [i for i, leaf in enumerate(self.leaves) if leaf.is_candidate]
+        candidates = [mirror for i in places if (mirror := self.leaves[i].mirror) is not None]
         chosen = dict(zip(places, select(candidates), strict=True))
         if {choice.role is None for choice in chosen.values()} == {True, False}:
             for i, extreme in self._feeding_extremes().items():
                 if i in chosen and chosen[i].role is not None:
-                    path = path_str(self.state_paths[extreme])
+                    path = path_str(self.leaves[extreme].path)
                     chosen[i] = Choice(None, f"feeds {path}, which would keep errors of rounding")
-        return [self._planned(i, mirrors[i], chosen.get(i), codecs) for i in range(len(self.avals))]
+        return [_planned(leaf, chosen.get(i), codecs) for i, leaf in enumerate(self.leaves)]
 
     def _feeding_extremes(self) -> dict[int, int]:
         """See `feeding_extremes`; a step checks it again."""
-        number, wides = len(self.params), [wide(param) for param in self.params]
+        types: list[list[Any]] = [[*map(wide, self.params)], self._avals]
+        # Without their shardings.
+        wides, stored = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in own] for own in types)
 
-        def update(*flat: Any) -> list[Any]:
-            state = jax.tree.unflatten(self.state_tree, flat[number:-number])
-            trees = [jax.tree.unflatten(self._tree, own) for own in (flat[:number], flat[-number:])]
+        def update(grads: Any, state: Any, params: Any) -> Any:
+            trees = [jax.tree.unflatten(self._tree, flat) for flat in (grads, params)]
+            state = jax.tree.unflatten(self._state_tree, state)
             return jax.tree.leaves(self._tx.update(trees[0], state, trees[1]))
 
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*wides, *self.avals, *wides)]
         try:
-            closed = jax.make_jaxpr(update)(*types)
+            closed = jax.make_jaxpr(update)(wides, stored, wides)
         except Exception:  # an update may need more arguments, or the axes of a mesh
             return {}
-        return feeding_extremes(Program(closed), number, len(self.avals))
-
-    def _planned(
-        self, i: int, mirror: Mirror | None, choice: Choice | None, codecs: Codecs
-    ) -> Planned:
-        aval = self.avals[i]
-        shape, dtype = tuple(aval.shape), aval.dtype
-        form = None
-        if choice is None:
-            choice = Choice(None, "mirrors no parameter" if mirror is None else "not of floats")
-        elif choice.role is not None:
-            codec = codecs if isinstance(codecs, Codec) else codecs.get(choice.role)
-            found = (
-                "no codec for its role" if codec is None else codec.form(choice.role, shape, dtype)
-            )
-            if isinstance(found, Format):
-                form = found
-            else:
-                choice = choice._replace(reason=found)
-        return Planned(self.state_paths[i], shape, dtype, mirror, choice, form)
+        return feeding_extremes(Program(closed), len(wides), len(stored))
 
     def state(self, plan: Sequence[Planned] | None = None) -> Any:
         """The state; its encoded leaves are made without the leaves themselves where they can."""
-        program, leaves = self.program, []
+        program, leaves = self._program, []
         values = dict(zip(program.arguments, map(_wide, self.params), strict=True))
         values |= program.consts
-        rows = zip(program.outs, self.avals, self._mirrors, strict=True)
-        for i, (atom, aval, mirror) in enumerate(rows):
-            form = None if plan is None else plan[i].format
-            constant = _constant_of(program, atom)
-            is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-            if mirror is not None and is_float and constant is not None:
+        for atom, planned in zip(program.outs, plan or self.leaves, strict=True):
+            form, aval, constant = planned.format, planned.aval, _constant_of(program, atom)
+            if constant is None:
+                [leaf] = program.evaluate(program.part([atom]), values.__getitem__)
+                new = _strong(leaf) if form is None else Encoded(*encode(form, leaf, None), form)
+            elif planned.mirror is None or not planned.is_candidate:
+                new = jnp.full(aval.shape, constant, aval.dtype)
+            else:
                 # As the parameter lies, like Optax's; eagerly, the program alone would not say so.
-                param = self.params[mirror.param]
-                leaves.append(
+                param = self.params[planned.mirror.param]
+                new = (
                     jnp.full_like(param, constant, dtype=aval.dtype)
                     if form is None
-                    else _constant(form, param, constant)
+                    else (_constant(form, param, constant))
                 )
-                continue
-            if constant is not None and form is None:
-                leaves.append(jnp.full(aval.shape, constant, aval.dtype))
-                continue
-            part = program.part([atom])
-            [leaf] = program.evaluate(part, [values[start] for start in part.starts])
-            leaves.append(
-                _strong(leaf) if form is None else Encoded(*encode(form, leaf, None), form)
-            )
-        return jax.tree.unflatten(self.state_tree, leaves)
+            leaves.append(new)
+        return jax.tree.unflatten(self._state_tree, leaves)
 
     def check_variables(self, params: Any, plan: Sequence[Planned]) -> None:
         """Raises for scales that `flax.nnx.Optimizer` could not shard as the parameter is."""
@@ -189,7 +149,7 @@ class First:
             lies = metadata.get("out_sharding") or metadata.get("sharding_names") or ()
             entries = dict(enumerate(getattr(lies, "spec", lies)))
             names = [name for name in axis_names(entries.get(form.axis)) if name in mesh.shape]
-            blocks, parts = -(-planned.shape[form.axis] // form.block), shards(mesh, names)
+            blocks, parts = -(-planned.aval.shape[form.axis] // form.block), shards(mesh, names)
             if blocks % parts:
                 raise PrecisionError(
                     f"{path_str(planned.path)} has {blocks} scales along dimension {form.axis}, "
@@ -204,17 +164,33 @@ class First:
             Encoded(node["codes"], node.get("scale"), planned.format)
             if planned.format is not None and is_taken_apart(node)
             else node
-            for node, planned in zip(self.state_tree.flatten_up_to(state), plan, strict=True)
+            for node, planned in zip(self._state_tree.flatten_up_to(state), plan, strict=True)
         ]
-        return jax.tree.unflatten(self.state_tree, nodes)
+        return jax.tree.unflatten(self._state_tree, nodes)
 
     def check_order(self, name: str) -> None:
         """Raises if the state holds that of a wrapper that cannot be inside of this one."""
         is_of_weights = name in ("stochastic_weights", "master_weights")
         wrong = WEIGHT_STATES if is_of_weights else (QuantizedState, *WEIGHT_STATES, *_WINDOWS)
-        for node in _nodes(self.skeleton):
+        for node in jax.tree.leaves(self.skeleton, is_leaf=lambda node: isinstance(node, wrong)):
             if isinstance(node, wrong):
                 raise OrderError(order_message(name, _NAMES[type(node).__name__]))
+
+
+def _planned(leaf: Planned, choice: Choice | None, codecs: Codecs) -> Planned:
+    """The plan for a leaf of which a selection says what it is; `None` if it was not asked."""
+    if choice is None:
+        reason = "mirrors no parameter" if leaf.mirror is None else "not of floats"
+        return leaf._replace(choice=Choice(None, reason))
+    if choice.role is None:
+        return leaf._replace(choice=choice)
+    codec = codecs if isinstance(codecs, Codec) else codecs.get(choice.role)
+    form: Format | str = "no codec for its role"
+    if codec is not None:
+        form = codec.form(choice.role, leaf.aval.shape, leaf.aval.dtype)
+    if isinstance(form, Format):
+        return leaf._replace(choice=choice, format=form)
+    return leaf._replace(choice=choice._replace(reason=form))
 
 
 def order_message(outer: str, inner: str) -> str:
@@ -239,14 +215,6 @@ def _is_variable(node: Any) -> bool:
     return hasattr(node, "get_metadata")
 
 
-def _nodes(tree: Any) -> Iterator[Any]:
-    yield tree
-    children = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: x is not tree)[0]
-    for child in children:
-        if child is not tree:
-            yield from _nodes(child)
-
-
 def _wide(param: jax.Array) -> jax.Array:
     return param.astype(wide(param).dtype)
 
@@ -266,30 +234,19 @@ def _strong(leaf: Any) -> Any:
 def _constant(form: Format, param: jax.Array, value: float) -> Encoded:
     """The codes of an array of one number, where the parameter lies."""
     code, scale = constant_codes(form, value)
-    if code:
-        width = jnp.uint16 if form.kind == "bfloat16" else jnp.uint8
-        codes = jnp.full_like(param, code, dtype=width)
-        if width != form.codes_dtype:
-            codes = lax.bitcast_convert_type(codes, form.codes_dtype)
-    else:
-        codes = jnp.zeros_like(param, dtype=form.codes_dtype)
-    shape = form.scale_shape(tuple(param.shape))
-    if shape is None:
-        return Encoded(codes, None, form)
-    return Encoded(
-        codes, jnp.full(shape, scale, jnp.float32, device=_scale_sharding(form, param)), form
-    )
+    codes = jnp.full_like(param, code, dtype=jnp.uint8 if form.block else jnp.uint16)
+    if not form.block:
+        return Encoded(lax.bitcast_convert_type(codes, form.codes_dtype), None, form)
+    shape = scale_shape(param.shape, form.axis, form.block)
+    scales = jnp.full(shape, scale, jnp.float32, device=_scale_sharding(form, param))
+    return Encoded(codes, scales, form)
 
 
 def _scale_sharding(form: Format, param: jax.Array) -> NamedSharding | None:
     """Where scales lie, where it is known where the parameter does."""
-    is_concrete = not isinstance(param, jax.core.Tracer)
-    sharding: Any = param.sharding if is_concrete else jax.typeof(param).sharding
+    is_traced = isinstance(param, jax.core.Tracer)
+    sharding: Any = explicit_sharding(param) if is_traced else param.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
-    if not is_concrete and not sharding.mesh.explicit_axes:
-        return None
-    spec = PartitionSpec(*sharding.spec, *[None] * (param.ndim - len(sharding.spec)))
-    if not aligned(sharding.mesh, spec, param.shape, form.axis, form.block):
-        spec = without(spec, form.axis)
+    spec = block_spec(sharding.mesh, padded(sharding.spec, param.ndim), param.shape, [form])
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

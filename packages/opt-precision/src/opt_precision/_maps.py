@@ -1,7 +1,6 @@
 """The values that eight bits stand for, in ascending order; each relative to its block's largest.
 
-Second moments are stored by their square roots, in maps without a zero: an element whose `v` is 0
-while its `m` is not would make an update of `m / eps`.
+Maps of roots have no zero: where `v` is 0 and `m` is not, an update would be `m / eps`.
 """
 
 from __future__ import annotations

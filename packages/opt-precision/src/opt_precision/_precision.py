@@ -1,10 +1,5 @@
 """How parameters and state are stored, as one value; and short names for its parts.
 
-    quantize_state(tx, codec)   = Precision(state=codec)(tx)
-    offload_state(tx)           = Precision(offload=True)(tx)
-    stochastic_weights(tx)      = Precision(weights='stochastic')(tx)
-    master_weights(tx, 'f32')   = Precision(weights='f32')(tx)
-
 They combine in any order: each adds its part to a transformation that has others.
 """
 
@@ -18,17 +13,15 @@ import jax
 import optax
 
 from opt_precision import _select
-from opt_precision._codecs import Codec, Role, identity
+from opt_precision._codecs import Codec, Role
 from opt_precision._init import Codecs, order_message
-from opt_precision._memory import KINDS
-from opt_precision._weights import Storage, Weights
+from opt_precision._place import KINDS
+from opt_precision._storage import Storage, Weights
 from opt_precision._wrapper import CHUNK_BYTES, Precise, Quantized, put_together, taken_apart
 from opt_precision.errors import OrderError, PrecisionError
 
 Rounding: TypeAlias = Literal["stochastic"] | Storage
 _ROUNDINGS: Final = ("stochastic", *get_args(Storage))
-_NAMES: Final = {"stochastic": "stochastic_weights"}
-_MASTER: Final = "master_weights"
 _ROLES: Final = frozenset(get_args(Role))
 
 
@@ -73,8 +66,11 @@ class Precision:
     def __post_init__(self) -> None:
         if self.chunk_bytes < 4:
             raise PrecisionError(f"`chunk_bytes` must be at least 4, found {self.chunk_bytes}")
-        if self.select is not None:
-            _select.checked(self.select)
+        if not (self.select is None or callable(self.select)):
+            raise TypeError(
+                "`select` must be `moments()`, `by_field(...)` or `by_path(...)`, found "
+                f"{self.select!r}"
+            )
         if self.offload and jax.__version_info__ < (0, 10, 2):
             raise PrecisionError(
                 "`offload_state` needs jax 0.10.2 or newer: programs compiled by earlier versions "
@@ -104,9 +100,10 @@ class Precision:
         rounded, quantized, inner = taken_apart(_checked(tx))
         weights = None if rounded is None else rounded.weights
         if self.weights is not None:
-            if rounded is not None:
-                raise OrderError(order_message(_NAMES.get(self.weights, _MASTER), rounded.name))
-            weights = Weights(self.weights, self.seed)
+            new = Weights(self.weights, self.seed)
+            if weights is not None:
+                raise OrderError(order_message(new.constructor, weights.constructor))
+            weights = new
         if self.state is not None or self.offload:
             quantized = self._quantized(quantized)
             if type(tx).__name__ == "MultiSteps":
@@ -327,7 +324,7 @@ def checked_codec(codec: Any) -> Codecs:
     if isinstance(codec, Mapping) and all(isinstance(one, Codec) for one in codec.values()):
         if unknown := sorted(codec.keys() - _ROLES):
             raise PrecisionError(f"`codec` has {unknown}; the roles are {sorted(_ROLES)}")
-        return {role: codec.get(role, identity()) for role in codec}
+        return dict(codec)
     raise TypeError(
         "`codec` must be a codec such as `opt_precision.dynamic8()`, or a mapping from roles to "
         f"codecs, found {codec!r}"

@@ -1,25 +1,23 @@
 """A traced update as equations: which treat elements one by one, and what each leaf needs.
 
-An inner transformation is traced twice, on whole leaves and on blocks of their rows. Where the
-equations correspond, what is one number in the first trace (a norm, a bias correction, a trust
-ratio) is computed from the first and becomes an argument of the second, cut down to the equations
-of one leaf:
+What is one number (a norm, a bias correction) is computed from whole leaves. The elementwise
+equations of one leaf take it as an argument, and are the same for blocks, but for broadcasts:
 
     whole:  s = reduce_sum(g * g);  u = g * rsqrt(s)      g of the whole leaf
     block:  s given;                u = g * rsqrt(s)      g of some rows
-
-Both run by `jax.core.eval_jaxpr`. For each leaf its equations are looked up backwards from what is
-wanted: `jax.interpreters.partial_eval.dce_jaxpr` would walk all equations once for each leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from opt_precision._select import Shape
 
 ELEMENTWISE: Final = frozenset(
     {
@@ -33,8 +31,8 @@ ELEMENTWISE: Final = frozenset(
     }
 )
 _CALLS: Final = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
-# Parameters of elementwise equations and broadcasts that differ between whole leaves and blocks.
-_PLACES: Final = frozenset({"shape", "sharding", "out_sharding"})
+# Parameters that are of whole leaves.
+_PLACES: Final = frozenset({"sharding", "out_sharding"})
 
 # How a value depends on the elements of leaves: the index of the leaf whose elements it has, each
 # of the same element, or one of these.
@@ -59,17 +57,7 @@ class Part(NamedTuple):
 
 
 class Program:
-    """The equations of a traced function of flat arguments.
-
-    Calls of plain functions are put in place, and conditions with many results become one
-    condition for each, with the operands that it needs.
-
-    Attributes:
-      arguments: the values that it takes.
-      consts: the arrays that it holds, by value.
-      equations: in order.
-      outs: what it returns.
-    """
+    """The equations of a traced function: calls in place, one condition for each result of one."""
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         self.arguments: list[Var] = list(closed.jaxpr.invars)
@@ -102,38 +90,26 @@ class Program:
         """One condition for each result of one, with the operands that it needs."""
         index, *operands = inputs
         branches = [Program(branch) for branch in eqn.params["branches"]]
-        consts = [(value, const) for branch in branches for value, const in branch.consts.items()]
-        held = [Var(value.aval) for value, _ in consts]
-        self.consts.update(zip(held, (const for _, const in consts), strict=True))
         results: list[Atom] = []
         for i, value in enumerate(eqn.outvars):
             parts = [branch.part([branch.outs[i]]) for branch in branches]
             needed = {start for part in parts for start in part.starts}
-            used = [
-                j
-                for j in range(len(operands))
-                if any(branch.arguments[j] in needed for branch in branches)
-            ]
-            shared = [k for k, (start, _) in enumerate(consts) if start in needed]
+            arguments = zip(*(branch.arguments for branch in branches), strict=True)
+            used = [j for j, each in enumerate(arguments) if not needed.isdisjoint(each)]
             closed = tuple(
                 ClosedJaxpr(
                     branch.jaxpr(
-                        part,
-                        [
-                            *(branch.arguments[j] for j in used),
-                            *(
-                                consts[k][0] if consts[k][0] in branch.consts else held[k]
-                                for k in shared
-                            ),
-                        ],
+                        part._replace(starts=[branch.arguments[j] for j in used]), [*branch.consts]
                     ),
-                    (),
+                    [*branch.consts.values()],
                 )
                 for branch, part in zip(branches, parts, strict=True)
             )
             results.append(made := Var(value.aval))
-            given = [index, *(operands[j] for j in used), *(held[k] for k in shared)]
-            params = {**eqn.params, "branches": closed}
+            given, params = (
+                [index, *(operands[j] for j in used)],
+                {**eqn.params, "branches": closed},
+            )
             self.equations.append(eqn.replace(invars=given, outvars=[made], params=params))
         return results
 
@@ -173,15 +149,14 @@ class Program:
                 stack += [x for x in self.equations[index].invars if not isinstance(x, Literal)]
         return Part(sorted(indices), list(starts), outs)
 
-    def jaxpr(self, part: Part, starts: Sequence[Var] | None = None) -> Jaxpr:
+    def jaxpr(self, part: Part, consts: Sequence[Var] = ()) -> Jaxpr:
         """Some of the equations as a function of what they start from."""
         equations = [self.equations[i] for i in part.indices]
-        starts = part.starts if starts is None else starts
-        return Jaxpr((), starts, part.outs, equations, debug_info=self._debug_info)
+        return Jaxpr(consts, part.starts, part.outs, equations, debug_info=self._debug_info)
 
-    def evaluate(self, part: Part, values: Sequence[Any]) -> list[Any]:
+    def evaluate(self, part: Part, values: Callable[[Var], Any]) -> list[Any]:
         """Computes some of the equations from the values that they start from."""
-        made: list[Any] = jax.core.eval_jaxpr(self.jaxpr(part), (), *values)
+        made: list[Any] = jax.core.eval_jaxpr(self.jaxpr(part), (), *map(values, part.starts))
         return made
 
     def kinds(self, arguments: Sequence[int], *, is_branch: bool = False) -> dict[Var, int]:
@@ -242,53 +217,36 @@ def _plain_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return inner if isinstance(inner, ClosedJaxpr) else None
 
 
-class Pairs:
-    """Which values of a trace on blocks are those of the trace on whole leaves."""
+def run_on_block(jaxpr: Jaxpr, values: Sequence[Any], whole: Shape, piece: Shape) -> list[Any]:
+    """Elementwise equations of a leaf on a block of it, in the context of the caller."""
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
 
-    def __init__(self, whole: Program, block: Program) -> None:
-        self._whole = whole
-        self._block = block
-        self._values: dict[Var, Var] = dict(zip(whole.arguments, block.arguments, strict=True))
-        self._values |= zip(whole.consts, block.consts, strict=False)
-        for one, other in zip(whole.equations, block.equations, strict=False):
-            self._values |= zip(one.outvars, other.outvars, strict=False)
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
 
-    def of(self, part: Part) -> Part | None:
-        """The same equations on blocks; `None` where they are others."""
-        if len(self._whole.equations) != len(self._block.equations):
-            return None
-        for i in part.indices:
-            if not self._is_same(self._whole.equations[i], self._block.equations[i]):
-                return None
-        starts = [self._values[x] for x in part.starts]
-        outs = [x if isinstance(x, Literal) else self._values[x] for x in part.outs]
-        return Part(part.indices, starts, outs)
-
-    def _is_same(self, one: JaxprEqn, other: JaxprEqn) -> bool:
-        if one.primitive is not other.primitive or len(one.invars) != len(other.invars):
-            return False
-        if not all(map(self.are_paired, one.invars, other.invars)):
-            return False
-        if one.primitive.name == "cond":
-            branches = zip(one.params["branches"], other.params["branches"], strict=True)
-            return all(_are_alike(*map(Program, both)) for both in branches)
-        names = one.params.keys() - _PLACES
-        return all(one.params[name] == other.params.get(name) for name in names)
-
-    def are_paired(self, one: Atom, other: Atom) -> bool:
-        """Whether two values are the same, but for their shapes."""
-        if isinstance(one, Literal) and isinstance(other, Literal):
-            return np.array_equal(one.val, other.val)
-        return not isinstance(one, Literal) and self._values.get(one) is other
+    for eqn in jaxpr.eqns:
+        given, name = list(map(value, eqn.invars)), eqn.primitive.name
+        if name == "cond":
+            branches = [
+                functools.partial(_run_branch, branch, whole, piece)
+                for branch in eqn.params["branches"]
+            ]
+            made = lax.switch(given[0], branches, *given[1:])
+        else:
+            params = {**eqn.params, **dict.fromkeys(_PLACES & eqn.params.keys())}
+            if name == "broadcast_in_dim" and type_of(eqn.outvars[0]).shape == whole:
+                params["shape"] = piece
+            made = [eqn.primitive.bind(*given, **params)]
+        known |= zip(eqn.outvars, made, strict=True)
+    return list(map(value, jaxpr.outvars))
 
 
-def _are_alike(one: Program, other: Program) -> bool:
-    """Whether two programs have the same equations, but for their shapes."""
-    if len(one.arguments) != len(other.arguments) or one.consts or other.consts:
-        return False
-    pairs = Pairs(one, other)
-    is_same = pairs.of(one.part(one.outs)) is not None
-    return is_same and all(map(pairs.are_paired, one.outs, other.outs))
+def _run_branch(branch: ClosedJaxpr, whole: Shape, piece: Shape, *operands: Any) -> list[Any]:
+    program = Program(branch)
+    part = program.part(program.outs)
+    known = {**dict(zip(program.arguments, operands, strict=True)), **program.consts}
+    values = [known[start] for start in part.starts]
+    return run_on_block(program.jaxpr(part), values, whole, piece)
 
 
 _SAME: Final = frozenset({"convert_element_type", "copy", "copy_p"})
@@ -313,3 +271,18 @@ def feeding_extremes(program: Program, first: int, number: int) -> dict[int, int
                 starts = program.part(eqn.invars).starts
                 feeding |= {place[value]: j for value in starts if value in place}
     return feeding
+
+
+def levels(program: Program, is_total: Callable[[JaxprEqn], bool]) -> Iterator[list[JaxprEqn]]:
+    """Equations that are needed, each with those that need no others but those before them."""
+    depth: dict[Var, int] = {}
+    levels: dict[int, list[JaxprEqn]] = {}
+    for i in program.part(program.outs).indices:
+        eqn = program.equations[i]
+        level = max((depth.get(x, 0) for x in eqn.invars if isinstance(x, Var)), default=0)
+        if is_total(eqn):
+            levels.setdefault(level, []).append(eqn)
+            level += 1
+        depth.update(dict.fromkeys(eqn.outvars, level))
+    for level in sorted(levels):
+        yield levels[level]

@@ -1,20 +1,23 @@
-"""Which leaves of a state are moments, and may be stored in fewer bits.
+"""Which leaves of a state mirror parameters, and which of these are moments.
 
 By the class that has the field, never by its name alone: `nu` is a second moment in Adam's state
-and a signed one in that of SM3. A class of states of another library says what its fields are by
-the static method `describe_fields`, which `opt_core.protocols.DescribesFields` describes; where
-nothing says it a leaf stays as it is, and `explain_precision` lists it.
+and a signed one in that of SM3. Classes of other libraries have a static `describe_fields`.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import jax
+
 from opt_precision._codecs import Role
 from opt_precision.errors import SelectionError
+
+Shape: TypeAlias = tuple[int, ...]
 
 _FIRST: Final = {
     "DAdaptAdamWState": "exp_avg",
@@ -121,13 +124,17 @@ KNOWN: Final[Mapping[tuple[str, str], tuple[Role | None, str]]] = MappingProxyTy
 _ROLES: Final = frozenset({"moment", "slow_moment", "second_moment"})
 
 
+KeyPath: TypeAlias = tuple[Any, ...]
+
+
 class Candidate(NamedTuple):
-    """A leaf of floats that mirrors a parameter."""
+    """A leaf of a state that mirrors a parameter: it has its shape, and its path at the end."""
 
     path: str  # of the leaf in the state
     parameter: str  # the path of the parameter
-    field: str  # of the state that it is in
-    owner: type  # the class that has the field
+    field: str  # the key above the parameter's path: `mu` of Adam, say
+    owner: type  # the class of the node that has the field
+    param: int  # the index of the parameter
 
 
 class Choice(NamedTuple):
@@ -138,6 +145,47 @@ class Choice(NamedTuple):
 
 
 Select: TypeAlias = Callable[[Sequence[Candidate]], Sequence[Choice]]
+
+
+def path_str(path: KeyPath) -> str:
+    """The names along a path, joined by `/`; inside of a name `~` is `~0` and `/` is `~1`.
+
+    Examples:
+      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'w/b': 1.0}})
+      >>> path_str(path), path_str(())
+      ('mlp/w~1b', '.')
+    """
+    names = (_key_name(key).replace("~", "~0").replace("/", "~1") for key in path)
+    return "/".join(names) or "."
+
+
+def _key_name(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def find_mirrors(
+    params: Sequence[tuple[KeyPath, Shape]], state: Any, leaves: Sequence[tuple[KeyPath, Shape]]
+) -> list[Candidate | None]:
+    """Returns for each leaf of a state, by paths and shapes, the parameter that it mirrors."""
+    table = {path: (index, shape) for index, (path, shape) in enumerate(params)}
+
+    def mirror(path: KeyPath, shape: Shape) -> Candidate | None:
+        for start in range(1, len(path) + 1):
+            index, wanted = table.get(path[start:], (-1, None))
+            if wanted == shape:
+                owner = functools.reduce(_child, path[: start - 1], state)
+                field = _key_name(path[start - 1])
+                names = path_str(path), path_str(path[start:])
+                return Candidate(*names, field, type(owner), index)
+        return None
+
+    return [mirror(path, shape) for path, shape in leaves]
+
+
+def _child(node: Any, key: Any) -> Any:
+    """The child of a node under a key of JAX's."""
+    keyed = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return next(child for path, child in keyed if path == (key,))
 
 
 def meaning(leaf: Candidate) -> Choice:
@@ -165,7 +213,12 @@ def moments(*, keep: Sequence[str] = ()) -> Select:
     patterns = [_compiled(pattern, "keep") for pattern in keep]
 
     def select(leaves: Sequence[Candidate]) -> list[Choice]:
-        _check_matches(patterns, [leaf.parameter for leaf in leaves], "keep", "parameter")
+        paths = [leaf.parameter for leaf in leaves]
+        for pattern in patterns:
+            if not any(map(pattern.fullmatch, paths)):
+                raise SelectionError(
+                    f"`keep`: {pattern.pattern!r} matches no parameter; there are {paths[:8]}"
+                )
         return [
             Choice(None, "kept by `keep`")
             if any(pattern.fullmatch(leaf.parameter) for pattern in patterns)
@@ -238,23 +291,3 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
         raise SelectionError(
             f"`{argument}`: {pattern!r} is not a valid regular expression: {error}"
         ) from None
-
-
-def _check_matches(
-    patterns: Sequence[re.Pattern[str]], paths: Sequence[str], argument: str, what: str
-) -> None:
-    for pattern in patterns:
-        if not any(pattern.fullmatch(path) for path in paths):
-            raise SelectionError(
-                f"`{argument}`: {pattern.pattern!r} matches no {what}; there are {paths[:8]}"
-            )
-
-
-def checked(select: Any) -> Select:
-    """Returns a selection, or raises a `TypeError` for what cannot be one."""
-    if not callable(select):
-        raise TypeError(
-            f"`select` must be `moments()`, `by_field(...)` or `by_path(...)`, found {select!r}"
-        )
-    made: Select = select
-    return made

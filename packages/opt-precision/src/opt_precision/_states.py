@@ -1,4 +1,7 @@
-"""What the wrappers keep; the state of the inner transformation is in `inner`, under its paths."""
+"""What the wrappers keep, and the same in float32: for evaluation, logs and other programs.
+
+The state of the inner transformation is in `inner`, under its paths.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision import _bits
-from opt_precision._storage import ParamsStorage
+from opt_precision._formats import is_encoded, is_taken_apart
+from opt_precision._select import path_str
+from opt_precision._storage import ParamsStorage, Weights
+from opt_precision.errors import StateError
 
 
 class QuantizedState(NamedTuple):
@@ -160,3 +166,100 @@ EXTRA_FIELD: Final[Mapping[str, str]] = {
     "kahan": "compensation",
 }
 WEIGHT_STATES: Final = tuple(STATE_OF.values())
+
+
+def decode(state: Any) -> Any:
+    """Returns a state with float32 arrays in the place of encoded leaves, on the device.
+
+    Args:
+      state: a state of this package, or one that holds such states.
+
+    Raises:
+      StateError: an encoded leaf is two arrays, as in `flax.nnx.Optimizer` after its first update.
+
+    Examples:
+      >>> import opt_precision, optax
+      >>> tx = opt_precision.quantize_state(optax.adam(0.1), opt_precision.dynamic8())
+      >>> state = tx.init({'w': jnp.ones((16, 256))})
+      >>> type(state.inner[0].mu['w']).__name__, decode(state).inner[0].mu['w'].dtype.name
+      ('Encoded', 'float32')
+    """
+
+    def decoded(path: Any, leaf: Any) -> Any:
+        if is_encoded(leaf):
+            return leaf.leaf_storage().decode(*jax.tree.leaves(leaf))
+        if _is_codes_alone(leaf):
+            raise StateError(
+                f"{path_str(path)} has codes without their format: `flax.nnx.Optimizer` took the "
+                "leaf apart. Train with `opt_nnx.Optimizer`, which keeps it whole."
+            )
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(
+        decoded, state, is_leaf=lambda node: is_encoded(node) or _is_codes_alone(node)
+    )
+
+
+def _is_codes_alone(node: Any) -> bool:
+    """Whether a node has the arrays of an encoded leaf; a parameter may be called `codes`, too."""
+    dtype = getattr(node["codes"], "dtype", None) if is_taken_apart(node) else None
+    return dtype is not None and dtype.itemsize == 1
+
+
+def master_of(state: Any, params: Any) -> Any:
+    """Returns the parameters in float32, as exactly as the state knows them.
+
+    Args:
+      state: of `master_weights` or `stochastic_weights`, or of a transformation around or inside
+        of which there is none: then the parameters are all that is known.
+      params: the parameters.
+    """
+    found = _weight_state(state)
+    if found is None:
+        return jax.tree.map(wide_param, params)
+    return found.master_params(params)
+
+
+def set_params(state: Any, params: Any) -> Any:
+    """Returns the state for parameters that were set from outside: loaded, averaged, edited.
+
+    What was kept besides the old parameters is reset: the master is the new parameters.
+
+    Args:
+      state: of `master_weights`, or one that holds such a state.
+      params: the new parameters.
+
+    Examples:
+      >>> import opt_precision, optax
+      >>> tx = opt_precision.master_weights(optax.sgd(0.1), storage='remainder')
+      >>> params = {'w': jnp.ones(2, jnp.bfloat16)}
+      >>> _, state = tx.apply(params, tx.init(params), {'w': jnp.full(2, 0.003)})
+      >>> set_params(state, params).low['w'].tolist()
+      [0, 0]
+    """
+
+    def reset(node: Any) -> Any:
+        if not hasattr(node, "params_storage"):
+            return node
+        field, storage = node.params_storage()
+        first = Weights(storage.name).first_extra
+        kept = jax.tree.map(
+            lambda param, extra: extra if is_masked(extra) else first(jnp.asarray(param)),
+            params,
+            getattr(node, field),
+            is_leaf=is_masked,
+        )
+        return node._replace(**{field: kept})
+
+    return jax.tree.map(reset, state, is_leaf=_is_weight_state)
+
+
+def _is_weight_state(node: Any) -> bool:
+    return isinstance(node, WEIGHT_STATES)
+
+
+def _weight_state(state: Any) -> Any:
+    found = [x for x in jax.tree.leaves(state, is_leaf=_is_weight_state) if _is_weight_state(x)]
+    if len(found) > 1:
+        raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
+    return found[0] if found else None

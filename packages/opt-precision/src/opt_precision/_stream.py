@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from opt_precision._memory import fetched, is_on_host, placed_like
-
-Shape: TypeAlias = tuple[int, ...]
-
-
-class Blocks(NamedTuple):
-    """What an array has one element for: blocks along an axis of the leaf."""
-
-    axis: int  # of the leaf
-    size: int  # of a block
-
-
-class Operand(NamedTuple):
-    """An array that goes with a leaf."""
-
-    value: jax.Array  # the array; of the leaf's shape, or with an element per block
-    blocks: Blocks | None = None  # `None` for one of the leaf's shape
-    # Whether the block that was computed takes the place of the one that was read.
-    is_result: bool = False
-    is_total: bool = False  # whether it is one number for the whole leaf, which each block changes
+from opt_precision._formats import is_encoded
+from opt_precision._place import (
+    axis_names,
+    fetched,
+    is_on_host,
+    local_origin,
+    mapped,
+    placed_like,
+    resharded,
+)
+from opt_precision._select import Shape
 
 
 class Piece(NamedTuple):
@@ -42,34 +35,60 @@ class Piece(NamedTuple):
     is_new: jax.Array | None = None  # `None`, or a mask of the elements that no earlier block had
 
 
-# From numbers, a block and its operands to the results, in order.
-Body: TypeAlias = Callable[[Any, Piece, Sequence[jax.Array]], Sequence[jax.Array]]
+# What makes one number of a block, what joins it to that of the blocks before, and to other
+# devices', and what it begins with.
+REDUCTIONS: Final[Mapping[str, tuple[Any, Any, Any, float]]] = {
+    "reduce_max": (jnp.max, lax.max, lax.pmax, -jnp.inf),
+    "reduce_min": (jnp.min, lax.min, lax.pmin, jnp.inf),
+    "reduce_sum": (jnp.sum, lax.add, lax.psum, 0),
+}
+
+
+class Numbers(NamedTuple):
+    """What the computation of a leaf needs besides its blocks."""
+
+    values: Sequence[Any]  # in the order in which the equations take them
+    keys: jax.Array | None = None  # of all noise of the step; `None` where nothing is rounded
+    # Where the leaf's are among them: of the parameter, and of each leaf of the state.
+    first: np.uint32 = np.uint32(0)
+    # Where this device's part of the leaf begins; empty where it has all of it.
+    begin: tuple[Any, ...] = ()
+
+
+class Unit(NamedTuple):
+    """What an array has one element for: so many elements of the leaf along an axis."""
+
+    axis: int
+    size: int
 
 
 class Work(NamedTuple):
-    """What is to be computed for one leaf."""
+    """What is to be computed for one leaf.
+
+    `held` and `read` are trees of encoded leaves, of arrays of the leaf's shape, both of which are
+    cut into blocks, and of numbers, which are not.
+    """
 
     shape: Shape  # of the leaf, as far as this device has it
     piece: Shape  # of a block
-    operands: Sequence[Operand]  # its arrays; those that are results are replaced
-    body: Body  # computes a block
-    numbers: Any  # what `body` needs besides, a tree of arrays that are not cut
-    key: Hashable  # equal for leaves whose computations differ in nothing but `numbers`
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
+    held: Any  # what is replaced, block by block
+    read: Any  # what is only read
+    numbers: Any  # what `body` needs besides, `Numbers`
+    body: Callable[[Any, Piece, Any, Any], Any]  # from numbers, block, held, read to the new held
+    key: Hashable  # equal for leaves whose bodies differ in nothing but `numbers`
 
     @property
     def counts(self) -> Shape:
         """How many blocks there are along each axis."""
-        return tuple(-(-size // part) for size, part in zip(self.shape, self.piece, strict=True))
+        sizes = zip(self.shape, self.piece, strict=True)
+        return tuple(-(-size // max(1, part)) for size, part in sizes)
 
     @property
-    def results(self) -> list[jax.Array]:
-        """What the results replace."""
-        return [operand.value for operand in self.operands if operand.is_result]
+    def is_small(self) -> bool:
+        """Whether it is one block, and on the device."""
+        return self.shape == self.piece and not any(
+            map(is_on_host, jax.tree.leaves((self.held, self.read)))
+        )
 
 
 def piece_shape(shape: Shape, limit: int, units: Mapping[int, int], *, is_even: bool) -> Shape:
@@ -105,34 +124,77 @@ def piece_shape(shape: Shape, limit: int, units: Mapping[int, int], *, is_even: 
     return tuple(piece)
 
 
-def stream(
-    works: Sequence[Work], limit: int, zero: jax.Array
-) -> tuple[list[list[jax.Array]], jax.Array]:
+def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> tuple[list[Any], jax.Array]:
     """Computes leaves one after the other, block by block, each result in place of its source.
 
     Small leaves that are alike are stacked, and compiled once.
     """
-    groups = _groups(works, limit)
-    made: dict[int, list[jax.Array]] = {}
-    for job in _jobs([[works[k] for k in members] for members in groups], limit):
-        joined = [_stacked([works[k] for k in groups[g]], zero) for g in job]
-        held = [work.results for work in joined]
-        if joined[0].piece != joined[0].shape:
-            results, zero = _loop_of_blocks(joined[0], held[0], zero)
-            found = [results]
-        else:
-            found, zero = _loop(functools.partial(_together, joined), zero, 1, held)
-        for g, results in zip(job, found, strict=True):
-            made |= zip(groups[g], _parted(results, len(groups[g]), zero), strict=True)
+    made: dict[int, Any] = {}
+    for members in _groups(works, limit):
+        result, zero = _loop_of_blocks(_stacked([works[k] for k in members], zero), zero)
+        made |= zip(members, _parted(result, len(members), zero), strict=True)
     return [made[k] for k in range(len(works))], zero
+
+
+def stream_on_mesh(
+    works: Sequence[Work],
+    limit: int,
+    zero: jax.Array,
+    mesh: Any,
+    specs: Sequence[PartitionSpec],
+    names: Sequence[Sequence[str]],
+) -> tuple[list[Any], jax.Array]:
+    """The same by each device for its part of all leaves; `names` are the primitives of totals."""
+    nowhere, rows = PartitionSpec(), list(zip(works, specs, strict=True))
+    trees = [[work.held for work in works], [work.read for work in works]]
+    held_specs, read_specs = lies = [
+        [
+            jax.tree.map(lambda x: spec if x.ndim == len(spec) else nowhere, own)  # noqa: B023
+            for own, spec in zip(tree, specs, strict=True)
+        ]
+        for tree in trees
+    ]
+
+    def parts(held: Any, read: Any, numbers: Any, zero: jax.Array) -> Any:
+        begins = (local_origin(mesh, spec, work.shape) for work, spec in rows)
+        local = [
+            work._replace(held=h, read=r, numbers=n._replace(begin=begin))
+            for work, begin, h, r, n in zip(works, begins, held, read, numbers, strict=True)
+        ]
+        made, zero = stream(local, limit, zero)
+        return _across(names, specs, made), zero
+
+    held, read = jax.tree.map(resharded, trees, lies)
+    run = mapped(parts, mesh, (held_specs, read_specs, nowhere, nowhere), (held_specs, nowhere))
+    found: tuple[list[Any], jax.Array] = run(held, read, [work.numbers for work in works], zero)
+    return found
+
+
+def _across(
+    names: Sequence[Sequence[str]], specs: Sequence[PartitionSpec], made: list[Any]
+) -> list[Any]:
+    """Numbers of all devices: those that are alike are sent together."""
+    alike: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    for k, (own, spec) in enumerate(zip(names, specs, strict=False)):
+        if axes := tuple(name for entry in spec for name in axis_names(entry)):
+            for i, name in enumerate(own):
+                alike[name, axes, made[k][i].dtype].append((k, i))
+    for (name, axes, _), places in alike.items():
+        numbers = REDUCTIONS[name][2](jnp.stack([made[k][i] for k, i in places]), axes)
+        for (k, i), number in zip(places, numbers, strict=True):
+            made[k][i] = number
+    return made
 
 
 def _groups(works: Sequence[Work], limit: int) -> list[list[int]]:
     """Small leaves whose computations differ in numbers alone, as many as make one block."""
     groups: dict[Hashable, list[list[int]]] = {}
     for k, work in enumerate(works):
-        alike = groups.setdefault(work.key, [])
-        if not alike or work.size * (len(alike[-1]) + 1) > limit:
+        arrays, tree = jax.tree.flatten((work.held, work.read))
+        types = tuple(array.dtype for array in arrays)
+        key = (work.key, work.shape, tree, types) if work.is_small else object()
+        alike = groups.setdefault(key, [])
+        if not alike or math.prod(work.shape) * (len(alike[-1]) + 1) > limit:
             alike.append([])
         alike[-1].append(k)
     return [members for alike in groups.values() for members in alike]
@@ -143,31 +205,29 @@ def _stacked(works: Sequence[Work], zero: jax.Array) -> Work:
     work = works[0]
     if len(works) == 1:
         return work
-    own: Any = [jax.tree.leaves(work.numbers) for work in works]
-    is_one = [all(x is column[0] for x in column) for column in zip(*own, strict=True)]
-    numbers = [
-        column[0] if one else _stack(column)
-        for column, one in zip(zip(*own, strict=True), is_one, strict=True)
-    ]
+    columns = list(zip(*(jax.tree.leaves(work.numbers) for work in works), strict=True))
+    axes = [None if all(x is column[0] for x in column) else 0 for column in columns]
     tree = jax.tree.structure(work.numbers)
-    operands = [
-        column[0]._replace(value=_stack([_varying(column[0].value, zero), *_values_of(column[1:])]))
-        for column in zip(*(work.operands for work in works), strict=True)
+    numbers = [
+        column[0] if axis is None else _stack(column)
+        for column, axis in zip(columns, axes, strict=True)
     ]
+    held, read = jax.tree.map(
+        lambda first, *rest: _stack([_varying(first, zero), *rest]),
+        *((work.held, work.read) for work in works),
+    )
 
-    def body(numbers: Any, piece: Piece, values: Sequence[jax.Array]) -> Any:
+    def body(numbers: Any, piece: Piece, held: Any, read: Any) -> Any:
         origin = (piece.origin[0], *(0 for _ in work.shape[1:])) if work.shape else ()
 
-        def one(numbers: Any, values: Any) -> Any:
-            return list(
-                work.body(jax.tree.unflatten(tree, numbers), Piece(work.shape, origin), values)
-            )
+        def each(numbers: Any, held: Any, read: Any) -> Any:
+            own = Piece(work.shape, origin)
+            return work.body(jax.tree.unflatten(tree, numbers), own, held, read)
 
-        axes = [None if one else 0 for one in is_one]
-        return jax.vmap(one, in_axes=(axes, 0))(numbers, list(values))
+        return jax.vmap(each, in_axes=(axes, 0, 0))(numbers, held, read)
 
     shape = (len(works), *work.shape)
-    return Work(shape, shape, operands, body, numbers, None)
+    return Work(shape, shape, held, read, numbers, body, None)
 
 
 def _stack(leaves: Sequence[Any]) -> Any:
@@ -175,39 +235,20 @@ def _stack(leaves: Sequence[Any]) -> Any:
     return np.stack(leaves) if is_known else jnp.stack(leaves)
 
 
-def _values_of(operands: Sequence[Operand]) -> list[jax.Array]:
-    return [operand.value for operand in operands]
-
-
-def _parted(results: list[jax.Array], number: int, zero: jax.Array) -> list[list[jax.Array]]:
+def _parted(result: Any, number: int, zero: jax.Array) -> list[Any]:
     """The results of each leaf of those that are alike."""
     if number == 1:
-        return [results]
+        return [result]
 
     def hide(index: Any, carry: Any) -> Any:
         return [at + index.astype(jnp.uint32) for at in carry]
 
     # XLA for CPUs makes machine code for each index that it knows.
     indices, _ = _loop(hide, zero, 1, [np.uint32(i) for i in range(number)])
-    return [[lax.dynamic_index_in_dim(x, at, keepdims=False) for x in results] for at in indices]
-
-
-def _jobs(groups: Sequence[Sequence[Work]], limit: int) -> list[list[int]]:
-    """Which are computed at once: small ones, as many as have room in one block."""
-    large: list[list[int]] = []
-    small: list[list[int]] = [[]]
-    room = limit
-    for g, works in enumerate(groups):
-        size = sum(work.size for work in works)
-        if works[0].piece != works[0].shape or size > limit:
-            large.append([g])
-            continue
-        if size > room:
-            small.append([])
-            room = limit
-        small[-1].append(g)
-        room -= size
-    return [*large, *filter(None, small)]
+    return [
+        jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=at, keepdims=False), result)
+        for at in indices
+    ]
 
 
 def _loop(
@@ -233,87 +274,77 @@ def _varying(x: Any, index: Any) -> Any:
     return jax.tree.map(lambda leaf: lax.optimization_barrier((leaf, index))[0], x)
 
 
-def _together(works: Sequence[Work], index: Any, held: Any) -> list[list[jax.Array]]:
-    """Computes whole leaves, in the only iteration of a loop."""
-    made = []
-    for work, olds in zip(works, held, strict=True):
-        kept = iter(olds)
-        values = [
-            fetched(next(kept) if operand.is_result else _varying(operand.value, index))
-            for operand in work.operands
-        ]
-        # The index is 0, which the compiler does not know: noise of known indices it would store.
-        origin = (index, *(0 for _ in work.shape[1:])) if work.shape else ()
-        new = work.body(_varying(work.numbers, index), Piece(work.shape, origin), values)
-        made.append([placed_like(x, old) for x, old in zip(new, olds, strict=True)])
-    return made
-
-
-def _loop_of_blocks(
-    work: Work, held: list[jax.Array], zero: jax.Array
-) -> tuple[list[jax.Array], jax.Array]:
+def _loop_of_blocks(work: Work, zero: jax.Array) -> tuple[Any, jax.Array]:
     """The loop over the blocks of a leaf. What lies on the host is fetched one block ahead."""
-    slots = [operand for operand in work.operands if operand.is_result]
-    is_ahead = [is_on_host(operand.value) for operand in slots]
-
-    def body(index: Any, carry: Any) -> Any:
-        held, ready = carry
-        piece, starts = _piece(work, index)
-        ahead, kept = iter(ready), iter(held)
-        values = []
-        for operand in work.operands:
-            whole = next(kept) if operand.is_result else _varying(operand.value, index)
-            is_fetched = operand.is_result and is_on_host(whole)
-            values.append(
-                next(ahead) if is_fetched else fetched(_cut(whole, operand, work.piece, starts))
-            )
-        made = work.body(_varying(work.numbers, index), piece, values)
-        olds = [x for x, operand in zip(values, work.operands, strict=True) if operand.is_result]
-        following = _piece(work, index + 1)[1]
-        both = [
-            _written(slot, whole, old, new, piece, starts, following, zero)
-            for slot, whole, old, new in zip(slots, held, olds, made, strict=True)
-        ]
-        return [whole for whole, _ in both], [ahead for _, ahead in both if ahead is not None]
-
-    first = _piece(work, zero)[1]
+    number, starts = math.prod(work.counts), _piece(work, zero).origin
+    arrays = zip(jax.tree.leaves(work.held), _units(work, work.held), strict=True)
     ready = [
-        fetched(_cut(whole, slot, work.piece, first))
-        for whole, slot, ahead in zip(held, slots, is_ahead, strict=True)
-        if ahead
+        fetched(_cut(whole, unit, work.piece, starts)) if number > 1 and is_on_host(whole) else None
+        for whole, unit in arrays
     ]
-    (made, _), zero = _loop(body, zero, math.prod(work.counts), (held, ready))
+
+    def step(index: Any, carry: Any) -> Any:
+        held, ready = carry
+        return _block(work, index, held, ready, zero)
+
+    (made, _), zero = _loop(step, zero, number, (work.held, ready))
     return made, zero
 
 
+def _block(
+    work: Work, index: Any, held: Any, ready: Sequence[Any], zero: Any
+) -> tuple[Any, list[Any]]:
+    """What is held with one block replaced, and the next block of what lies on the host."""
+    piece, following = _piece(work, index), _piece(work, index + 1).origin
+
+    def cut(whole: jax.Array, unit: Unit | None, starts: Sequence[Any]) -> jax.Array:
+        return fetched(_cut(whole, unit, work.piece, starts))
+
+    wholes, tree = jax.tree.flatten(held)
+    rows = list(zip(wholes, _units(work, held), ready, strict=True))
+    olds = [
+        cut(whole, unit, piece.origin) if block is None else block for whole, unit, block in rows
+    ]
+    reads, read_tree = jax.tree.flatten(_varying(work.read, index))
+    read = [
+        cut(whole, unit, piece.origin)
+        for whole, unit in zip(reads, _units(work, work.read), strict=True)
+    ]
+    new = work.body(
+        _varying(work.numbers, index),
+        piece,
+        jax.tree.unflatten(tree, olds),
+        jax.tree.unflatten(read_tree, read),
+    )
+    ahead = [None if block is None else cut(whole, unit, following) for whole, unit, block in rows]
+    made = [
+        # Neither may be in the way of the other, or compilers copy the whole array for each block.
+        _written(whole, unit, old, new if later is None else _after(new, later, zero), piece)
+        for (whole, unit, _), old, new, later in zip(
+            rows, olds, jax.tree.leaves(new), ahead, strict=True
+        )
+    ]
+    return jax.tree.unflatten(tree, made), ahead
+
+
 def _written(
-    slot: Operand,
-    whole: jax.Array,
-    old: jax.Array,
-    new: jax.Array,
-    piece: Piece,
-    starts: Sequence[Any],
-    following: Sequence[Any],
-    zero: jax.Array,
-) -> tuple[jax.Array, jax.Array | None]:
-    """An array with a new block; and the next block of one on the host, fetched before."""
-    if slot.is_total:
-        return new, None
-    at = _starts(slot, starts)
-    if not is_on_host(whole):
-        if piece.is_new is not None:
-            # By bits: XLA selects bfloat16 by way of float32.
-            mask = _of_blocks(slot, piece.is_new)
-            new = _floats(lax.select(mask, _integers(new), _integers(old)), new.dtype)
-        return lax.dynamic_update_slice(whole, new, at), None
-    # Neither may be in the way of the other, or compilers copy the whole array for each block.
-    ahead = fetched(_cut(whole, slot, piece.shape, following))
-    new = placed_like(_after(new, ahead, zero), whole)
-    return lax.dynamic_update_slice(whole, new, at), ahead
+    whole: jax.Array, unit: Unit | None, old: jax.Array, new: jax.Array, piece: Piece
+) -> jax.Array:
+    """An array with a new block."""
+    if unit is None:
+        return placed_like(new, whole)
+    if piece.is_new is not None:
+        # By bits: XLA selects bfloat16 by way of float32.
+        mask = lax.slice_in_dim(piece.is_new, 0, None, stride=unit.size, axis=unit.axis)
+        new = _floats(lax.select(mask, _integers(new), _integers(old)), new.dtype)
+    return lax.dynamic_update_slice(whole, placed_like(new, whole), _starts(unit, piece.origin))
 
 
-def _piece(work: Work, index: Any) -> tuple[Piece, tuple[Any, ...]]:
+def _piece(work: Work, index: Any) -> Piece:
     """A block by its number, and where it begins: of one type, also with numbers of 64 bits."""
+    if work.piece == work.shape:
+        # The index is 0, which the compiler does not know: noise of known indices it would store.
+        return Piece(work.shape, (index, *(0 for _ in work.shape[1:])) if work.shape else ())
     starts: list[Any] = []
     is_new = None
     for axis in reversed(range(len(work.shape))):
@@ -328,33 +359,33 @@ def _piece(work: Work, index: Any) -> tuple[Piece, tuple[Any, ...]]:
             row = lax.broadcasted_iota(jnp.int32, work.piece, axis)
             is_new = row >= wanted - start
         starts.append(start)
-    origin = tuple(reversed(starts))
-    return Piece(work.piece, origin, is_new), origin
+    return Piece(work.piece, tuple(reversed(starts)), is_new)
 
 
-def _starts(operand: Operand, starts: Sequence[Any]) -> list[Any]:
-    blocks = operand.blocks
+def _units(work: Work, tree: Any) -> list[Unit | None]:
+    """How each array of a tree is cut; `None` for numbers, and where there is but one block."""
+    units: list[Unit | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_encoded):
+        is_cut = work.piece != work.shape and node.shape == work.shape
+        units.append(Unit(0, 1) if is_cut else None)
+        if is_encoded(node) and node.scale is not None:
+            units.append(Unit(node.format.axis, node.format.block) if is_cut else None)
+    return units
+
+
+def _starts(unit: Unit, starts: Sequence[Any]) -> list[Any]:
     return [
-        at // blocks.size if blocks is not None and axis == blocks.axis else at
+        at // unit.size if axis == unit.axis and unit.size > 1 else at
         for axis, at in enumerate(starts)
     ]
 
 
-def _cut(whole: jax.Array, operand: Operand, piece: Shape, starts: Sequence[Any]) -> jax.Array:
-    if operand.is_total:
+def _cut(whole: jax.Array, unit: Unit | None, piece: Shape, starts: Sequence[Any]) -> jax.Array:
+    if unit is None:
         return whole
     sizes = list(piece)
-    if (blocks := operand.blocks) is not None:
-        sizes[blocks.axis] = math.ceil(sizes[blocks.axis] / blocks.size)
-    return lax.dynamic_slice(whole, _starts(operand, starts), sizes)
-
-
-def _of_blocks(operand: Operand, mask: jax.Array) -> jax.Array:
-    """A mask of elements as one of blocks, none of which is new in part."""
-    if operand.blocks is None:
-        return mask
-    axis, size = operand.blocks
-    return lax.slice_in_dim(mask, 0, None, stride=size, axis=axis)
+    sizes[unit.axis] = math.ceil(sizes[unit.axis] / unit.size)
+    return lax.dynamic_slice(whole, _starts(unit, starts), sizes)
 
 
 def _after(x: jax.Array, earlier: jax.Array, zero: jax.Array) -> jax.Array:

@@ -1,211 +1,244 @@
-"""What is computed on a block of a leaf: its new values, or sums over its elements."""
+"""What a step takes, leaf by leaf, and the inner update as a function of flat arguments."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from opt_precision import _bits
-from opt_precision._formats import Format, decode, encode
-from opt_precision._stream import Piece, Shape
-from opt_precision._weights import Weights
+from opt_precision._formats import Format, is_encoded
+from opt_precision._place import explicit_sharding, is_on_host
+from opt_precision._select import KeyPath, Shape, find_mirrors, path_str
+from opt_precision._storage import NEAREST, Weights
+from opt_precision.errors import StateError
 
-# Where a value that equations start from comes from: an index is that of a leaf of the state that
-# mirrors the parameter.
+# What an argument of the update, or a value that equations start from, is of a leaf: an index is
+# that of a leaf of the state that mirrors the parameter.
 GRADIENT: Final = -1
 PARAMETER: Final = -2
-NUMBER: Final = -3
+COMPUTED: Final = -3  # an array of the leaf's shape that was computed before
+NUMBER: Final = -4  # nothing of it: a number, or an array that is not cut
 
 
-class Numbers(NamedTuple):
-    """What the computation of a leaf needs besides its blocks."""
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What a step is given, and how it is to be computed."""
 
-    values: Sequence[Any]  # in the order in which the equations take them
-    keys: jax.Array | None = None  # of all noise of the step; `None` where nothing is rounded
-    # Where the leaf's are among them: of the parameter, and of each leaf of the state that mirrors
-    # it.
-    first: np.uint32 = np.uint32(0)
-    # Where this device's part of the leaf begins; empty where it has all of it.
-    begin: tuple[Any, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Inputs:
-    """The equations of a leaf, and what they start from."""
-
-    jaxpr: Jaxpr | None  # the equations; `None` where what they make are operands
-    # Where the arguments come from: `GRADIENT`, `PARAMETER`, `NUMBER` or an index.
-    sources: Sequence[int]
-    # How each leaf of the state that is read is stored; `None` as it is.
-    formats: Sequence[Format | None]
-    weights: Weights  # how parameters are rounded
-    has_params: bool  # whether there are parameters, or gradients alone
-    has_extra: bool  # whether something is kept besides the parameter
+    grads: Any  # a leaf per parameter
+    params: Any  # the parameters, or `None`
+    extra_args: Mapping[str, Any]  # for the inner update
+    is_in_place: bool  # whether new parameters are wanted, or updates
+    tx: Any = None  # the inner transformation
+    state: Any = None  # the inner state as it is stored
+    # Whether encoded leaves are this step's; those of a wrapper inside are its own.
+    is_coded: bool = False
+    weights: Weights = NEAREST  # how parameters are rounded
+    extras: Sequence[Any] | None = None  # what is kept besides each parameter, or `None`
+    seed: int = 0  # of the noise of the state
+    steps: tuple[Any, Any] = (0, 0)  # how often weights and state were updated
+    chunk_bytes: int = 64 << 20  # the float32 bytes of one block
+    layout: Any = None  # where parameters lie; `None` if their types say so
 
     @property
-    def key(self) -> Hashable:
-        """Equal for leaves whose equations differ in the names of their values alone."""
-        flags = self.weights, self.has_params, self.has_extra
-        return str(self.jaxpr), tuple(self.sources), tuple(self.formats), flags
-
-    def values(
-        self,
-        operands: Iterator[jax.Array],
-        numbers: Sequence[Any],
-        param: jax.Array | None,
-        extra: jax.Array | None,
-    ) -> tuple[list[Any], list[jax.Array]]:
-        """Returns what the equations make of a block, and the leaves of the state as stored."""
-        known: dict[int, Any] = {}
-        if GRADIENT in self.sources:
-            known[GRADIENT] = _bits.widen(next(operands))
-        if param is not None:
-            known[PARAMETER] = self.weights.value(param, extra)
-        stored = []
-        for place, form in enumerate(self.formats):
-            codes = next(operands)
-            stored.append(codes)
-            if form is not None:
-                codes = decode(form, codes, next(operands) if form.block else None)
-            known[place] = codes
-        if self.jaxpr is None:
-            return list(operands), stored
-        left = iter(numbers)
-        given = [next(left) if source == NUMBER else known[source] for source in self.sources]
-        return jax.core.eval_jaxpr(self.jaxpr, (), *given), stored
+    def limit(self) -> int:
+        """How many elements make one block."""
+        return max(1, self.chunk_bytes // 4)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class NewValues:
-    """How a block of a leaf becomes that of its new values."""
+class Elements(NamedTuple):
+    """The arrays that belong to a parameter, or those that are needed, or blocks of them."""
 
-    inputs: Inputs  # what they are made of: the update, and each leaf of the state
-    is_in_place: bool  # whether the new parameter is wanted, and not the update
-    strides: tuple[int, ...]  # of the whole leaf, in elements
+    param: Any = None  # the parameter; `None` if there are gradients alone
+    extra: Any = None  # what is kept besides it
+    state: Sequence[Any] = ()  # the leaves of the state that mirror it
+    grad: Any = None
+    computed: Sequence[Any] = ()  # what was computed before
+
+
+class Leaf(NamedTuple):
+    """A parameter, and what belongs to it."""
+
+    at: int  # the index of the parameter
+    path: str  # of the parameter
+    shape: Shape  # of all of it
+    names: list[str]  # the paths of the leaves of the state
+    arrays: Elements
 
     @property
-    def key(self) -> Hashable:
-        """Equal for leaves whose computations differ in numbers alone."""
-        return self.inputs.key, self.is_in_place, self.strides
+    def formats(self) -> list[Format]:
+        """How the leaves of the state are encoded that are."""
+        return [leaf.format for leaf in self.arrays.state if is_encoded(leaf)]
 
-    def __call__(
-        self, numbers: Numbers, piece: Piece, operands: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Computes a block."""
-        left = iter(operands)
-        buffer = next(left)
-        param = buffer
-        if not self.is_in_place:
-            param = next(left) if self.inputs.has_params else None  # type: ignore[assignment]
-        extra = next(left) if self.inputs.has_extra else None
-        begin = numbers.begin or (0,) * len(piece.shape)
-        origin = [first + more for first, more in zip(begin, piece.origin, strict=True)]
-        index = functools.cache(lambda: _bits.global_index(piece.shape, origin, self.strides))
+    @property
+    def is_hosted(self) -> bool:
+        """Whether a part of its state lies on the host."""
+        return any(map(is_on_host, jax.tree.leaves(self.arrays.state)))
 
-        def noise(place: int) -> jax.Array:
-            assert numbers.keys is not None
-            key = lax.dynamic_index_in_dim(
-                numbers.keys, numbers.first + np.uint32(place), keepdims=False
+    def is_rounded(self, weights: Weights) -> bool:
+        """Whether a part of it is stored in fewer bits."""
+        like = self.arrays.grad if self.arrays.param is None else self.arrays.param
+        return bool(self.formats) or weights.is_met_by(like.dtype)
+
+
+class Update:
+    """The inner update as a function of flat arguments: gradients, state, parameters, and more."""
+
+    def __init__(self, given: Arguments) -> None:
+        self._given = given
+        keyed, self.tree = jax.tree_util.tree_flatten_with_path(given.grads)
+        grads = [as_array(leaf) for _, leaf in keyed]
+        params = _flat_params(given.params, self.tree)
+        stored, self.state_tree = jax.tree_util.tree_flatten_with_path(
+            given.state, is_leaf=is_encoded if given.is_coded else None
+        )
+        self.paths: list[KeyPath] = [path for path, _ in stored]
+        self.stored = [leaf if is_encoded(leaf) else as_array(leaf) for _, leaf in stored]
+        self._put_back, arrays = _split_args(given.extra_args)
+        self._counts = [len(grads), len(self.stored), len(params)]
+        self.arguments = [*grads, *self.stored, *params, *arrays]
+        shapes = [
+            (path, tuple(like.shape))
+            for (path, _), like in zip(keyed, params or grads, strict=True)
+        ]
+        owned: list[list[int]] = [[] for _ in shapes]
+        places: list[tuple[int | None, int]] = []
+        for j, owner in enumerate(self._mirrors(shapes)):
+            places.append((None, NUMBER) if owner is None else (owner, len(owned[owner])))
+            if owner is not None:
+                owned[owner].append(j)
+        self.leaves = []
+        for i, ((path, shape), own) in enumerate(zip(shapes, owned, strict=True)):
+            arrays_of_it = Elements(
+                params[i] if params else None,
+                given.extras[i] if given.extras else None,
+                [self.stored[j] for j in own],
+                grads[i],
             )
-            return _bits.noise_at(key, index())
+            names = [path_str(self.paths[j]) for j in own]
+            self.leaves.append(Leaf(i, path_str(path), shape, names, arrays_of_it))
+        rows = zip(self.leaves, grads, strict=True)
+        self.places = [
+            *((leaf.at if leaf.shape == grad.shape else None, GRADIENT) for leaf, grad in rows),
+            *places,
+            *((i, PARAMETER) for i, _ in enumerate(params)),
+            *((None, NUMBER) for _ in arrays),
+        ]
 
-        outs, stored = self.inputs.values(left, numbers.values, param, extra)
-        update, *states = outs
-        results = self._placed(param, extra, update, noise, buffer)
-        rows = zip(self.inputs.formats, stored, states, strict=True)
-        for place, (form, old, new) in enumerate(rows, 1):
-            results += _stored(form, old, new, functools.partial(noise, place))
-        return results
+    def _mirrors(self, shapes: Sequence[tuple[KeyPath, Shape]]) -> list[int | None]:
+        """For each leaf of the state the parameter that it mirrors."""
+        stored = zip(self.paths, self.stored, strict=True)
+        state = [(path, tuple(leaf.shape)) for path, leaf in stored]
+        mirrors = find_mirrors(shapes, self._given.state, state)
+        for path, leaf, mirror in zip(self.paths, self.stored, mirrors, strict=True):
+            if is_encoded(leaf) and mirror is None:
+                raise StateError(
+                    f"{path_str(path)} of the state has codes of shape {leaf.shape}, and no "
+                    "parameter of that shape has its path: was it made for other parameters?"
+                )
+        return [None if mirror is None else mirror.param for mirror in mirrors]
 
-    def _placed(
-        self,
-        param: jax.Array | None,
-        extra: jax.Array | None,
-        update: jax.Array,
-        noise: Callable[[int], jax.Array],
-        buffer: jax.Array,
-    ) -> list[jax.Array]:
-        """The new parameter, or the update that makes it, and what is kept besides it."""
-        weights = self.inputs.weights
-        if param is None or (not self.is_in_place and weights.method == "nearest"):
-            return [update.astype(buffer.dtype)]
-        is_met = weights.is_met_by(param.dtype)
-        is_random = is_met and weights.needs_noise
-        new, kept = weights.place(param, extra, update, noise(0) if is_random else None)
-        if not self.is_in_place:
-            if is_met:
-                update = _bits.widen(new) - _bits.widen(param)
-            new = update.astype(buffer.dtype)
-        return [new] if kept is None else [new, kept]
+    def trace(self) -> ClosedJaxpr:
+        """Returns it traced on whole leaves."""
+        rows = zip(self.arguments, self.places, strict=True)
+        types = [wide(x) if of in (GRADIENT, PARAMETER) else seen(x) for x, (_, of) in rows]
+        try:
+            return jax.make_jaxpr(self._called)(*types)
+        except (TypeError, ValueError) as error:
+            wrong = "; ".join(
+                f"the gradient of {leaf.path} has shape {tuple(leaf.arrays.grad.shape)}, the "
+                f"parameter {leaf.shape}"
+                for leaf in self.leaves
+                if tuple(leaf.arrays.grad.shape) != leaf.shape
+            )
+            if wrong:
+                raise StateError(wrong) from error
+            raise
 
+    def _called(self, *leaves: Any) -> list[Any]:
+        left = iter(leaves)
+        grads, stored, params = ([next(left) for _ in range(n)] for n in self._counts)
+        updates, new = self._given.tx.update(
+            jax.tree.unflatten(self.tree, grads),
+            jax.tree.unflatten(self.state_tree, stored),
+            # `None`, or a tree without leaves
+            jax.tree.unflatten(self.tree, params) if params else self._given.params,
+            **self._put_back(left),
+        )
+        return self._checked(updates, new)
 
-def _stored(
-    form: Format | None, old: jax.Array, new: jax.Array, noise: Callable[[], jax.Array]
-) -> list[jax.Array]:
-    """A leaf of the state as it is stored."""
-    if form is None:
-        return [new.astype(old.dtype)]
-    codes, scale = encode(form, new, noise() if form.needs_noise else None, old)
-    return [codes] if scale is None else [codes, scale]
-
-
-# What makes one number of a block, what joins it to that of the blocks before, and to other
-# devices'.
-REDUCTIONS: Final[Mapping[str, tuple[Any, Any, Any]]] = {
-    "reduce_max": (jnp.max, lax.max, lax.pmax),
-    "reduce_min": (jnp.min, lax.min, lax.pmin),
-    "reduce_sum": (jnp.sum, lax.add, lax.psum),
-}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Totals:
-    """How the blocks of a leaf become numbers, each with those of the blocks before."""
-
-    inputs: Inputs  # what they are made of
-    names: Sequence[str]  # for each number the primitive that makes it
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for leaves whose computations differ in numbers alone."""
-        return self.inputs.key, tuple(self.names)
-
-    def __call__(
-        self, numbers: Numbers, piece: Piece, operands: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Computes the numbers with one block more."""
-        left = iter(operands)
-        before = [next(left) for _ in self.names]
-        param = next(left) if self.inputs.has_params else None
-        extra = next(left) if self.inputs.has_extra else None
-        outs, _ = self.inputs.values(left, numbers.values, param, extra)
-        made = []
-        for name, number, elements in zip(self.names, before, outs, strict=True):
-            reduce, join, _ = REDUCTIONS[name]
-            elements = jnp.broadcast_to(elements, piece.shape)
-            if piece.is_new is not None:
-                elements = jnp.where(piece.is_new, elements, first_number(name, elements.dtype))
-            made.append(join(number, reduce(elements)))
-        return made
+    def _checked(self, updates: Any, new: Any) -> list[Any]:
+        """Updates and the new state, flat."""
+        leaves = jax.tree.leaves(updates)
+        if len(leaves) != len(self.leaves):
+            raise StateError(
+                f"the inner transformation made updates for {len(leaves)} leaves of "
+                f"{len(self.leaves)}; a transformation that changes the tree cannot be wrapped"
+            )
+        for leaf, update in zip(self.leaves, leaves, strict=True):
+            if tuple(update.shape) != leaf.shape:
+                raise StateError(
+                    f"the inner transformation made an update of shape {tuple(update.shape)} for "
+                    f"{leaf.path} of shape {leaf.shape}"
+                )
+        state, tree = jax.tree.flatten(new)
+        found: Any = tree
+        shapes = [[jnp.shape(leaf) for leaf in own] for own in (state, self.stored)]
+        if found != self.state_tree or shapes[0] != shapes[1]:
+            raise StateError(
+                "the inner transformation returned another state than it took; a state must "
+                f"keep its structure and shapes from `init` on:\n  took     {self.state_tree}\n"
+                f"  returned {tree}"
+            )
+        return [*leaves, *state]
 
 
-def first_number(name: str, dtype: Any) -> jax.Array:
-    """What a reduction begins with."""
-    first = {"reduce_sum": 0, "reduce_max": -jnp.inf, "reduce_min": jnp.inf}[name]
-    return jnp.asarray(first, dtype)
+def _flat_params(params: Any, tree: Any) -> list[jax.Array]:
+    if params is None:
+        return []
+    leaves, found = jax.tree.flatten(params)
+    if found != tree:
+        raise StateError(
+            f"gradients and parameters must have one structure:\n  parameters {found}\n"
+            f"  gradients  {tree}"
+        )
+    return [as_array(leaf) for leaf in leaves]
 
 
-def strides_of(shape: Shape) -> tuple[int, ...]:
-    """The strides of an array, in elements."""
-    made = [1]
-    for size in shape[:0:-1]:
-        made.append(made[-1] * size)
-    return tuple(reversed(made))[: len(shape)]
+def _split_args(extra_args: Mapping[str, Any]) -> tuple[Callable[[Iterator[Any]], Any], list[Any]]:
+    """The arrays among the extra arguments, and the way to put them back."""
+    leaves, tree = jax.tree.flatten(dict(extra_args))
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    rows = list(zip(leaves, is_array, strict=True))
+
+    def put_back(arrays: Iterator[Any]) -> Any:
+        return jax.tree.unflatten(tree, [next(arrays) if own else leaf for leaf, own in rows])
+
+    return put_back, [as_array(leaf) for leaf, own in rows if own]
+
+
+def as_array(leaf: Any) -> Any:
+    """A leaf as an array."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def seen(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The type of a leaf of the state as the inner transformation sees it."""
+    return _type(leaf, leaf.dtype)
+
+
+def wide(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The type of a gradient or parameter as the inner transformation sees it: in float32."""
+    is_short = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32
+    return _type(leaf, np.dtype(np.float32) if is_short else leaf.dtype)
+
+
+def _type(leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    array = leaf.codes if is_encoded(leaf) else leaf
+    is_weak = dtype == array.dtype and getattr(jax.typeof(array), "weak_type", False)
+    sharding = explicit_sharding(array)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=bool(is_weak))

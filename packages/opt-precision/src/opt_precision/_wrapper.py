@@ -1,14 +1,12 @@
 """A transformation whose state or parameters are stored in fewer bits.
 
-There are two parts, each with a state of its own, and always in this order, whichever was asked for
-first: `Rounded` for parameters, around `Quantized` for moments, around the transformation.
+`Rounded` for parameters is around `Quantized` for moments, whichever was asked for first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
@@ -16,14 +14,14 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision import _select
-from opt_precision._arguments import Arguments
 from opt_precision._codecs import identity
 from opt_precision._formats import is_encoded, is_taken_apart
 from opt_precision._init import Codecs, First, Planned
-from opt_precision._memory import on_host
-from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState
-from opt_precision._step import Options, Results, Step
-from opt_precision._weights import Weights
+from opt_precision._place import on_host
+from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState, is_masked
+from opt_precision._step import Results, Step
+from opt_precision._storage import NEAREST, Weights
+from opt_precision._update import Arguments
 from opt_precision.errors import StateError
 
 CHUNK_BYTES: Final = 64 << 20
@@ -71,24 +69,22 @@ class _Wrapper:
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         """Returns float32 updates and the new state, as Optax's transformations do."""
-        made, state = self.step(updates, state, params, extra_args, is_in_place=False)
-        return jax.tree.unflatten(jax.tree.structure(updates), made.leaves), state
+        return self._step(Arguments(updates, params, extra_args, is_in_place=False), state)
 
     def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Returns the new parameters and state, computed block by block in place of the old."""
-        made, state = self.step(grads, state, params, extra_args, is_in_place=True)
-        return jax.tree.unflatten(jax.tree.structure(params), made.leaves), state
+        return self._step(Arguments(grads, params, extra_args, is_in_place=True), state)
 
-    def step(
-        self,
-        grads: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        is_in_place: bool,
-    ) -> tuple[Results, Any]:
-        """Returns what a step makes, and the new state."""
+    def _step(self, given: Arguments, state: Any) -> tuple[Any, Any]:
+        made = Step(self.filled(given, state)).run()
+        return jax.tree.unflatten(made.tree, made.leaves), self.next_state(state, made)
+
+    def filled(self, given: Arguments, state: Any) -> Arguments:
+        """What a step is given, with this part's state and settings."""
+        raise NotImplementedError
+
+    def next_state(self, state: Any, made: Results) -> Any:
+        """The state after a step."""
         raise NotImplementedError
 
 
@@ -121,48 +117,36 @@ class Quantized(_Wrapper):
         first.check_variables(params, plan)
         state = first.state(plan)
         if self.on_host is not None:
-            hosted = first.plan(identity(), self.on_host)
             nodes, tree = jax.tree.flatten(state, is_leaf=is_encoded)
-            rows = zip(nodes, hosted, strict=True)
-            state = jax.tree.unflatten(
-                tree,
-                [
-                    jax.tree.map(on_host, node) if planned.choice.role and planned.shape else node
-                    for node, planned in rows
-                ],
-            )
+            rows = zip(nodes, first.plan(identity(), self.on_host), strict=True)
+            moved = [
+                jax.tree.map(on_host, node) if planned.choice.role and planned.aval.shape else node
+                for node, planned in rows
+            ]
+            state = jax.tree.unflatten(tree, moved)
         return QuantizedState(jnp.zeros([], jnp.int32), state)
 
-    def options(self, weights: Weights) -> Options:
-        """What a step needs to know."""
-        return Options(self.tx, weights, self.seed, self.chunk_bytes, self.layout)
-
-    def step(
-        self,
-        grads: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        is_in_place: bool,
-    ) -> tuple[Results, QuantizedState]:
-        """Returns what a step makes, and the new state."""
+    def filled(self, given: Arguments, state: Any) -> Arguments:
+        """See above; encoded leaves that `flax.nnx.Optimizer` took apart are put together."""
         _check_kind(state, QuantizedState)
-        extras = [None] * len(jax.tree.leaves(grads))
-        steps = (state.step, state.step)
-        stored = self.stored(state, grads if params is None else params)
-        given = Arguments(grads, stored, params, extras, extra_args, steps, is_coded=True)
-        made = Step(self.options(Weights("nearest")), given, is_in_place=is_in_place).run()
-        return made, QuantizedState(_incremented(state.step), made.state)
+        inner = state.inner
+        if any(map(is_taken_apart, jax.tree.leaves(inner, is_leaf=is_taken_apart))):
+            first, plan = self.first(given.grads if given.params is None else given.params)
+            inner = first.put_together(plan, inner)
+        return dataclasses.replace(
+            given,
+            tx=self.tx,
+            state=inner,
+            is_coded=True,
+            seed=self.seed,
+            steps=(given.steps[0], state.step),
+            chunk_bytes=self.chunk_bytes,
+            layout=self.layout,
+        )
 
-    def stored(self, state: QuantizedState, params: Any) -> Any:
-        """The inner state; encoded leaves that `flax.nnx.Optimizer` took apart are put together."""
-        _check_kind(state, QuantizedState)
-        nodes = jax.tree.leaves(state.inner, is_leaf=is_taken_apart)
-        if not any(map(is_taken_apart, nodes)):
-            return state.inner
-        first, plan = self.first(params)
-        return first.put_together(plan, state.inner)
+    def next_state(self, state: QuantizedState, made: Results) -> QuantizedState:
+        """The state after a step."""
+        return QuantizedState(_incremented(state.step), made.state)
 
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
@@ -183,7 +167,7 @@ class Rounded(_Wrapper):
     @property
     def name(self) -> str:
         """The name of the constructor."""
-        return "stochastic_weights" if self.weights.method == "stochastic" else "master_weights"
+        return self.weights.constructor
 
     @property
     def inside(self) -> Quantized | None:
@@ -217,39 +201,32 @@ class Rounded(_Wrapper):
             return optax.MaskedNode()
         return self.weights.first_extra(leaf)
 
-    def step(
-        self,
-        grads: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        is_in_place: bool,
-    ) -> tuple[Results, Any]:
-        """Returns what a step makes, and the new state."""
-        if params is None:
+    def filled(self, given: Arguments, state: Any) -> Arguments:
+        """What a step is given, with this part's state and settings, and the other's."""
+        if given.params is None:
             raise StateError(f"`{self.name}` needs the parameters: `update(grads, state, params)`")
         _check_kind(state, STATE_OF[self.weights.method])
-        inside, inner, own_step = self.inside, state.inner, getattr(state, "step", 0)
-        if inside is None:
-            options, stored, steps = Options(self.tx, self.weights), inner, (own_step, 0)
-        else:
-            options, stored = inside.options(self.weights), inside.stored(inner, params)
-            steps = own_step, inner.step
-        extras, is_coded = self._extras(state, params), inside is not None
-        given = Arguments(grads, stored, params, extras, extra_args, steps, is_coded)
-        made = Step(options, given, is_in_place=is_in_place).run()
-        new = made.state
-        if inside is not None:
-            new = QuantizedState(_incremented(inner.step), new)
-        fields = {"inner": new}
+        given = dataclasses.replace(
+            given,
+            extras=self._extras(state, given.params),
+            weights=self.weights,
+            steps=(getattr(state, "step", 0), 0),
+        )
+        if self.inside is not None:
+            return self.inside.filled(given, state.inner)
+        return dataclasses.replace(given, tx=self.tx, state=state.inner)
+
+    def next_state(self, state: Any, made: Results) -> Any:
+        """The state after a step."""
+        inside = self.inside
+        fields = {"inner": made.state if inside is None else inside.next_state(state.inner, made)}
         if self.weights.needs_noise:
-            fields["step"] = _incremented(own_step)
+            fields["step"] = _incremented(state.step)
         if self.weights.method in EXTRA_FIELD:
+            field = EXTRA_FIELD[self.weights.method]
             kept = [optax.MaskedNode() if extra is None else extra for extra in made.extras]
-            tree = jax.tree.structure(params)
-            fields[EXTRA_FIELD[self.weights.method]] = jax.tree.unflatten(tree, kept)
-        return made, state._replace(**fields)
+            fields[field] = jax.tree.unflatten(made.tree, kept)
+        return state._replace(**fields)
 
     def _extras(self, state: Any, params: Any) -> list[Any]:
         """What is kept besides each parameter; `None` where nothing is."""
@@ -258,16 +235,12 @@ class Rounded(_Wrapper):
         if self.weights.method == "stochastic":
             return [None] * len(leaves)
         try:
-            kept: list[Any] = structure.flatten_up_to(
-                getattr(state, EXTRA_FIELD[self.weights.method])
-            )
+            kept = structure.flatten_up_to(getattr(state, EXTRA_FIELD[self.weights.method]))
         except ValueError:
-            kept = [()]
-        if not all(isinstance(one, optax.MaskedNode) or hasattr(one, "dtype") for one in kept):
             raise StateError(
                 f"the state of `{self.name}` was made for other parameters than these {len(leaves)}"
-            )
-        extras = [None if isinstance(one, optax.MaskedNode) else one for one in kept]
+            ) from None
+        extras = [None if is_masked(one) else one for one in kept]
         for (path, param), extra in zip(leaves, extras, strict=True):
             dtype = jnp.result_type(param)
             if self.weights.is_met_by(dtype) != (extra is not None):
@@ -287,6 +260,53 @@ class Rounded(_Wrapper):
             "settings": {"method": self.weights.method, "seed": self.weights.seed},
             "passes_on": True,
         }
+
+
+def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
+    """Makes one step in place: returns the new parameters and state.
+
+    Under `jit` with parameters and state donated, the temporaries are those of one block of a leaf.
+
+    Args:
+      tx: a transformation of this package, or any that has such an `apply`, or only Optax's
+        `update`.
+      params: the parameters.
+      state: the state that belongs to them.
+      grads: the gradients.
+      **extra_args: for the transformation.
+
+    Examples:
+      >>> import opt_precision, optax
+      >>> tx = opt_precision.quantize_state(optax.adam(0.1), opt_precision.bfloat16())
+      >>> params = {'w': jnp.ones(3)}
+      >>> params, state = apply(tx, params, tx.init(params), {'w': jnp.ones(3)})
+      >>> params['w'].tolist()
+      [0.9, 0.9, 0.9]
+    """
+    if hasattr(tx, "apply"):
+        made: tuple[Any, Any] = tx.apply(params, state, grads, **extra_args)
+        return made
+    with_extra_args = optax.with_extra_args_support  # type: ignore[attr-defined]
+    updates, state = with_extra_args(tx).update(grads, state, params, **extra_args)
+    return apply_updates(params, updates), state
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Adds updates to parameters in float32, and rounds once, by bits.
+
+    What `optax.apply_updates` does, also where a compiler would take the rounding for a no-op.
+
+    Args:
+      params: the parameters.
+      updates: what `update` returned; `None` leaves a parameter as it is.
+    """
+
+    def add(param: Any, update: Any) -> Any:
+        if param is None or update is None:
+            return param
+        return NEAREST.place(jnp.asarray(param), None, jnp.asarray(update), None)[0]
+
+    return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
 
 
 def taken_apart(tx: Any) -> tuple[Rounded | None, Quantized | None, Any]:
