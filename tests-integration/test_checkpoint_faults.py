@@ -1,6 +1,5 @@
 """Checkpoints on a disk that is full, read-only or shared, and in the order of a power cut."""
 
-import json
 import os
 import resource
 import signal
@@ -162,12 +161,12 @@ def test_d5_no_place_to_write(tmp_path: Path) -> None:
 
 def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the background is raised by the next call, or by `close`, once."""
-    from opt_checkpoint._saving import Saving
+    from opt_checkpoint._handler import Saving
 
     encode = Saving.encode
 
     def broken(self: Saving, sums: Any) -> bytes:
-        if json.loads(self.step)["number"] % 2:
+        if self.manifest.step % 2:
             raise OSError("the disk is gone")
         return encode(self, sums)
 

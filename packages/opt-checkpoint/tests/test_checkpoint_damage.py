@@ -21,7 +21,7 @@ from opt_checkpoint import (
     Rename,
     SavedStep,
     TrainingState,
-    _orbax,
+    _step,
     named_state,
     open_step,
 )
@@ -191,7 +191,7 @@ def test_no_memory_is_no_damage(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("opt_checkpoint._orbax.restore_arrays", fail)
+    monkeypatch.setattr("opt_checkpoint._step.restore_arrays", fail)
     saved = open_step(step)
     with pytest.raises(type(error)):
         saved.read(everything(saved.schema))
@@ -238,13 +238,13 @@ def test_the_latest_step_is_restored_and_read_once(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    original = _orbax.restore_arrays
+    original = _step.restore_arrays
 
     def counted(folder: Path, item: Any, restore_args: Any) -> Any:
         read.append(folder.name)
         return original(folder, item, restore_args)
 
-    monkeypatch.setattr(_orbax, "restore_arrays", counted)
+    monkeypatch.setattr(_step, "restore_arrays", counted)
     checkpointer = Checkpointer(run, read_only=True)
     restored = checkpointer.restore_latest(abstract())
     assert same(named_state(restored), named_state(trained(3)))

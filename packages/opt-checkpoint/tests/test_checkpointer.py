@@ -20,9 +20,8 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import WIDE, bits, everything, files, random_bits, same, small_state, state
 from opt_checkpoint import Checkpointer, NamedState, _writer, named_state, open_step
-from opt_checkpoint._handler import OptimizerHandler
+from opt_checkpoint._handler import OptimizerHandler, Saving
 from opt_checkpoint._manifest import DTYPES
-from opt_checkpoint._saving import Saving
 from opt_checkpoint.errors import LeafError, LockError, MissingError, SaveError
 
 
@@ -369,7 +368,7 @@ _COLLIDING = {"state/a": jnp.ones(1), "state/a/b": jnp.ones(1)}
             {"extras": {"x": np.ma.MaskedArray([1.0], [True])}},
             "`extra/x`: a masked array",
         ),
-        (small_state, {"extras": {"x": 10**5000}}, "`extra/x`: Python could not read so many"),
+        (small_state, {"extras": {"x": 10**5000}}, "expected JSON data: .*4300 digits"),
         (small_state, {"extras": {"x": object()}}, "`extra/x`: expected an array, .* object"),
     ],
 )
@@ -546,10 +545,10 @@ import sys, time
 import jax.numpy as jnp
 import opt_optax_bridge as opt
 from opt_checkpoint import Checkpointer
-from opt_checkpoint import _saving as saving
+from opt_checkpoint import _handler
 
 folder, how = sys.argv[1:]
-encode = saving.Saving.encode
+encode = _handler.Saving.encode
 optimizer = opt.adam(0.1).create({"w": jnp.ones(3)})
 
 
@@ -564,7 +563,7 @@ def full(event, args):
 
 
 checkpointer = Checkpointer(folder)
-saving.Saving.encode = slow
+_handler.Saving.encode = slow
 if how == "is full":  # Orbax's threads wait five minutes for a folder, if they are let.
     sys.addaudithook(full)
 checkpointer.save(5, optimizer)

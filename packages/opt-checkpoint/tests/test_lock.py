@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from opt_checkpoint._lock import WriterLock
+from opt_checkpoint._writer import WriterLock
 from opt_checkpoint.errors import LockError
 
 pytestmark = pytest.mark.internals
@@ -83,7 +83,7 @@ def test_a_forked_child_that_lives_on_does_not_block(way: str, tmp_path: Path) -
     code = (
         f"{NO_LOCKS if way == 'file' else ''}"
         "import os, signal, sys, time; from pathlib import Path\n"
-        "from opt_checkpoint._lock import WriterLock\n"
+        "from opt_checkpoint._writer import WriterLock\n"
         "from opt_checkpoint.errors import LockError\n"
         "lock = WriterLock(Path(sys.argv[1]))\n"
         "if child := os.fork():\n"

@@ -351,11 +351,7 @@ class Checkpointer:
         return later
 
     def _newest(self, use: Callable[[int], _Used]) -> _Used | None:
-        """What `use` returns for the newest step; `None` without steps; all processes call it.
-
-        Where `use` raises a `DamagedError` or a `LoadError` in every process, the step before is
-        tried. A `MissingError` says that no step is good.
-        """
+        """What `use` returns for the newest undamaged step, or `None`; all processes call it."""
         passed: set[int] = set()
         while True:
             steps = self.steps()

@@ -108,12 +108,7 @@ class Digests:
 
 
 def digests(arrays: Sequence[Any]) -> list[str]:
-    """Returns the digests of arrays; all processes must call it if an array spans several.
-
-    Examples:
-      >>> digests([np.arange(3, dtype=np.float32)])
-      ['192dfcc57519b0b3']
-    """
+    """Returns the digests of arrays; all processes must call it if an array spans several."""
     pending = Digests(arrays)
     sums = pending.sums()
     if pending.partial:
@@ -129,14 +124,7 @@ def to_hex(pair: Any) -> str:
 
 
 def bound(name: str, digest: str) -> str:
-    """Returns a digest bound to the name of its leaf; of a bound one, the digest itself.
-
-    Examples:
-      >>> bound('params/w', '192dfcc57519b0b3')
-      'a46724f54d768000'
-      >>> bound('params/w', bound('params/w', '192dfcc57519b0b3'))
-      '192dfcc57519b0b3'
-    """
+    """Returns a digest bound to the name of its leaf; of a bound one, the digest itself."""
     mask = hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8]
     return f"{int(digest, 16) ^ int.from_bytes(mask):016x}"
 
@@ -203,10 +191,7 @@ def _sums(stacked: jax.Array, places: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def _part_sums(part: jax.Array, place: jax.Array) -> jax.Array:
-    """The sums of a part of an array, uint32[1, 2].
-
-    Its place, uint32[1, 1 + rank], is traced: parts of one shape share a program.
-    """
+    """The sums of a part of an array, uint32[1, 2]; `place`, uint32[1, 1 + rank], is traced."""
     words = _words(part)
     index = _index(jnp, words[0].shape, place[0]) * np.uint32(len(words))
     mixed = [_mixed(word, index + np.uint32(j)) for j, word in enumerate(words)]

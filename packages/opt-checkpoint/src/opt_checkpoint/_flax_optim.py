@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 from opt_core import Optimizer, describe_state, to_state_dict
-from opt_core.extend import Names, flatten_with_paths, named_leaves, path_str
+from opt_core.extend import Names, named_leaves, path_str
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
 from opt_checkpoint.errors import EquivalenceError, LoadError
@@ -24,22 +24,13 @@ DYNAMIC_SCALE = (
 
 @dataclasses.dataclass(frozen=True)
 class Equal:
-    """One optimizer of `flax.optim`.
+    """One optimizer of `flax.optim`."""
 
-    Attributes:
-      name: its class's.
-      constructor: makes Optax's equal from the hyper-parameters, which have `flax.optim`'s names.
-      slots: for each `transformation/field` of Optax, as `opt_core.describe_state` calls them, the
-        corresponding field of `flax.optim`'s state of a parameter.
-      sign: what the values are multiplied by.
-      lacks: a hyper-parameter that Optax's equal lacks, whether a value of it makes no difference,
-        and why others do.
-    """
-
-    name: str
-    constructor: Callable[..., optax.GradientTransformation]
-    slots: Mapping[str, str]
-    sign: int = 1
+    name: str  # of its class
+    constructor: Callable[..., optax.GradientTransformation]  # of Optax's, by names of `flax.optim`
+    slots: Mapping[str, str]  # `transformation/field` of Optax: field of `flax.optim`
+    sign: int = 1  # what the values are multiplied by
+    # a hyper-parameter that Optax lacks, whether a value makes no difference, and why others do
     lacks: tuple[str, Callable[[Any], bool], str] | None = None
 
     @property
@@ -252,32 +243,29 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
     return wrap_optax_optimizer(equal.constructor)(**hyper_params)
 
 
-def get_at(tree: Any, names: Names) -> Any:
-    """Returns the entry of nested dicts at a path, or `None`."""
-    for name in names:
-        if not isinstance(tree, Mapping) or name not in tree:
-            return None
-        tree = tree[name]
-    return tree
+def entries_of(target: Any, param_states: Any) -> dict[Names, Any]:
+    """Returns what a state dict has at the path of each parameter, or `None`."""
+    entries = {}
+    for path, _ in named_leaves(target):
+        entry = param_states
+        for name in path:
+            entry = entry.get(name) if isinstance(entry, Mapping) else None
+        entries[path] = entry
+    return entries
 
 
-def is_per_parameter(target: Any, param_states: Any) -> bool:
-    """Whether states have, at each parameter's path, what `flax.optim` kept for it, or `None`."""
-    entries = [get_at(param_states, names) for names, _ in flatten_with_paths(target)]
-    kept = [entry for entry in entries if entry is not None]
+def is_per_parameter(entries: Mapping[Names, Any]) -> bool:
+    """Whether what was kept of each parameter is of `flax.optim`, or `None`."""
+    kept = [entry for entry in entries.values() if entry is not None]
     return bool(kept) and all(
         isinstance(entry, Mapping) and frozenset(entry) in _FIELDS for entry in kept
     )
 
 
-def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
-    """Returns the dict that a state dict has for each parameter of an optimizer, or `None`."""
-    entries = {path: get_at(param_states, path) for path, _ in named_leaves(optimizer.target)}
-    return {path: entry if isinstance(entry, Mapping) else None for path, entry in entries.items()}
-
-
 def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
     """Returns the optimizer of `flax.optim` that a definition stands for, or the caller says."""
+    if name is not None and name not in EQUALS:
+        raise EquivalenceError(f"`written_by`: {name!r} is not one of {', '.join(EQUALS)}.")
     constructor = definition.recipe.constructor if definition.recipe else None
     stands_for = next((equal for equal in _EQUALS if equal.constructor is constructor), None)
     if name is None and stands_for is None:
@@ -294,10 +282,8 @@ def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
 def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any], step: int) -> Any:
     """Returns the `param_states` of Optax, of what `equal` kept for each parameter."""
     values: list[Any] = []
-    problems = list(_entry_problems(equal, entries))
-    problems = problems or list(
-        _placed(optimizer, equal, entries, np.asarray(step, np.int32), values)
-    )
+    if not (problems := list(_entry_problems(equal, entries))):
+        values, problems = _placed(optimizer, equal, entries, step)
     if problems:
         listed = "\n".join(f"  {_HEAD}/{line}" for line in problems)
         raise LoadError(
@@ -323,14 +309,12 @@ def _entry_problems(equal: Equal, entries: Mapping[Names, Any]) -> Iterator[str]
 
 
 def _placed(
-    optimizer: Optimizer,
-    equal: Equal,
-    entries: Mapping[Names, Any],
-    step: np.ndarray,
-    values: list[Any],
-) -> Iterator[str]:
-    """Appends a value for each leaf of Optax's state; yields what lacks a value or a place."""
+    optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any], step: int
+) -> tuple[list[Any], list[str]]:
+    """A value for each leaf of Optax's state, and what lacks a value or a place."""
     left = {(names, field): entry[field] for names, entry in entries.items() for field in entry}
+    values: list[Any] = []
+    problems = []
     for leaf in describe_state(optimizer).leaves:
         field = equal.slots.get("/".join((leaf.transformation, *leaf.field)), "")
         if leaf.parameter is not None and (leaf.parameter, field) in left:
@@ -338,14 +322,16 @@ def _placed(
             if isinstance(value, np.ndarray | np.generic | jax.Array):
                 values.append(value if equal.sign > 0 else np.negative(value))
             else:
-                yield f"{path_str(leaf.parameter)}: has no array `{field}`, which is needed here"
+                where = path_str(leaf.parameter)
+                problems.append(f"{where}: has no array `{field}`, which is needed here")
         elif leaf.field == ("count",) and leaf.role in ("count", "schedule_count"):
-            values.append(step)
+            values.append(np.asarray(step, np.int32))
         else:
-            yield f"{path_str(leaf.path)}: the file has nothing for this"
+            problems.append(f"{path_str(leaf.path)}: the file has nothing for this")
     for (names, field), value in left.items():
         if value is not None and not _is_placeholder(value):
-            yield f"{path_str((*names, field))}: has no place in this optimizer's state"
+            problems.append(f"{path_str((*names, field))}: has no place in this optimizer's state")
+    return values, problems
 
 
 def _is_placeholder(value: Any) -> bool:

@@ -59,10 +59,7 @@ def foreign_steps(root: Path) -> list[str]:
 
 
 def item_with_manifest(folder: Path) -> Path | None:
-    """Returns the folder of the manifest: this folder, or its only item that has a manifest.
-
-    A `ForeignError` names the items if several have a manifest.
-    """
+    """Returns the folder of the manifest: this folder, or its only item that has a manifest."""
     if has_item(folder) or _is_item(folder):
         return folder
     items = sorted(path for path in folder.iterdir() if _is_item(path))

@@ -32,12 +32,22 @@ from opt_core.extend import (
     update_counts,
 )
 
-from opt_checkpoint import _orbax
 from opt_checkpoint._folder import INDEX, ITEM_MARK, foreign_steps, is_orbax, item_with_manifest
-from opt_checkpoint._foreign_keys import STEP, Keys, find_keys
+from opt_checkpoint._foreign_keys import STEP, find_keys
 from opt_checkpoint._processes import sync_errors
 from opt_checkpoint._read_legacy import PLACEHOLDER, is_elsewhere, read_legacy
-from opt_checkpoint._step import SavedStep, known_leaves, open_step
+from opt_checkpoint._step import (
+    SavedStep,
+    data_sharding,
+    known_leaves,
+    open_step,
+    placed,
+    restore_args,
+    restore_arrays,
+    saved_shardings,
+    tree_metadata,
+    tried,
+)
 from opt_checkpoint._targets import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
 
@@ -60,7 +70,7 @@ class OrbaxTree:
 
     @cached_property
     def _tree(self) -> Any:
-        return _orbax.tree_metadata(self.folder)
+        return tree_metadata(self.folder)
 
     @cached_property
     def leaves(self) -> Mapping[Names, Stored]:
@@ -75,7 +85,7 @@ class OrbaxTree:
     @cached_property
     def shardings(self) -> Mapping[Names, Sharding]:
         """Where arrays were on a mesh."""
-        return _orbax.saved_shardings(self.folder, {names: names for names in self.leaves})
+        return saved_shardings(self.folder, {names: names for names in self.leaves})
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with Orbax: each device its share; what is left out has to keep its container."""
@@ -86,9 +96,7 @@ class OrbaxTree:
         ]
         items = [x if n in wanted else ocp.PLACEHOLDER for n, x in zip(paths, how, strict=True)]
         trees = jax.tree.unflatten(structure, items), jax.tree.unflatten(structure, how)
-        read = _orbax.tried(
-            self.folder, lambda: _orbax.restore_arrays(self.folder, *trees, is_partial=False)
-        )
+        read = tried(self.folder, lambda: restore_arrays(self.folder, *trees, is_partial=False))
         leaves = zip(paths, jax.tree.leaves(read), strict=True)
         return {names: leaf for names, leaf in leaves if names in wanted}
 
@@ -97,7 +105,7 @@ class OrbaxTree:
         if is_number:
             return ocp.RestoreArgs()
         numeric = None if dtype.startswith("key<") else jnp.dtype(dtype)
-        return _orbax.restore_args(shape, numeric, sharding)
+        return restore_args(shape, numeric, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +131,7 @@ class IndexedArrays:
             for names, leaf in entries.items()
             if isinstance(leaf, str)
         }
-        return entries | {n: _orbax.tried(self.folder, store.result) for n, store in stores.items()}
+        return entries | {n: tried(self.folder, store.result) for n, store in stores.items()}
 
     @cached_property
     def leaves(self) -> Mapping[Names, Stored]:
@@ -143,7 +151,7 @@ class IndexedArrays:
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with TensorStore: each device its share."""
-        return _orbax.tried(
+        return tried(
             self.folder,
             lambda: {names: self._read(names, place) for names, place in wanted.items()},
         )
@@ -274,26 +282,30 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     if written_by is None:
         raise ForeignError(f"`{folder}` does not say which optimizer wrote it: give `written_by=`")
     view = view_of(written_by, argument="written_by")
-    named = named_view(view)
+    schema = named_view(view).schema
     with sync_errors():
         stores = _stores(folder)
-        leaves = _leaves(stores)
-        keys = find_keys(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
-    return _with_counts(_opened(folder, stores, named.schema, keys, under=("extra",)))
+        shapes = {key: leaf.shape for key, leaf in _leaves(stores).items()}
+        keys = find_keys(folder, view, schema.leaves, shapes)
+    return _with_counts(_opened(folder, stores, schema, keys, under=("extra",)))
 
 
 def open_tree(folder: Path) -> ForeignStep:
     """Opens a checkpoint as leaves by path, without their meaning."""
-    stores = _stores(folder)
-    return _opened(folder, stores, Schema(()), Keys({}, tuple(_leaves(stores))), under=())
+    return _opened(folder, _stores(folder), Schema(()), {}, under=())
 
 
 def _opened(
-    folder: Path, stores: Mapping[str, Store], schema: Schema, keys: Keys, *, under: Names
+    folder: Path,
+    stores: Mapping[str, Store],
+    schema: Schema,
+    keys: Mapping[str, Names],
+    *,
+    under: Names,
 ) -> ForeignStep:
-    leaves, by_name = _leaves(stores), dict(keys.by_name)
-    infos = [_info(x, leaves[by_name[x.name]]) for x in schema.leaves if x.name in by_name]
-    for key in keys.rest:
+    leaves, by_name, taken = _leaves(stores), dict(keys), set(keys.values())
+    infos = [_info(x, leaves[keys[x.name]]) for x in schema.leaves if x.name in keys]
+    for key in (key for key in leaves if key not in taken):
         path = key[1:] if key[0] == _HERE else key
         infos.append(LeafInfo((*under, *path), leaves[key].shape, leaves[key].dtype, "extra"))
         by_name[infos[-1].name] = key
@@ -355,7 +367,7 @@ def _leaves(stores: Mapping[str, Store]) -> dict[Names, Stored]:
 def _sharding(stored: Stored, place: jax.ShapeDtypeStruct) -> Any:
     """The sharding of what is stored; the words of a PRNG key are not split."""
     is_longer = len(stored.shape) > len(place.shape)
-    return _orbax.data_sharding(place.sharding, len(stored.shape)) if is_longer else place.sharding
+    return data_sharding(place.sharding, len(stored.shape)) if is_longer else place.sharding
 
 
 def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
@@ -366,4 +378,4 @@ def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
         return jax.random.wrap_key_data(stored, impl=key_kind(info.dtype)[0])
     if isinstance(stored, jax.Array) and str(stored.dtype) == info.dtype:
         return stored
-    return _orbax.placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)
+    return placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)

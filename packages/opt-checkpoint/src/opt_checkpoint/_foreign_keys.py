@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from opt_core import Optimizer
-from opt_core.extend import LeafInfo, NamedState, Names, View, children, named_leaves, path_str
+from opt_core.extend import LeafInfo, Names, View, children, listed, named_leaves, path_str
 
 from opt_checkpoint.errors import ForeignError
 
@@ -21,22 +20,10 @@ STEP = "state/step"
 _LISTED = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Keys:
-    """Where the leaves of an optimizer are: their keys by name, and the keys of all others."""
-
-    by_name: Mapping[str, Names]
-    rest: tuple[Names, ...]
-
-
 def find_keys(
-    folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
-) -> Keys:
-    """Searches a checkpoint, given by shapes and keys, for the leaves of an optimizer.
-
-    A `ForeignError` lists what is missing, or is there twice.
-    """
-    infos = named.schema.leaves
+    folder: Path, view: View, infos: Sequence[LeafInfo], shapes: Mapping[Names, tuple[int, ...]]
+) -> dict[str, Names]:
+    """Returns where a checkpoint, given by shapes and keys, has the leaves of an optimizer."""
     left = set(shapes)
     state = [info.name for info in infos if info.kind == "state" and info.name != STEP]
     at, keys = _only(folder, "state", list(_state_paths(view.optimizer)), left)
@@ -49,12 +36,18 @@ def find_keys(
     left -= set(by_name.values())
     steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at)
     if len(steps) > 1:
-        shown = ", ".join(f"`{path_str(key)}`" for key in sorted(steps))
-        raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
+        raise ForeignError(f"`{folder}`: several leaves may be the step: {_listed(sorted(steps))}")
     if steps:
         by_name[STEP] = steps[0]
-    _check_shapes(folder, infos, by_name, shapes)
-    return Keys(by_name, tuple(sorted(left - set(steps))))
+    for info in infos:
+        key = by_name.get(info.name)
+        if key is not None and not info.is_key and shapes[key] != info.shape:
+            raise ForeignError(
+                f"`{folder}`: `{path_str(key)}` is `{info.name}` of `written_by`: expected "
+                f"{list(info.shape)}, found {list(shapes[key])}. Give the optimizer that wrote it, "
+                "for the parameters that it had"
+            )
+    return by_name
 
 
 def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
@@ -100,10 +93,9 @@ def _only(
         if len(places) == 1:
             return places[0], parts[places[0]]
         if places:
-            shown = ", ".join(f"`{path_str(place)}`" for place in places)
             raise ForeignError(
-                f"`{folder}`: the {what} of `written_by` may be any of {shown}: open the folder of "
-                "one item, if they are several"
+                f"`{folder}`: the {what} of `written_by` may be any of {_listed(places)}: open the "
+                "folder of one item, if they are several"
             )
     raise ForeignError(
         f"`{folder}` does not hold the {what} of `written_by`: "
@@ -152,7 +144,7 @@ def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
 
 
 def _listed(paths: Sequence[Names]) -> str:
-    shown = ", ".join(f"`{path_str(path)}`" for path in paths[:_LISTED])
+    shown = listed(map(path_str, paths[:_LISTED]))
     return f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown
 
 
@@ -160,19 +152,3 @@ def _is_step(key: Names) -> bool:
     """Whether a number may be the step: it has that name, or a position in a tuple."""
     last = key[-2] if key[-1:] == _VALUE and len(key) > 1 else key[-1]
     return last == "step" or last.isdecimal()
-
-
-def _check_shapes(
-    folder: Path,
-    infos: Sequence[LeafInfo],
-    keys: Mapping[str, Names],
-    shapes: Mapping[Names, tuple[int, ...]],
-) -> None:
-    for info in infos:
-        key = keys.get(info.name)
-        if key is not None and not info.is_key and shapes[key] != info.shape:
-            raise ForeignError(
-                f"`{folder}`: `{path_str(key)}` is `{info.name}` of `written_by`: expected "
-                f"{list(info.shape)}, found {list(shapes[key])}. Give the optimizer that wrote it, "
-                "for the parameters that it had"
-            )

@@ -7,7 +7,9 @@ manifest as an additional file in its folder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,44 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from opt_core.extend import Rule
+from opt_core import describe_state
+from opt_core.extend import (
+    LeafInfo,
+    NamedState,
+    Names,
+    Rule,
+    Schema,
+    View,
+    count_of,
+    named_leaves,
+    named_view,
+    path_str,
+    shown,
+)
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
+from opt_checkpoint import _digest
 from opt_checkpoint._folder import MANIFEST
-from opt_checkpoint._processes import is_first, sync_errors
-from opt_checkpoint._saving import Saving
+from opt_checkpoint._manifest import (
+    DTYPES,
+    EXTRA,
+    PYTHON,
+    Manifest,
+    encode,
+    is_scalar,
+    is_stored,
+    json_copy,
+    key_impl,
+    nest,
+    store_key,
+    structure_of,
+)
+from opt_checkpoint._processes import are_equal, is_first, sync_errors
 from opt_checkpoint._step import SavedStep
-from opt_checkpoint._targets import plan_restore
-from opt_checkpoint.errors import SaveError
+from opt_checkpoint._targets import plan_restore, view_of
+from opt_checkpoint.errors import LeafError, SaveError
 
+_log = logging.getLogger(__name__)
 _SUMS = "sums.{}"  # files: what each process contributes to the digests
 
 
@@ -176,3 +206,189 @@ def _write_sums(directory: Any, saving: Saving) -> None:
     """Writes the sums of this process: collectives would interfere with those of the training."""
     file = Path(directory) / _SUMS.format(jax.process_index())
     file.write_bytes(saving.sums().tobytes())
+
+
+# What is written of an optimizer
+
+Origin = tuple[tuple[Any, Any], Schema]  # a schema after what it was made from
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """One step on its way to the disk.
+
+    Attributes:
+      manifest: what is written next to the arrays, still without digests.
+      arrays: to be stored, by name.
+      tree: the same as a nested dictionary, by the keys of the store.
+      digests: of them, in the same order.
+      origin: what the next step's schema need not be made anew from, if it is the same.
+    """
+
+    manifest: Manifest
+    arrays: Mapping[str, Any]
+    tree: Mapping[str, Any]
+    digests: _digest.Digests
+    origin: Origin | None
+
+    @classmethod
+    def prepare(
+        cls,
+        step: int | None,
+        target: Any,
+        extras: Any = None,
+        metadata: Any = None,
+        previous: Origin | None = None,
+    ) -> Saving:
+        """Decides how every leaf is stored, and captures its bits; a `LeafError` says what cannot.
+
+        A step of `None`, of an item that `OptimizerHandler` saves, is that of the state, or 0.
+        """
+        extra_infos, extra_leaves = _extra_leaves(extras)
+        if isinstance(target, NamedState):
+            schema, origin = target.schema, None
+            if odd := schema.by_name.keys() ^ target.keys():
+                raise LeafError(f"`schema` and leaves differ: {sorted(odd)[:3]}")
+            leaves = [target[info.name] for info in schema.leaves]
+        else:
+            view = view_of(target)
+            _warn_unsaved(target, view.unsaved, extras, is_item=step is None)
+            leaves = view.leaves()
+            origin = _origin(view, previous)
+            schema = origin[1]
+        infos = [
+            info if info.value is None else dataclasses.replace(info, value=count_of(leaf))
+            for info, leaf in zip(schema.leaves, leaves, strict=True)
+        ]
+        infos += extra_infos
+        leaves += extra_leaves
+        schema = dataclasses.replace(schema, leaves=tuple(infos))
+        if len(schema.by_name) != len(infos):
+            raise LeafError("`schema` has a name twice")
+        scalars: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
+        for info, leaf in zip(infos, leaves, strict=True):
+            if info.dtype == PYTHON:
+                scalars[info.name] = leaf
+                continue
+            array = _to_store(info, leaf)
+            if is_stored(info):
+                arrays[info.name] = array
+        metadata, scalars = json_copy([metadata, scalars])
+        if step is None:
+            step = next((x.value or 0 for x in infos if x.name == "state/step"), 0)
+        manifest = Manifest(step, schema, {}, scalars, metadata, structure_of(extras))
+        tree = nest({store_key(schema.by_name[name].path): x for name, x in arrays.items()})
+        if jax.process_count() > 1:
+            # What follows communicates: on CPU, Gloo's collectives of several programs can
+            # deadlock. The arrays are copied next anyway.
+            jax.block_until_ready(arrays)
+        return cls(manifest, arrays, tree, _digest.Digests([*arrays.values()]), origin)
+
+    def sums(self) -> _digest.Sums:
+        """Waits for the digests; returns what this process contributes to the sums of all."""
+        sums = self.digests.sums()
+        if jax.process_index() > 0:
+            sums[np.setdiff1d(np.arange(len(sums)), self.digests.partial)] = 0
+        return sums
+
+    def encode(self, sums: _digest.Sums) -> bytes:
+        """Returns the manifest's bytes; the sums are those of all processes together."""
+        digests = {
+            name: _digest.bound(name, _digest.to_hex(pair))
+            for name, pair in zip(self.arrays, sums, strict=True)
+        }
+        return encode(dataclasses.replace(self.manifest, digests=digests))
+
+    def check_equal(self, where: str) -> None:
+        """Raises a `LeafError` unless all processes have the same manifest; all must call it."""
+        if jax.process_count() == 1:
+            return
+        local = [array for array in self.arrays.values() if isinstance(array, np.ndarray)]
+        if not are_equal(encode(self.manifest) + _digest.Digests(local).sums().tobytes()):
+            raise LeafError(
+                f"{where}: the processes would save different things: the schema, scalars and "
+                "local arrays must be equal in all. Save what differs as one global array"
+            )
+
+
+def _warn_unsaved(target: Any, unsaved: Sequence[str], extras: Any, *, is_item: bool) -> None:
+    saved = extras if isinstance(extras, Mapping) else {}
+    if missing := [name for name in unsaved if name not in saved]:
+        fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
+        _log.warning(
+            "%s: `%s` is not saved, because it is not the optimizer's: %s",
+            *(type(target).__name__, "`, `".join(missing)),
+            "save it as another item" if is_item else f"give `extras={{{fields}}}`",
+        )
+
+
+def _extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
+    """The leaves of a pytree and what they are, under `extra/`."""
+    try:
+        flat = named_leaves(extras)
+    except (TypeError, ValueError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error
+    infos = [_extra_info((EXTRA, *path), leaf) for path, leaf in flat]
+    return infos, [leaf for _, leaf in flat]
+
+
+def _extra_info(path: Names, leaf: Any) -> LeafInfo:
+    if is_scalar(leaf):
+        return LeafInfo(path, (), PYTHON, EXTRA)
+    if hasattr(leaf, "dtype"):
+        return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
+    expected = "an array, a typed PRNG key or a Python scalar"
+    raise LeafError(f"`{path_str(path)}`: expected {expected}, found {type(leaf).__name__}")
+
+
+def _origin(view: View, previous: Origin | None) -> Origin:
+    """The schema of a view, and what it was made from: a third of a save, if it is not the same."""
+    scalars = [*jax.tree.leaves(view.optimizer.state.step), *view.others.values()]
+    kinds = [(np.shape(x), getattr(x, "dtype", type(x))) for x in scalars]
+    source = describe_state(view.optimizer)  # the same object for equal structures
+    depends = kinds, list(view.others)
+    if previous is not None and previous[0][0] is source and previous[0][1] == depends:
+        return previous
+    return (source, depends), named_view(view).schema
+
+
+def _to_store(info: LeafInfo, leaf: Any) -> Any:
+    """The array to store for a leaf; a `LeafError` says why it cannot be saved."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`, which has no value")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise LeafError(
+            f"`{info.name}`: the array has been donated or deleted: save it before the step that "
+            "donates it"
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise LeafError(f"`{info.name}`: a masked array loses its mask. Save `.data` and `.mask`")
+    if info.is_key:
+        key_impl(info.dtype)  # a `LeafError` of keys that could not be read again
+        return _to_save(jax.random.key_data(leaf))
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)
+    dtype = _dtype_name(leaf.dtype)
+    if dtype not in DTYPES:
+        raise LeafError(
+            f"`{info.name}`: {dtype} cannot be saved. Convert it, or keep it out of the state. "
+            f"These can: {', '.join(sorted(DTYPES))}, and typed PRNG keys"
+        )
+    if (tuple(leaf.shape), dtype) != (info.shape, info.dtype):
+        raise LeafError(
+            f"`{info.name}`: expected {shown(info)} as the schema says, found {shown(leaf)}"
+        )
+    # a copy: the caller may write to it later
+    return np.array(leaf, order="C") if isinstance(leaf, np.ndarray) else _to_save(leaf)
+
+
+@functools.cache  # NumPy makes these names anew every time
+def _dtype_name(dtype: Any) -> str:
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
+
+
+def _to_save(array: jax.Array) -> Any:
+    """With several processes, an array that each of them holds is saved by the first."""
+    return np.asarray(array) if jax.process_count() > 1 and array.is_fully_addressable else array

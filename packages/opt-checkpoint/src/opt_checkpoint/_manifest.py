@@ -14,14 +14,22 @@ import functools
 import hashlib
 import json
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from opt_core.extend import LeafInfo, Names, Schema, children, read_record, record_data, shown
+from opt_core.extend import (
+    LeafInfo,
+    Names,
+    Schema,
+    children,
+    key_kind,
+    read_record,
+    record_data,
+)
 
 from opt_checkpoint._folder import MANIFEST, item_folder
 from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingError, VersionError
@@ -54,7 +62,6 @@ class Manifest:
       step: the number it was saved under.
       schema: its leaves and the optimizer that wrote them.
       digests: of each leaf in the store, 16 hexadecimal digits over its bits and its name.
-      impls: the types of PRNG keys, by name.
       scalars: the values of Python scalars, by name.
       metadata: JSON data saved with it.
       extras: the structure of the pytree saved with it.
@@ -63,7 +70,6 @@ class Manifest:
     step: int
     schema: Schema
     digests: Mapping[str, str]
-    impls: Mapping[str, str]
     scalars: Mapping[str, Any]
     metadata: Any = None
     extras: Any = None
@@ -84,13 +90,14 @@ def is_scalar(leaf: Any) -> bool:
     return type(leaf) in _SCALARS
 
 
-def store_key(path: Names) -> Names:
-    """Returns the components of the key in the store: letters, digits, `_`, `-`, and `%` escapes.
+@functools.cache
+def key_impl(dtype: str) -> str:
+    """Returns the implementation of typed PRNG keys, of a dtype such as `'key<fry>'`."""
+    return key_kind(dtype)[0]
 
-    Examples:
-      >>> store_key(('params', 'a.b', '../x', ''))
-      ('params', 'a%2Eb', '%2E%2E%2Fx', '%')
-    """
+
+def store_key(path: Names) -> Names:
+    """Returns the key in the store: letters, digits, `_`, `-`, and `%` escapes."""
     return tuple(
         urllib.parse.quote(part, safe="", errors="surrogatepass")
         .replace(".", "%2E")
@@ -111,43 +118,44 @@ def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
     return dict(unflatten_dict(flat))
 
 
-def encode_schema(schema: Schema) -> bytes:
-    """Returns the JSON of a schema without the values of counts, shared by all steps."""
+def json_copy(data: Any) -> Any:
+    """Returns JSON data as they will be read; a `LeafError` of anything else."""
+    try:
+        _check_keys(data)
+        return json.loads(json.dumps(data))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LeafError(f"`metadata` or `extras`: expected JSON data: {error!s:.200}") from None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Returns the bytes of the file: canonical JSON and its SHA-256."""
+    infos = manifest.schema.leaves
+    # The values of counts are not of the schema, and defaults are left out. `record_data` would
+    # make a deep copy of every leaf.
     fields = [(x.name, x.default) for x in dataclasses.fields(LeafInfo) if x.name != "value"]
     leaves = [
         {name: value for name, default in fields if (value := getattr(leaf, name)) != default}
-        for leaf in schema.leaves
+        for leaf in infos
     ]
-    # `record_data` would make a deep copy of every leaf.
-    data = record_data(dataclasses.replace(schema, leaves=(), versions=_versions()))
-    return _canonical({**data, "leaves": leaves})
-
-
-def encode_step(
-    step: int, metadata: Any, values: Mapping[str, Any], impls: Mapping[str, str], extras: Any
-) -> bytes:
-    """Returns the JSON of what a schema does not say, without digests.
-
-    By name, `values` are those of counts and Python scalars, `impls` the types of PRNG keys;
-    `extras` is a structure. A `LeafError` says that the metadata are not JSON data.
-    """
-    step_data = {"impls": impls, "metadata": metadata, "number": step, "values": values}
-    try:
-        _check_keys(metadata)
-        return _canonical(step_data if extras is None else {**step_data, "extras": extras})
-    except (TypeError, ValueError, RecursionError) as error:
-        raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
-
-
-def encode(schema: bytes, step: bytes, digests: Sequence[str | None]) -> bytes:
-    """Returns the bytes of the file: canonical JSON and its SHA-256."""
-    body = b'{"digests":%s,"schema":%s,"step":%s}' % (_canonical(digests), schema, step)
+    schema = dataclasses.replace(manifest.schema, leaves=(), versions=_versions())
+    step = {
+        "metadata": manifest.metadata,
+        "number": manifest.step,
+        "values": {x.name: x.value for x in infos if x.value is not None} | {**manifest.scalars},
+    }
+    if manifest.extras is not None:
+        step["extras"] = manifest.extras
+    body = {
+        "digests": [manifest.digests.get(x.name) for x in infos],
+        "schema": record_data(schema) | {"leaves": leaves},
+        "step": step,
+    }
     head = {
         "format_version": FORMAT_VERSION,
         "needs": NEEDS,
-        "sha256": hashlib.sha256(body).hexdigest(),
+        "sha256": hashlib.sha256(text := _canonical(body)).hexdigest(),
     }
-    return _canonical(head)[:-1] + b',"manifest":' + body + b"}\n"
+    return _canonical(head)[:-1] + b',"manifest":' + text + b"}\n"
 
 
 def decode(data: bytes, *, where: str) -> Manifest:
@@ -169,8 +177,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
         raise DamagedError(f"`{where}` is damaged: its SHA-256 is not the one written in it")
     try:
         return _manifest(body)
-    except LoadError as error:
-        raise LoadError(f"`{where}`: {error}") from None
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise LoadError(f"`{where}` is not a manifest: {error}") from None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -185,56 +193,23 @@ def read_manifest(folder: Path) -> Manifest:
     return decode(data, where=str(path))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """What `encode_step` writes."""
-
-    number: int
-    values: Mapping[str, Any]
-    impls: Mapping[str, str]
-    metadata: Any
-    extras: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Body:
-    """What `encode` writes."""
-
-    digests: tuple[str | None, ...]
-    schema: Schema
-    step: _Step
-
-
-def _manifest(data: Any) -> Manifest:
-    body = read_record(_Body, data, "manifest", LoadError)
-    step, infos = body.step, body.schema.leaves
-    if len(body.digests) != len(infos):
-        raise LoadError(f"{len(body.digests)} digests of {len(infos)} leaves")
-    leaves, digests, scalars = [], {}, {}
-    for info, digest in zip(infos, body.digests, strict=True):
-        value = step.values.get(info.name)
-        is_python = info.dtype == PYTHON
-        if not (info.is_key or is_python or info.dtype in DTYPES):
-            raise LoadError(f"`{info.name:.200}`: `{info.dtype:.40}` is not a dtype of checkpoints")
-        if (
-            (is_python and not is_scalar(value))
-            or info.is_key != (info.name in step.impls)
-            or is_stored(info) != (digest is not None)
-        ):
-            raise LoadError(f"`{info.name:.200}`: what was recorded is not of {shown(info):.80}")
-        if digest is not None:
-            digests[info.name] = digest
-        if is_python:
-            scalars[info.name] = value
-        elif info.value != value:
-            info = dataclasses.replace(info, value=value)
-        leaves.append(info)
-    schema = dataclasses.replace(body.schema, leaves=tuple(leaves))
-    if len(schema.by_name) != len(leaves):
-        raise LoadError("two leaves have one name")
-    # `read_record` makes tuples of lists.
-    metadata, extras = data["step"]["metadata"], data["step"].get("extras")
-    return Manifest(step.number, schema, digests, step.impls, scalars, metadata, extras)
+def _manifest(body: Any) -> Manifest:
+    schema = read_record(Schema, body["schema"], "schema", LoadError)
+    step, infos = body["step"], schema.leaves
+    values = step["values"]
+    scalars = {x.name: values[x.name] for x in infos if x.dtype == PYTHON}
+    leaves = [
+        dataclasses.replace(x, value=values[x.name])
+        if x.name in values and x.name not in scalars
+        else x
+        for x in infos
+    ]
+    digests = dict(zip((x.name for x in infos), body["digests"], strict=True))
+    digests = {name: digest for name, digest in digests.items() if digest is not None}
+    if digests.keys() != {x.name for x in infos if is_stored(x)}:
+        raise LoadError("its digests are not of the leaves that are stored")
+    schema = dataclasses.replace(schema, leaves=tuple(leaves))
+    return Manifest(step["number"], schema, digests, scalars, step["metadata"], step.get("extras"))
 
 
 def _canonical(data: Any) -> bytes:
@@ -253,11 +228,7 @@ def _check_keys(data: Any) -> None:
 
 
 def structure_of(tree: Any) -> Any:
-    """Returns the structure of a pytree as JSON data.
-
-    Nodes other than dicts, lists and tuples become dicts by the names of their children; so do keys
-    that JSON does not have become strings.
-    """
+    """Returns the structure of a pytree as JSON data; nodes that JSON lacks become dicts."""
     opened = children(tree)
     if tree is None:
         return None
@@ -265,13 +236,10 @@ def structure_of(tree: Any) -> Any:
         if isinstance(tree, np.generic | np.ndarray):
             return "numpy" if isinstance(tree, np.ndarray) else "scalar"
         return "python" if is_scalar(tree) else "jax"
-    if isinstance(tree, dict):
-        named = [(_key(key), child) for key, child in tree.items()]
-    elif type(tree) in (list, tuple):
+    if type(tree) in (list, tuple):
         return {type(tree).__name__: [structure_of(child) for child in tree]}
-    else:
-        named = list(opened.children)
-    return {"dict": [[key, structure_of(child)] for key, child in named]}
+    named = tree.items() if isinstance(tree, dict) else opened.children
+    return {"dict": [[_key(key), structure_of(child)] for key, child in named]}
 
 
 def _key(key: Any) -> Any:
@@ -290,16 +258,8 @@ def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)
             return np.array(leaf(path))
         case "scalar":
             return np.asarray(leaf(path))[()]
-        case {"list": list(members)} | {"tuple": list(members)}:
-            nodes = [rebuilt(x, leaf, (*path, str(i))) for i, x in enumerate(members)]
-            return nodes if "list" in structure else tuple(nodes)
-        case {"dict": list(members)}:
-            return dict(_item(member, leaf, path) for member in members)
-    raise LoadError(f"`extras`: {structure!s:.40} is not the structure of a pytree")
-
-
-def _item(member: Any, leaf: Callable[[Names], Any], path: Names) -> tuple[Any, Any]:
-    match member:
-        case [None | bool() | int() | float() | str() as key, inner]:
-            return key, rebuilt(inner, leaf, (*path, str(key)))
-    raise LoadError(f"`extras`: {member!s:.40} is not a key and a structure")
+        case {"dict": members}:
+            return {key: rebuilt(inner, leaf, (*path, str(key))) for key, inner in members}
+    ((kind, members),) = structure.items()
+    nodes = [rebuilt(inner, leaf, (*path, str(i))) for i, inner in enumerate(members)]
+    return nodes if kind == "list" else tuple(nodes)

@@ -16,22 +16,14 @@ Saved = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """How a state differs from what it was.
+    """How a state differs from what it was."""
 
-    Attributes:
-      renamed: today's names of fields by the former ones.
-      new: fields that are new, with their initial values or the name of the field that has it.
-    """
-
-    renamed: Mapping[str, str] = {}
-    new: Mapping[str, Any] = {}
+    renamed: Mapping[str, str] = {}  # today's names of fields by the former ones
+    new: Mapping[str, Any] = {}  # by field: the initial value, or the name of the field that has it
 
 
 def migrate(state: Any, saved: Any, path: tuple[str, ...] = ()) -> Any:
-    """Returns what a checkpoint has in place of a state, in the layout of the installed Optax.
-
-    States that are not known to have changed are returned as they are: `restore_state` checks them.
-    """
+    """Returns what a checkpoint has in place of a state, in the layout of the installed Optax."""
     node = children(state)
     if node is None or not isinstance(saved, Mapping):
         return saved

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, describe_state
-from opt_core.extend import Names, flatten_with_paths, path_str
+from opt_core.extend import Names, flatten_with_paths, listed, path_str
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._flax_optim import (
     DYNAMIC_SCALE,
-    EQUALS,
     entries_of,
     is_per_parameter,
     optax_state,
@@ -80,8 +79,7 @@ def restore_legacy(
       (7, [1.0, 1.0])
     """
     contents = source if isinstance(source, Mapping) else read_legacy(source)
-    part = optimizer_part(contents)
-    part = with_one_state(part, optimizer)
+    part = with_one_state(optimizer_part(contents), optimizer)
     restored = optimizer.restore_state(_todays(optimizer, part, written_by))
     _check_windows(restored)
     return restored
@@ -93,91 +91,54 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
     if not isinstance(state, Mapping):
         raise LoadError("`state`: expected the state of an optimizer, a dict.")
     step, states = step_of(state), state.get("param_states", {})
-    definition = optimizer.optimizer_def
-    parts = definition.sub_optimizers if isinstance(definition, MultiOptimizer) else (definition,)
-    has_wrapper = any(isinstance(part, OptaxWrapper) for part in parts)
-    is_flax_optim = is_per_parameter(target, states)
-    if written_by is not None:
-        _check_writers(written_by, is_flax_optim, has_wrapper)
-    if not is_flax_optim or not has_wrapper:
-        states = migrate(optimizer.state.param_states, states, ("state", "param_states"))
-    elif isinstance(definition, MultiOptimizer):
-        states = _placed(_groups(definition, optimizer, states), states, step, written_by)
-    elif isinstance(written_by, Mapping):
-        raise EquivalenceError("`written_by`: this optimizer has no groups; pass one name.")
+    groups: Mapping[str, Optimizer] = {"": optimizer}
+    if isinstance(definition := optimizer.optimizer_def, MultiOptimizer):
+        groups = definition.split(optimizer)
+    definitions = {name: group.optimizer_def for name, group in groups.items()}
+    wrapped = {name: x for name, x in definitions.items() if isinstance(x, OptaxWrapper)}
+    if wrapped and is_per_parameter(entries_of(target, states)):
+        writers = written_by if isinstance(written_by, Mapping) else {}
+        if unknown := sorted(writers.keys() - wrapped.keys()):
+            raise EquivalenceError(
+                f"`written_by`: {listed(unknown)} is not a group of wrapped Optax that trains: "
+                f"{listed(filter(None, wrapped), 'this optimizer has no groups; pass one name')}."
+            )
+        _check_trained(optimizer, groups, states)
+        placed = {}
+        for name, group in groups.items():
+            entries = entries_of(group.target, states)
+            if name in wrapped:
+                who = writers.get(name) if isinstance(written_by, Mapping) else written_by
+                equal = writer_of(wrapped[name], who, f" (group `{name}`)" if name else "")
+                placed[name] = optax_state(group, equal, entries, step)
+            else:
+                kept = {path: entry for path, entry in entries.items() if entry is not None}
+                placed[name] = unflatten_dict(kept)
+        states = placed.get("", placed)
+    elif written_by is not None:
+        raise EquivalenceError(
+            "`written_by` is for restoring the state of `flax.optim` into wrapped Optax. Here the "
+            "optimizer decides what the state in the file is: leave it out."
+        )
     else:
-        states = _placed({"": optimizer}, states, step, written_by)[""]
+        states = migrate(optimizer.state.param_states, states, ("state", "param_states"))
     return {"target": target, "state": {"step": step, "param_states": states}}
 
 
-def _check_writers(
-    written_by: str | Mapping[str, str], is_flax_optim: bool, has_wrapper: bool
-) -> None:
-    """Raises an error if `written_by` is wrong, or is not needed."""
-    for name in written_by.values() if isinstance(written_by, Mapping) else (written_by,):
-        if name not in EQUALS:
-            raise EquivalenceError(f"`written_by`: {name!r} is not one of {', '.join(EQUALS)}.")
-    if not is_flax_optim:
-        raise EquivalenceError(
-            "`written_by` is for files of `flax.optim`; this one has states of Optax, and the "
-            "target decides what they are: leave it out."
-        )
-    if not has_wrapper:
-        raise EquivalenceError(
-            "`written_by` is for restoring into wrapped Optax; this optimizer restores the state "
-            "of `flax.optim` as it is: leave it out."
-        )
-
-
-def _groups(
-    definition: MultiOptimizer, optimizer: Optimizer, states: Any
-) -> Mapping[str, Optimizer]:
-    """The groups that train; raises an error if the file has states of what is frozen."""
-    groups = definition.split(optimizer)
-    trained = {path for group in groups.values() for path in entries_of(group, states)}
-    saved = {
-        path for path, entry in entries_of(optimizer, states).items() if entry not in (None, {})
-    }
-    if frozen := sorted(saved - trained):
-        names = ", ".join(map(path_str, frozen))
+def _check_trained(optimizer: Optimizer, groups: Mapping[str, Optimizer], states: Any) -> None:
+    """Raises an error if the file has states of what is frozen."""
+    trained = {path for group in groups.values() for path in entries_of(group.target, states)}
+    saved = entries_of(optimizer.target, states)
+    if frozen := [path for path, entry in saved.items() if entry and path not in trained]:
         raise LoadError(
-            f"the file has states of parameters that are frozen here: {names}. Restore into groups "
-            "that train them, then freeze them: `opt_core.freeze`."
+            "the file has states of parameters that are frozen here: "
+            f"{', '.join(map(path_str, frozen))}. Restore into groups that train them, then freeze "
+            "them: `opt_core.freeze`."
         )
-    return groups
-
-
-def _placed(
-    groups: Mapping[str, Optimizer], states: Any, step: int, written_by: Writers
-) -> dict[str, Any]:
-    """For each group Optax's states with what was kept of each parameter, or that as it is."""
-    names = written_by if isinstance(written_by, Mapping) else {}
-    if unknown := sorted(set(names) - set(groups)):
-        raise EquivalenceError(
-            f"`written_by`: {', '.join(unknown)} is not a group that trains: {', '.join(groups)}."
-        )
-    placed: dict[str, Any] = {}
-    for name, group in groups.items():
-        entries = entries_of(group, states)
-        if isinstance(group.optimizer_def, OptaxWrapper):
-            who = names.get(name) if isinstance(written_by, Mapping) else written_by
-            equal = writer_of(group.optimizer_def, who, f" (group `{name}`)" if name else "")
-            placed[name] = optax_state(group, equal, entries, step)
-        elif name in names:
-            raise EquivalenceError(
-                f"`written_by`: the group `{name}` is not wrapped Optax: omit it."
-            )
-        else:
-            kept = {path: entry for path, entry in entries.items() if entry is not None}
-            placed[name] = dict(unflatten_dict(kept))
-    return placed
 
 
 def _check_windows(optimizer: Optimizer) -> None:
-    """Raises an error if the mini-steps that were made fill the target's windows.
-
-    Windows whose length depends on the step are not checked.
-    """
+    """Raises an error if the mini-steps that were made fill windows of the target's length."""
     described = describe_state(optimizer)
     lengths = {
         (t.group, t.name, t.number): t.settings.get("every_k_schedule")
@@ -195,12 +156,7 @@ def _check_windows(optimizer: Optimizer) -> None:
 
 
 def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}` of a checkpoint.
-
-    The contents are those of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or
-    of a `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. Others, such as
-    `flax_mutables` or `batch_stats`, are left out.
-    """
+    """Returns the parts `target` and `state` of a checkpoint of T5X, `flax.optim` or Flax."""
     if "optimizer" in contents:
         version = contents.get("version", _T5X_VERSION)
         if not np.array_equal(version, _T5X_VERSION):

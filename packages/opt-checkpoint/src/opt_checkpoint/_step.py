@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from opt_core.errors import OptimizerError
-from opt_core.extend import LeafInfo, Schema, abstract, named_leaves, path_str, shown
+from opt_core.extend import (
+    LeafInfo,
+    Names,
+    Schema,
+    abstract,
+    is_wide,
+    named_leaves,
+    path_str,
+    shown,
+)
 
-from opt_checkpoint import _orbax
 from opt_checkpoint._digest import bound, digests
-from opt_checkpoint._folder import describe_foreign, is_orbax, item_with_manifest
+from opt_checkpoint._folder import describe_foreign, is_orbax, item_folder, item_with_manifest
 from opt_checkpoint._manifest import (
     EXTRA,
     PYTHON,
     Manifest,
     is_scalar,
     is_stored,
+    key_impl,
     nest,
     read_manifest,
     rebuilt,
@@ -36,12 +56,13 @@ from opt_checkpoint.errors import (
     DamagedError,
     ForeignError,
     LeafError,
-    LoadError,
     MissingError,
 )
 
 Level = Literal["manifest", "digests"]
 _BATCH_BYTES = 512 * 2**20
+_T = TypeVar("_T")
+_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +153,7 @@ class SavedStep:
         """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
         keys = {name: store_key(self.schema.by_name[name].path) for name in names}
         with sync_errors():
-            return _orbax.saved_shardings(self.path, keys)
+            return saved_shardings(self.path, keys)
 
     def read_extras(self, like: Any = None) -> Any:
         """Reads what was saved as `extras`.
@@ -149,7 +170,6 @@ class SavedStep:
         Raises:
           DamagedError: a leaf has changed since it was written.
           LeafError: a leaf has another shape or dtype than in `like`.
-          LoadError: the structure in the manifest is not one.
           MissingError: a leaf of `like` was not saved, or without `like` the structure.
         """
         infos = {info.path: info for info in self.schema.leaves if info.kind == EXTRA}
@@ -187,42 +207,27 @@ class SavedStep:
 
     def _check_stored_shapes(self) -> None:
         infos = list(filter(is_stored, self.schema.leaves))
-        arrays = dict(flatten_dict(_orbax.tree_metadata(self.path))) if infos else {}
+        arrays = dict(flatten_dict(tree_metadata(self.path))) if infos else {}
         for info in infos:
-            struct, array = self._struct(info), arrays.pop(store_key(info.path), None)
+            struct, array = _struct(info), arrays.pop(store_key(info.path), None)
             if array is None or (tuple(array.shape), array.dtype) != (struct.shape, struct.dtype):
                 text = "nothing" if array is None else shown(array)
                 text = f"`{info.name}`: expected {shown(struct)}, found {text}"
-                raise _orbax.damaged(self.path, text)
+                raise damaged(self.path, text)
         if arrays:
-            raise _orbax.damaged(self.path, f"`{next(iter(arrays))}` is not in the manifest")
-
-    def _struct(self, info: LeafInfo) -> jax.ShapeDtypeStruct:
-        """What is stored of a leaf."""
-        if not info.is_key:
-            return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
-        data = jax.eval_shape(lambda: jax.random.key_data(self._any_key(info)))
-        return jax.ShapeDtypeStruct((*info.shape, *data.shape), data.dtype)
+            raise damaged(self.path, f"`{next(iter(arrays))}` is not in the manifest")
 
     def _leaf(self, info: LeafInfo, stored: Any, sharding: Sharding | None) -> Any:
         """The leaf of what is stored of it."""
         if info.dtype == PYTHON:
             return self.manifest.scalars[info.name]
-        if is_stored(info):
-            impl = self.manifest.impls.get(info.name)
-            return jax.random.wrap_key_data(stored, impl=impl) if info.is_key else stored
         if info.is_key:
-            return jax.random.split(self._any_key(info), info.shape)
-        return _orbax.placed(np.zeros(info.shape, jnp.dtype(info.dtype)), sharding)
-
-    def _any_key(self, info: LeafInfo) -> jax.Array:
-        impl = self.manifest.impls[info.name]
-        try:
-            return jax.random.key(0, impl=impl)
-        except ValueError as error:
-            raise LoadError(
-                f"`{info.name}`: this JAX has no PRNG keys of `{impl}`: {error}"
-            ) from None
+            struct = _struct(info)
+            data = stored if is_stored(info) else jnp.zeros(struct.shape, struct.dtype)
+            return jax.random.wrap_key_data(data, impl=key_impl(info.dtype))
+        if is_stored(info):
+            return stored
+        return placed(np.zeros(info.shape, jnp.dtype(info.dtype)), sharding)
 
     def _read_stored(self, places: Mapping[str, Sharding | None]) -> dict[str, Any]:
         """Reads the stored arrays of some leaves and compares the digests."""
@@ -237,28 +242,36 @@ class SavedStep:
             for name, sums in zip(stored, digests(list(stored.values())), strict=True):
                 if (digest := bound(name, sums)) != self.manifest.digests[name]:
                     text = f"expected the digest {self.manifest.digests[name]}, found {digest}"
-                    raise _orbax.damaged(self.path, f"`{name}`: {text}")
+                    raise damaged(self.path, f"`{name}`: {text}")
         return stored
 
     def _read_unchecked(self, places: Mapping[str, Sharding | None]) -> dict[str, Any]:
         if not places:
             return {}
-        how = {}
-        for name, sharding in places.items():
-            info = self.schema.by_name[name]
-            struct = self._struct(info)
-            if info.is_key:
-                sharding = _orbax.data_sharding(sharding, len(struct.shape))
-            args = _orbax.restore_args(struct.shape, struct.dtype, sharding)
-            how[store_key(info.path)] = args
-        tree = nest(how)
-        arrays = flatten_dict(
-            _orbax.tried(self.path, lambda: _orbax.restore_arrays(self.path, tree, tree))
-        )
-        for name, key in zip(places, how, strict=True):
-            if not isinstance(arrays.get(key), jax.Array | np.ndarray):
-                raise _orbax.damaged(self.path, f"`{name}` is missing")
-        return {name: arrays[key] for name, key in zip(places, how, strict=True)}
+        infos = [self.schema.by_name[name] for name in places]
+        args = [_restore_args(info, places[info.name]) for info in infos]
+        tree = nest({store_key(x.path): how for x, how in zip(infos, args, strict=True)})
+        arrays = flatten_dict(tried(self.path, lambda: restore_arrays(self.path, tree, tree)))
+        read = {info.name: arrays.get(store_key(info.path)) for info in infos}
+        for name, array in read.items():
+            if not isinstance(array, jax.Array | np.ndarray):
+                raise damaged(self.path, f"`{name}` is missing")
+        return read
+
+
+def _struct(info: LeafInfo) -> jax.ShapeDtypeStruct:
+    """What is stored of a leaf: of PRNG keys their data."""
+    if not info.is_key:
+        return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
+    data: Any = jax.eval_shape(jax.random.key_data, abstract(info))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype)
+
+
+def _restore_args(info: LeafInfo, sharding: Sharding | None) -> Any:
+    struct = _struct(info)
+    if info.is_key:
+        sharding = data_sharding(sharding, len(struct.shape))
+    return restore_args(struct.shape, struct.dtype, sharding)
 
 
 def known_leaves(source: Any, names: Iterable[str]) -> dict[str, LeafInfo]:
@@ -340,3 +353,95 @@ def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
         like = f"{dtype}{list(np.shape(leaf))}"
         raise LeafError(f"`{info.name}`: expected {like} as in `like`, found {shown(info)}")
     return abstract(info, getattr(leaf, "sharding", None))
+
+
+# Arrays as Orbax reads them: into which shardings, where they were, its errors.
+
+
+def restore_arrays(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = True) -> Any:
+    """Reads arrays as `restore_args` say; of a partial `item`, a nested dict, only those in it."""
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=is_partial)
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:  # after a failure it cannot be reused
+        return handler.restore(item_folder(folder), args=args)
+
+
+def tree_metadata(folder: Path) -> Any:
+    """Returns Orbax's metadata of every array of a step, in its tree; errors are typed."""
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
+        return tried(folder, lambda: handler.metadata(item_folder(folder)).tree)
+
+
+def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
+    """Returns how to read an array; a dtype of `None` is that of the store."""
+    if dtype is not None and is_wide(dtype):
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    place = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype)
+
+
+def data_sharding(sharding: Sharding | None, rank: int) -> Sharding | None:
+    """Returns the sharding of the data of PRNG keys: the words of a key are not split."""
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
+    """Returns it as a JAX array, if JAX can hold it."""
+    if is_wide(array.dtype):
+        return array
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+
+
+def saved_shardings(folder: Path, keys: Mapping[_Key, Names]) -> dict[_Key, Sharding]:
+    """Returns where arrays were on a mesh, by their keys in the store."""
+    # Orbax's own reader opens every array, and this file once for each (Orbax 0.12).
+    file = item_folder(folder) / "_sharding"
+
+    def read() -> dict[_Key, Sharding]:
+        texts: dict[str, str] = json.loads(file.read_bytes()) if file.is_file() else {}
+        saved = {text: json.loads(text) for text in set(texts.values()) if text}
+        places = {
+            text: _sharding(ocp.metadata.NamedShardingMetadata.from_deserialized_dict(data))
+            for text, data in saved.items()
+            if data["sharding_type"] == "NamedSharding"
+        }
+        by_name = {base64.urlsafe_b64decode(x).decode(): places.get(texts[x]) for x in texts}
+        shardings = {key: by_name.get(".".join(names)) for key, names in keys.items()}
+        return {key: place for key, place in shardings.items() if place is not None}
+
+    return tried(folder, read)
+
+
+def _sharding(saved: Any) -> NamedSharding:
+    """A sharding of Orbax's metadata; on devices that are not here, of an `AbstractMesh`."""
+    # of JSON, which has no tuples
+    entries = (x if x is None or isinstance(x, str) else tuple(x) for x in saved.partition_spec)
+    spec = PartitionSpec(*entries)
+    try:
+        return NamedSharding(saved.to_jax_sharding().mesh, spec)
+    except ValueError:  # Orbax: the available devices are different
+        sizes = tuple(int(size) for size in saved.shape)
+        types = {} if saved.axis_types is None else {"axis_types": tuple(saved.axis_types)}
+        return NamedSharding(AbstractMesh(sizes, tuple(saved.axis_names), **types), spec)
+
+
+def tried(folder: Path, read: Callable[[], _T]) -> _T:
+    """Makes errors of Orbax and TensorStore typed, unless they say nothing of the checkpoint."""
+    try:
+        return read()
+    except (MemoryError, OptimizerError):
+        raise
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        if "RESOURCE_EXHAUSTED" in text:
+            raise
+        raise damaged(folder, f"cannot be read: {text}") from error
+
+
+def damaged(folder: Path, what: str) -> OptimizerError:
+    """Returns the error of a checkpoint that is damaged, or was deleted meanwhile."""
+    if not folder.is_dir():
+        return MissingError(f"`{folder}` has been deleted while it was read")
+    return DamagedError(f"`{folder}`: {what}")

@@ -284,10 +284,7 @@ def _view_of_fields(target: Any) -> View:
 
 
 def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
-    """Returns the optimizer with the fields of a `TrainingState`; `tx` may be a definition.
-
-    Nothing is copied, and no value changes; Python numbers become arrays.
-    """
+    """Returns the optimizer with the fields of a `TrainingState`; `tx` may be a definition."""
     # e.g. `opt_nnx.Optimizer` has a definition in place of a transformation
     if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps | OptimizerDef):
         raise TypeError(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import errno
 import logging
 import operator
 import os
+import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,20 +20,22 @@ from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from opt_core.errors import OptimizerError
 from orbax.checkpoint.path import atomicity_types
 from orbax.checkpoint.path import step as step_lib
 
 from opt_checkpoint._folder import ITEM, list_checked, list_steps
-from opt_checkpoint._handler import OptimizerHandler, OptimizerSave
-from opt_checkpoint._lock import WriterLock
+from opt_checkpoint._handler import OptimizerHandler, OptimizerSave, Origin, Saving
 from opt_checkpoint._processes import is_first, sync_errors
-from opt_checkpoint._saving import Layout, Saving
 from opt_checkpoint.errors import LockError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TRASH = "trash"
+_LOCK = "writer.lock"
+# from file systems without `flock`, such as Lustre mounted without it
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class Writer:
@@ -56,7 +61,7 @@ class Writer:
         self._saving: int | None = None
         self._failed: set[int] = set()
         self._is_stale = False
-        self._layout: Layout | None = None
+        self._origin: Origin | None = None
         with sync_errors():
             if is_first():
                 self._take()
@@ -79,7 +84,7 @@ class Writer:
                 step = operator.index(step)
         with sync_errors():
             self._check(step)
-            saving = Saving.prepare(step, target, extras, metadata, self._layout)
+            saving = Saving.prepare(step, target, extras, metadata, self._origin)
         saving.check_equal(f"step {step} is not saved")
         if self._failed:
             self._clean()
@@ -96,7 +101,7 @@ class Writer:
             is_saved = self._call(save)
         if not is_saved:
             raise SaveError(f"{where}: not saved: Orbax left it out")
-        self._layout = saving.layout
+        self._origin = saving.origin
         self._pool.submit(self._clean)
         if not self._is_async:
             self.wait()
@@ -229,10 +234,8 @@ class Writer:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _sync_saving(self) -> None:
-        """Syncs the step that is being saved; Orbax calls it before the rename to its name.
-
-        Orbax and TensorStore sync the arrays, but neither the metadata files nor the directories.
-        """
+        """Syncs the step that is being saved; Orbax calls it before the rename to its name."""
+        # Orbax and TensorStore sync the arrays, but neither the metadata files nor the directories.
         if self._saving is not None:
             folder = _temporary(self._directory, self._saving)
             folder = folder if folder.is_dir() else self._directory / str(self._saving)
@@ -309,3 +312,78 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class WriterLock:
+    """The right to write below a folder, held until `release` or the end of the process.
+
+    The lock is the kernel's, so a killed holder never blocks the next one; the file says who it is.
+    On file systems without such locks, the existence of a second file is the lock. It is taken over
+    if its process ran on this machine and has ended, as its start time and the boot id tell.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._process = os.getpid()
+        path = folder / _LOCK
+        self._lock: BaseFileLock = FileLock(path, on_acquired=_sign, thread_local=False)
+        if not _acquire(self._lock):
+            path = path.with_name(f"{_LOCK}.exclusive")
+            self._lock = SoftFileLock(path, thread_local=False)
+            _acquire(self._lock)
+        self._path = path
+        self._file = path.lstat()
+
+    def check(self) -> None:
+        """Raises a `LockError` unless the lock is still held, on the file of its name."""
+        if os.getpid() != self._process:
+            raise LockError(
+                f"`{self._path.parent}`: the lock is that of the process that this one was forked "
+                "from: save there"
+            )
+        with suppress(OSError):
+            if os.path.samestat(self._path.lstat(), self._file):
+                return
+        raise LockError(
+            f"`{self._path}` was removed or replaced, so that another may write there now: open "
+            "the folder again"
+        )
+
+    def release(self) -> None:
+        """Releases the folder; may be repeated, and does nothing in a forked process."""
+        if self._lock.is_locked and isinstance(self._lock, FileLock):
+            with suppress(LockError):
+                self.check()
+                os.truncate(self._path, 0)  # the file stays, but has no holder
+        self._lock.release()
+
+
+def _acquire(lock: BaseFileLock) -> bool:
+    """Takes a lock, or raises a `LockError`; false if the file system has no such locks."""
+    path = Path(lock.lock_file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        hint = "Wait for it or end it, or open the folder with `read_only=True`"
+        if isinstance(lock, SoftFileLock):
+            hint = f"If it is gone: rm {shlex.quote(str(path))}"
+        raise LockError(f"`{path.parent}` has a writer already: {_holder(path)}. {hint}") from None
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise LockError(f"`{path}` cannot be opened for writing: {error.strerror}") from error
+    return True
+
+
+def _sign(handle: int) -> None:
+    """Writes who has the lock, as `SoftFileLock` does."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n{os.uname().nodename}\n".encode(), 0)
+
+
+def _holder(path: Path) -> str:
+    try:
+        process, host, *_ = path.read_text(errors="replace").splitlines()
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(path.stat().st_mtime))
+    except (OSError, ValueError):
+        return "an unknown process"
+    return f"process {process} on {host.partition('?')[0]}, since {since}"

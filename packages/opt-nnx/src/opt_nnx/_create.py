@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import all_leaves
-from opt_core import OptimizerDef
-from opt_core.extend import flatten_with_paths, unalias
+from opt_core import LeafDescription, OptimizerDef, OptimizerState, describe_state
+from opt_core.extend import Names, flatten_with_paths, path_str, unalias
 from opt_optax_bridge import OptaxWrapper
 from opt_partition import Layout, extend_over, init_sharded, logical_to_mesh
 from opt_partition.errors import AxesError
 
-from opt_nnx._axes import AnyMesh, Entry, Parameter, read_axes, state_axes
-from opt_nnx._placement import Placement, as_compiled, find_mesh, trimmed
+from opt_nnx._placement import (
+    AnyMesh,
+    Placement,
+    array_spec,
+    as_compiled,
+    find_mesh,
+    trimmed,
+)
 from opt_nnx._variables import (
     Rules,
     is_variable,
@@ -25,9 +32,29 @@ from opt_nnx._variables import (
     names_in,
     pure,
     resolved_names,
+    rules_in,
     state_variable,
     variables_of,
 )
+
+Entry = Any  # of a spec: a name, several, or `None`
+
+
+class Parameter(NamedTuple):
+    """A parameter and the variable that holds it."""
+
+    path: Names
+    value: Any
+    variable: Any
+    metadata: Mapping[str, Any]  # of the variable, if it holds nothing else
+
+
+class ParameterAxes(NamedTuple):
+    """The dimensions of a parameter."""
+
+    names: tuple[Entry, ...]  # for its state, as Flax has them
+    spec: tuple[Entry, ...]  # the mesh axes for its state
+    place: PartitionSpec | None  # where it lies itself, or is to lie, if that is known
 
 
 def make_state(
@@ -55,19 +82,20 @@ def make_state(
     axes = read_axes(parameters, rules, mesh)
     names: list[tuple[Entry, ...]] = [()] * len(jax.tree.leaves(like))
     layout = placement = None
-    if mesh is not None or any(any(param.names) for param in axes):
-        of_state = state_axes(definition, shapes, like, axes)
+    if mesh is not None or any(any(param.names) for param in axes.values()):
+        of_state = list(state_axes(_described(definition, shapes, like), axes))
         names = [names_of_leaf for names_of_leaf, _ in of_state]
         if mesh is not None:
             layout = _lay_out([spec for _, spec in of_state], like, mesh, zero)
-            places = tuple(None if x.place is None else as_compiled(x.place, mesh) for x in axes)
+            lie = (param.place for param in axes.values())
+            places = tuple(None if x is None else as_compiled(x, mesh) for x in lie)
             specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
             placement = Placement(mesh, places, specs)
     if state is None:
         state = _init(definition, values, like, layout)
     if placement is not None:
         state = placement.put_state(state)
-    slots = _slots(definition, params, parameters, like)
+    slots = _slots(definition, params, parameters, shapes, like)
     return _in_variables(state, slots, names, placement), placement
 
 
@@ -110,37 +138,28 @@ def _parameters(state: Any) -> Iterator[Parameter]:
 
 
 def _slots(
-    definition: OptimizerDef, params: Any, parameters: Sequence[Parameter], like: Any
+    definition: OptimizerDef, params: Any, parameters: Sequence[Parameter], shapes: Any, like: Any
 ) -> Any:
-    """The state with the variable of a parameter, or a leaf, where a variable is to be.
-
-    `nnx.Optimizer` has variables where `init` has those that it is given.
-    """
-    if isinstance(definition, OptaxWrapper):
+    """The state with the variable of a parameter, or a leaf, where a variable is to be."""
+    if isinstance(definition, OptaxWrapper):  # `nnx.Optimizer` has those that `init` is given
         with contextlib.suppress(Exception):  # where `init` needs arrays, or looks at paths
             slots = jax.eval_shape(definition.optax_optimizer.init, jax.tree.map(shape_of, params))
             structure: Any = jax.tree.structure(slots, is_leaf=is_variable)
             structure.flatten_up_to(like)
             return slots
-    # Of another definition every leaf is a variable, that of the parameter in whose place it is.
-    by_path: dict[Sequence[str], Parameter] = {param.path: param for param in parameters}
-    paths = [path for path, leaf in flatten_with_paths(like) if leaf is not None]
+    # Of another definition every leaf is a variable, that of the parameter that it follows.
+    variables = {param.path: param.variable for param in parameters}
+    described = _described(definition, shapes, like)
     leaves, structure = jax.tree.flatten(like)
-    followed = (_followed(path, by_path) for path in paths)
-    slots = [
-        leaf if param is None else param.variable
-        for param, leaf in zip(followed, leaves, strict=True)
-    ]
+    pairs = zip(described, leaves, strict=True)
+    slots = [variables.get(x.parameter or (), leaf) for x, leaf in pairs]
     return jax.tree.unflatten(structure, slots)
 
 
-def _followed(path: Sequence[str], params: Mapping[Sequence[str], Parameter]) -> Parameter | None:
-    """The parameter whose path is in that of a leaf; of several the longest."""
-    for length in range(len(path), 0, -1):
-        for start in range(len(path) - length, -1, -1):
-            if (param := params.get(tuple(path[start : start + length]))) is not None:
-                return param
-    return None
+def _described(definition: OptimizerDef, params: Any, state: Any) -> Sequence[LeafDescription]:
+    """What every leaf of a state follows; of shapes."""
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    return describe_state(definition, params, OptimizerState(step, state)).leaves
 
 
 def _in_variables(
@@ -168,3 +187,86 @@ def _variable(value: Any, slot: Any, row: Any) -> Any:
         kept = {k: v for k, v in (metadata or {}).items() if k != "sharding_rules"}
         variable = state_variable(value, None if metadata is None else kept, tuple(spec))
     return variable
+
+
+# From the names of the parameters' dimensions to those of the state, and to mesh axes.
+
+
+def read_axes(
+    params: Iterable[Parameter], rules: Rules, mesh: AnyMesh | None
+) -> dict[Names, ParameterAxes]:
+    """Returns the names and the mesh axes of all dimensions by path; without a mesh only names."""
+    unknown: dict[str, list[str]] = {}
+    axes = {}
+    for param in params:
+        rank = np.ndim(param.value)
+        names = names_in(param.metadata, of_optimizer=True)
+        place = spec = None
+        if mesh is not None:
+            missing: dict[str, None] = {}
+            place = array_spec(param.value, mesh)
+            if place is None:
+                place = _spec(param, names_in(param.metadata), rules, mesh, missing)
+            spec = _spec(param, names, rules, mesh, missing)
+            if missing:
+                unknown[path_str(param.path)] = list(missing)
+        axes[param.path] = ParameterAxes(_padded(names, rank), _padded(spec, rank), place)
+    if mesh is not None and unknown:
+        first = next(iter(unknown.values()))[0]
+        lines = [f"  {path}: {', '.join(map(repr, names))}" for path, names in unknown.items()]
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        raise AxesError(
+            "these names of dimensions have no rule, and `mesh` has no such axis: it has "
+            + "\n".join([sizes, *lines])
+            + f"\nGive `rules=[({first!r}, None), ...]`, or use `nnx.logical_axis_rules`."
+        )
+    return axes
+
+
+def _spec(
+    param: Parameter, names: Any, rules: Rules, mesh: AnyMesh, missing: dict[str, None]
+) -> PartitionSpec | None:
+    """The mesh axes that names mean; without names, those of the array."""
+    # Of each name the first source that has any rules counts.
+    lies = array_spec(param.value, mesh)
+    if names is None:
+        return lies
+    names = names.spec if isinstance(names, NamedSharding) else names
+    table: list[tuple[str, Any]] = []
+    left = {*_flat(names)}
+    for source in (rules, *rules_in(param.metadata), [(axis, axis) for axis in mesh.axis_names]):
+        table += [(name, axes) for name, axes in source if name in left]
+        left -= {name for name, _ in source}
+    if left:
+        if lies is None:
+            missing |= dict.fromkeys(name for name in _flat(names) if name in left)
+        return lies  # names of another program, whose arrays are placed
+    shape = jax.ShapeDtypeStruct(np.shape(param.value), jnp.float32)
+    return logical_to_mesh([names], table, mesh, [shape]).rows[0].spec
+
+
+def state_axes(
+    described: Sequence[LeafDescription], axes: Mapping[Names, ParameterAxes]
+) -> Iterator[tuple[tuple[Entry, ...], PartitionSpec]]:
+    """Yields the names and the mesh axes of every leaf: those of the dimensions that it follows."""
+    for leaf in described:
+        dims = leaf.dimensions or ()
+        if leaf.parameter is None:
+            yield (None,) * len(dims), PartitionSpec()
+            continue
+        param = axes[leaf.parameter]
+        names = tuple(None if dim is None else param.names[dim] for dim in dims)
+        spec = (None if dim is None else param.spec[dim] for dim in dims)
+        yield names, PartitionSpec(*spec)
+
+
+def _padded(spec: Any, rank: int) -> tuple[Entry, ...]:
+    """Returns the entries of a spec, one for each dimension."""
+    entries = tuple(spec.spec if isinstance(spec, NamedSharding) else spec or ())
+    return (*entries, *[None] * (rank - len(entries)))
+
+
+def _flat(spec: Any) -> Iterator[str]:
+    """The names in a spec, of which a dimension may have several."""
+    for entry in spec:
+        yield from (entry,) if isinstance(entry, str) else entry or ()

@@ -318,13 +318,4 @@ def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
         ) from cause
 
 
-def _wrapped(tx: Any) -> OptaxWrapper:
-    try:
-        return _cached_wrapper(tx)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        return OptaxWrapper(tx)
-
-
-_cached_wrapper = functools.lru_cache(maxsize=64)(OptaxWrapper)  # its fingerprint takes time
+_wrapped = functools.lru_cache(maxsize=64)(OptaxWrapper)  # its fingerprint takes time

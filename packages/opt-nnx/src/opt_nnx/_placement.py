@@ -14,11 +14,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from opt_core import Optimizer
 from opt_core.extend import flatten_with_paths, path_str
 
-from opt_nnx._axes import AnyMesh, array_spec, sharding_of
 from opt_nnx._variables import metadata_of, names_in, pure, variables_of
 
+AnyMesh = Mesh | AbstractMesh
 
-@dataclasses.dataclass(frozen=True, eq=False)
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """Where parameters and state lie, in JAX's order; static in the graph of an optimizer.
 
@@ -49,17 +50,11 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec() if is_alone else spec)
 
     @functools.cached_property
-    def _identity(self) -> tuple[Any, int]:
-        value = (self.mesh, self.param_specs, self.state_specs)
-        return value, hash(value)  # compiled functions ask for it on every call
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Placement):
-            return self is other
-        return self._identity == other._identity
+    def _hash(self) -> int:
+        return hash((self.mesh, self.param_specs, self.state_specs))
 
     def __hash__(self) -> int:
-        return self._identity[1]
+        return self._hash  # compiled functions ask for it on every call
 
     def keep(self, params: Any, state: Any) -> tuple[Any, Any]:
         """Returns both where they lie; XLA would decide by what they are computed from."""
@@ -68,11 +63,8 @@ class Placement:
         return self.put_params(params), self.put_state(state)
 
     def with_params(self, params: Any) -> Placement:
-        """Returns the placement with a spec for each parameter that has devices.
-
-        Where it is not known yet, it is that of the array; of an array that is on no mesh,
-        replicated. One that lies on another mesh is left alone.
-        """
+        """Returns the placement with a spec for each parameter that has devices."""
+        # That of the array; one on no mesh is replicated, one on another mesh left alone.
         leaves = jax.tree.leaves(params)
         meshes = [x.sharding.mesh for x in leaves if isinstance(sharding_of(x), NamedSharding)]
         mesh = self.mesh
@@ -100,10 +92,7 @@ class Placement:
         return put(scalar, NamedSharding(self.mesh, PartitionSpec()))
 
     def warn_if_whole(self, params: Any, state: Any) -> None:
-        """Warns where every device of `jax.set_mesh` holds all parameters and all of their state.
-
-        XLA would move them after the first step, as what it computes with; here they stay.
-        """
+        """Warns where every device of `jax.set_mesh` holds all parameters and their state."""
         context = jax.sharding.get_abstract_mesh()
         names = (names_in(metadata_of(variable)) for variable in variables_of(params))
         leaves = [*flatten_with_paths(pure(params))]
@@ -176,6 +165,23 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     if AxisType.Explicit in sharding.mesh.axis_types:
         return jax.sharding.reshard(leaf, sharding)
     return jax.lax.with_sharding_constraint(leaf, sharding)
+
+
+def array_spec(value: Any, mesh: AnyMesh) -> PartitionSpec | None:
+    """Returns where an array lies on a mesh, if its sharding, or its type if traced, says it."""
+    sharding = sharding_of(value)
+    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
+        return None
+    if isinstance(value, jax.core.Tracer) and not sharding.mesh.are_all_axes_explicit:
+        return None
+    return sharding.spec
+
+
+def sharding_of(value: Any) -> Any:
+    """Returns the sharding of an array; of one that is traced, what its type says."""
+    if isinstance(value, jax.core.Tracer):
+        return jax.typeof(value).sharding
+    return getattr(value, "sharding", None)
 
 
 def find_mesh(values: Sequence[Any], metadata: Sequence[Mapping[str, Any]]) -> AnyMesh | None:

@@ -81,11 +81,7 @@ def _names_key() -> str:
 def state_variable(
     value: Any, parameter: Mapping[str, Any] | None, names: Sequence[Any] | None
 ) -> Any:
-    """Returns a variable of an optimizer's state.
-
-    `parameter` are the metadata of the parameter that it follows, `names` those of its dimensions;
-    `None` if there are none.
-    """
+    """Returns a variable of an optimizer's state, with the metadata of the parameter it follows."""
     dropped = {*_NAMES, _OF_OPTIMIZER, *_HOOKS}
     kept = {key: item for key, item in (parameter or {}).items() if key not in dropped}
     kind: Callable[..., Any] = nnx.OptArray if parameter is None else nnx.OptVariable
@@ -106,12 +102,9 @@ def as_rules(rules: Any) -> Rules:
 
 
 def rules_in(metadata: Mapping[str, Any]) -> list[Rules]:
-    """Returns the rules that Flax applies to a variable, those of the context first.
-
-    Of two for one name the later counts, as in Flax.
-    """
+    """Returns the rules that Flax applies to a variable, those of the context first."""
     sources = (get_logical_axis_rules(), metadata.get("sharding_rules"))
-    return [as_rules(dict(rules)) if rules else () for rules in sources]
+    return [as_rules(dict(rules)) if rules else () for rules in sources]  # the later counts
 
 
 def resolved_names(variable: Any) -> tuple[Any, ...]:

@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import shutil
+import os
+import pkgutil
+import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import jax
 from opt_core.errors import OptimizerError
-from opt_core.extend import KINDS, LeafInfo, abstract, aligned, leaf_bytes, record_data
-
-from opt_checkpoint._cli.inputs import (
-    ACTIONS,
-    InputError,
-    find_checkpoints,
-    find_steps,
-    make_optimizer,
-    parse_rule,
+from opt_core.extend import (
+    KINDS,
+    LeafInfo,
+    Pad,
+    Rename,
+    Rule,
+    Stack,
+    Unstack,
+    abstract,
+    aligned,
+    leaf_bytes,
+    record_data,
 )
-from opt_checkpoint._foreign import ForeignStep
-from opt_checkpoint._step import SavedStep
+
+from opt_checkpoint._folder import foreign_steps, is_orbax, item_with_manifest, list_steps
+from opt_checkpoint._foreign import ForeignStep, open_foreign, open_tree
+from opt_checkpoint._step import SavedStep, open_step
 from opt_checkpoint._targets import plan_restore
-from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
+from opt_checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    ForeignError,
+    LoadError,
+    MissingError,
+)
 
 _OK, _REFUSED, _WRONG = 0, 1, 2
 _LONG = 600  # of an error that lists every leaf
+_ACTIONS = (
+    "initialise, keep, drop, cast, reshape, rename:SOURCE, stack:SOURCE[:AXIS], "
+    "unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE"
+)
+_INTEGER = "-?[0-9]{1,18}"  # as one may type it
+
+
+class InputError(Exception):
+    """What is wrong with the input, in one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         code: int = options.run(options)
-    except (InputError, MissingError) as error:
+    except (ForeignError, InputError, LoadError, MissingError, TypeError) as error:
         return _failed(error, _WRONG)
     except (OptimizerError, ValueError) as error:
         return _failed(error, _REFUSED if isinstance(error, OptimizerError) else _WRONG)
@@ -67,13 +90,13 @@ def _failed(error: object, code: int) -> int:
 
 def _ls(options: argparse.Namespace) -> int:
     rows, code = [("step", "leaves", "size", "optimizer")], _OK
-    for number, place in find_steps(options.root).items():
+    for number, place in _steps(options.root).items():
         try:
             source = place.open()
             count, size = str(len(source.schema.leaves)), _size(source.schema.leaves)
-            rows.append((number, count, size, _optimizer(source)))
+            rows.append((str(number), count, size, _optimizer(source)))
         except CheckpointError as error:
-            rows.append((number, "", "", f"{type(error).__name__}: {_one_line(error)}"))
+            rows.append((str(number), "", "", f"{type(error).__name__}: {_one_line(error)}"))
             code = _REFUSED
     if len(rows) == 1:
         raise InputError(f"`{Path(options.root)}` holds no checkpoints")
@@ -93,7 +116,7 @@ def _show(options: argparse.Namespace) -> int:
         print(json.dumps(record_data(schema) | {"metadata": metadata, "scalars": scalars}))
         return _OK
     versions = ", ".join(f"{name} {version}" for name, version in schema.versions.items())
-    _say(f"{source.path}:", fold=False)
+    _say(f"{source.path}:")
     _say(f"{step}{len(schema.leaves)} leaves, {_size(schema.leaves)}")
     _say(f"written by {versions or 'another program'}")
     _say(f"optimizer: {_optimizer(source)}")
@@ -111,7 +134,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    target = make_optimizer(options.function, allocate=options.allocate)
+    target = _optimizer_of(options.function, allocate=options.allocate)
     source = _latest(options)
     if isinstance(source, ForeignStep) and options.written_by is None:
         raise InputError(
@@ -134,7 +157,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     code = _OK
-    for place in (place for text in options.checkpoint for place in find_checkpoints(text)):
+    for place in (place for text in options.checkpoint for place in _places(text)):
         try:
             source = place.open()
             if isinstance(source, ForeignStep):
@@ -145,11 +168,11 @@ def _verify(options: argparse.Namespace) -> int:
         except MissingError:
             raise
         except CheckpointError as error:
-            _say(f"{place.name}: {type(error).__name__}: {_one_line(error)}", fold=False)
+            _say(f"{place.name}: {type(error).__name__}: {_one_line(error)}")
             code = _REFUSED
             continue
         unchecked = "" if isinstance(source, SavedStep) else ", no digests to compare"
-        _say(f"{place.name}: ok, {len(source.schema.leaves)} leaves{unchecked}", fold=False)
+        _say(f"{place.name}: ok, {len(source.schema.leaves)} leaves{unchecked}")
     return code
 
 
@@ -194,15 +217,122 @@ def _parser() -> argparse.ArgumentParser:
     text = f"changes that are admitted: {', '.join(sorted(KINDS))}"
     plan("--allow", metavar="KIND", help=text, **kinds)
     rules: Any = {"type": parse_rule, "action": "append", "default": []}
-    plan("--rule", metavar="PATTERN=ACTION", help=f"what to do with leaves: {ACTIONS}", **rules)
+    plan("--rule", metavar="PATTERN=ACTION", help=f"what to do with leaves: {_ACTIONS}", **rules)
     plan("--all", action="store_true", help="a line for every leaf")
     text = "run the function instead of tracing it for its shapes"
     plan("--allocate", action="store_true", help=text)
     return parser
 
 
+# What is typed: checkpoints, functions, rules
+
+
+class _Place(NamedTuple):
+    """A checkpoint: what to call it, its folder, and the step that it must have been saved as."""
+
+    name: str
+    path: Path
+    step: int | None = None
+
+    def open(self, written_by: str | None = None) -> SavedStep | ForeignStep:
+        """Opens it; without a manifest and `written_by` it is leaves by path."""
+        path = self.path.absolute()  # as Orbax wants it
+        if item_with_manifest(path) is not None:
+            return open_step(path, step=self.step)
+        if written_by is None:
+            return open_tree(path)
+        return open_foreign(path, written_by=_optimizer_of(written_by))
+
+
 def _latest(options: argparse.Namespace) -> SavedStep | ForeignStep:
-    return find_checkpoints(options.checkpoint)[-1].open(options.written_by)
+    return _places(options.checkpoint)[-1].open(options.written_by)
+
+
+def _places(text: str) -> list[_Place]:
+    """All steps of the folder of a run, `RUN@STEP`, or the one whose folder it is."""
+    root, at, number = text.rpartition("@")
+    if at and number.isdecimal() and not os.path.exists(text):
+        steps = _steps(root)
+        if int(number) in steps:
+            return [steps[int(number)]]
+        raise InputError(f"`{root}` has no step {number}; it has {[*steps]}")
+    steps = _steps(text)
+    if is_orbax(Path(text)) or not steps:
+        return [_Place(text, Path(text))]
+    return list(steps.values())
+
+
+def _steps(text: str) -> dict[int, _Place]:
+    """The steps of a run, whoever wrote them, by their numbers, the oldest first."""
+    if not os.path.isdir(text or "."):
+        raise InputError(f"`{text:.200}` is not a folder")
+    root = Path(text)
+    places = {n: _Place(f"{text}@{n}", root / str(n), n) for n in list_steps(root)}
+    for name in foreign_steps(root):
+        if (root / name).is_dir() and (digits := re.search("[0-9]+$", name)):
+            number = int(digits[0])
+            places.setdefault(number, _Place(f"{text}@{number}", root / name))
+    return dict(sorted(places.items()))
+
+
+def _optimizer_of(target: str, *, allocate: bool = False) -> Any:
+    """Calls `MODULE:FUNCTION`, or traces it for the shapes of the optimizer that it returns."""
+    if not re.fullmatch("[^:]+:[^:]+", target):
+        raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
+    # as with `python -m`; an installed script would not find modules of the current folder
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    with _users_code(f"`{target}` cannot be imported"):
+        function = pkgutil.resolve_name(target)
+    with _users_code(f"`{target}` failed"):
+        return function() if allocate else _abstract(function)
+
+
+def _abstract(function: Any) -> Any:
+    """What a function returns, traced; it may return leaves that are abstract already."""
+    results: list[Any] = []
+
+    def run() -> Any:
+        results.append(function())
+        return [x for x in jax.tree.leaves(results[0]) if not isinstance(x, jax.ShapeDtypeStruct)]
+
+    traced = iter(jax.eval_shape(run))
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else next(traced), results[0]
+    )
+
+
+@contextlib.contextmanager
+def _users_code(what: str) -> Iterator[None]:
+    """Runs code that is not ours: any exception is an `InputError` that begins with `what`."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def parse_rule(text: str) -> Rule:
+    """Reads `PATTERN=ACTION`. A `Map` needs Python."""
+    pattern, equals, action = text.rpartition("=")
+    word, *texts = action.split(":")
+    if not (equals and pattern and word):
+        raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
+    values: list[Any] = [int(x) if re.fullmatch(_INTEGER, x) else x for x in texts]
+    match word, values:
+        case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
+            return pattern, plain
+        case "rename", [_]:
+            return pattern, Rename(texts[0])
+        case "stack", [_] | [_, int()]:
+            return pattern, Stack(texts[0], *values[1:])
+        case "unstack", [_, int()] | [_, int(), int()]:
+            return pattern, Unstack(texts[0], texts[1], *values[2:])
+        case "unstack", [_, str(index)] | [_, str(index), int()] if not index.isdecimal():
+            return pattern, Unstack(texts[0], index, *values[2:])
+        case "pad", [int(), int(size)] if size >= 0:
+            return pattern, Pad(*values)
+    raise InputError(f"`--rule`: expected {_ACTIONS}, found `{action:.200}`")
 
 
 # What is printed: names in a checkpoint may hold anything, and are escaped
@@ -217,15 +347,9 @@ def _one_line(error: object) -> str:
     return _printable(" ".join(str(error).split()))
 
 
-def _say(line: str, *, fold: bool = True) -> None:
-    """Prints a line, wrapped to the terminal; names are not split."""
-    columns = shutil.get_terminal_size().columns
-    style: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    text = _printable(line)
-    folded = textwrap.wrap(text, columns, subsequent_indent="    ", **style) if fold else [text]
+def _say(line: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    for part in folded or [""]:
-        print(part.encode(encoding, "backslashreplace").decode(encoding))
+    print(_printable(line).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _say_table(rows: Iterable[Sequence[str]], sides: str) -> None:
