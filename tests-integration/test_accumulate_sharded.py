@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import accumulate_gradients
 from opt_accumulate.errors import BatchError, OptionError
-from opt_partition._verify.collectives import Collective, collectives
+from opt_partition import Collective, read_collectives
 from opt_partition._verify.hlo import flat_types, parse
 
 P = PartitionSpec
@@ -94,8 +94,7 @@ def compiled(f: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
 
 def moved(program: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collective]:
     """The collectives that run over `data`, how often in `count`."""
-    module = parse(program.as_text() or "")
-    found = collectives(module, dict(mesh.shape))
+    found = read_collectives(program, mesh)
     return [c for c in found if c.axes is None or set(c.axes) & {"data", "replica"}]
 
 
@@ -227,10 +226,7 @@ def test_tensor_parallel_layers_with_their_reductions_inside() -> None:
     )
     program = compiled(vg, *args)
     assert {c.count for c in moved(program, mesh)} == {1}
-    over_model = [
-        c for c in collectives(parse(program.as_text() or ""), dict(mesh.shape))
-        if c.axes == ("model",)
-    ]  # fmt: skip
+    over_model = [c for c in read_collectives(program, mesh) if c.axes == ("model",)]
     assert [(c.shape, c.count) for c in over_model] == [((4, 20), NUM)]  # activations alone
     weight = batch["mask"].sum().astype(jnp.float32)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

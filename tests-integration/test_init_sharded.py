@@ -14,7 +14,7 @@ import optax.contrib
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_partition import Layout, extend_over
-from opt_partition._init_sharded import init_sharded, jit_init
+from opt_partition._init import init_sharded, jit_init
 from opt_partition.errors import AxesError
 
 P = PartitionSpec

@@ -86,9 +86,9 @@ class TestRightSteps:
         assert correct.bytes_per_device("params") == BYTES
         assert correct.bytes_per_device("state") == state
         assert correct.bytes_per_device("state", "output") == state
-        assert correct.memory is not None
-        assert correct.memory.arguments == BYTES + state + 4 * BATCH.size // 8
-        assert correct.memory.aliased == BYTES + state
+        memory = ZERO1(MESHES).lower().compile().memory_analysis()
+        assert memory.argument_size_in_bytes == BYTES + state + 4 * BATCH.size // 8
+        assert memory.alias_size_in_bytes == BYTES + state
         assert all(leaf.aliased for leaf in correct.leaves if leaf.donated)
 
     def test_cpus_leave_gradients_all_reduced(self, correct: Report) -> None:
@@ -212,8 +212,7 @@ class TestPlantedFaults:
         step = Recipe("grid", FSDP_TP, tx=tx, place_state=specs)(MESHES)
         lowered = step.lower()
         [error, *_] = verify(lowered, step.expected, raises=False).errors
-        line = "write `opt_matrix.muon(learning_rate, plan=...)` with a plan of"
-        assert (line in error.message) == (optimizer == "muon")
+        assert "write `opt_matrix.muon(learning_rate, plan=...)` with a plan of" in error.message
         assert "pass `state_gathers='any'`" in error.message
         assert verify(lowered, step.expected, state_gathers="any").ok
 
@@ -248,7 +247,6 @@ class TestExpected:
     def test_the_report_can_be_kept(self, correct: Report) -> None:
         data = json.loads(correct.to_json())
         assert data["ok"] is True
-        assert data["memory"]["temporaries"] == correct.memory.temporaries  # type: ignore[union-attr]
         assert len(data["leaves"]) == len(correct.leaves) == 15
         assert {row["kind"] for row in data["collectives"]} == {"all-gather", "all-reduce"}
         error = pickle.loads(pickle.dumps(ShardingMismatchError(correct)))
@@ -321,14 +319,10 @@ class TestReductions:
         def products(part: jax.Array) -> Any:
             return jax.lax.psum(part @ (part.T @ part), "data")
 
-        for function, what in (
-            (sums, "reduction over devices of sums"),
-            (products, "sum over devices of products"),
-        ):
+        reason = "a reduction over devices of sums or products of state, which ends in the state"
+        for function in (sums, products):
             report = checked(Recipe(after=moving("w", on_shards(function, "data"))))
-            assert unjudged(report) == [
-                (f"a {what} of state, which ends in the state", "[32, 512]")
-            ]
+            assert unjudged(report) == [(reason, "[32, 512]")]
 
     @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
     def test_norms_of_the_state_are_silent(self, when: str) -> None:

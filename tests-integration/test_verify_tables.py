@@ -17,9 +17,9 @@ import pytest
 from jax.sharding import AxisType
 from opt_partition import Report, Unjudged, verify
 from opt_partition._verify.hlo import parse_program
-from opt_partition._verify.judge import Judged, judge_collectives
-from opt_partition._verify.report import Finding
-from opt_partition._verify.verify import donation_findings, leaf_reports, undonated_findings
+from opt_partition._verify.judge import Finding, Judged, judge_collectives
+from opt_partition._verify.leaves import aliased_leaves
+from opt_partition._verify.verify import donation_findings
 from verify_faulty import FAULTY, FAULTY_ON_CPUS, WASTEFUL, is_undone
 from verify_healthy import HEALTHY, is_summed
 from verify_recipes import Meshes, Program
@@ -123,11 +123,7 @@ def judged(path: Path, name: str) -> tuple[Judged, list[Finding]]:
     inputs, outputs = (list(map(unpacked_leaf, side)) for side in sides)
     platform, options = stored(path)["platform"], PROGRAMS[name].options
     found = judge_collectives(module, inputs, outputs, platform, **options)
-    donations = [
-        *donation_findings(leaf_reports(inputs, module)),
-        *undonated_findings(inputs, module.aliased_parameters),
-    ]
-    return found, donations
+    return found, list(donation_findings(inputs, aliased_leaves(inputs, module)))
 
 
 STORED = [

@@ -45,7 +45,6 @@ def packed_leaf(leaf: Any) -> list[Any]:
 
 def unpacked_leaf(packed: list[Any]) -> Any:
     """The `Leaf` that JSON holds; its mesh is abstract, and nothing was asked of it."""
-    from opt_partition._verify.expected import Asked
     from opt_partition._verify.leaves import Leaf
 
     side, path, role, name, shape, dtype, mesh, spec, donated = packed
@@ -54,9 +53,7 @@ def unpacked_leaf(packed: list[Any]) -> Any:
         names, sizes = zip(*mesh, strict=True)
         entries = [tuple(axis) if isinstance(axis, list) else axis for axis in spec]
         found = NamedSharding(AbstractMesh(tuple(map(int, sizes)), names), PartitionSpec(*entries))
-    return Leaf(
-        side, path, role, tuple(name), tuple(shape), jax.numpy.dtype(dtype), Asked(), found, donated
-    )
+    return Leaf(side, path, role, tuple(name), tuple(shape), jax.numpy.dtype(dtype), found, donated)
 
 
 def stripped(text: str) -> str:

@@ -201,11 +201,11 @@ ENTRY %main (a: s32[], b: f32[64], c: f32[8]) -> f32[64] {
 def test_an_asynchronous_kernel_does_what_it_does_inside() -> None:
     """So GPUs write pieces of state that lies on the host: a loop over them is not one of steps."""
     module, inputs = parse(ASYNCHRONOUS), [Deps.of(n) for n in range(3)]
-    found = trace(module, inputs, {}, (0b010, 0b100))
+    found = trace(module, inputs, stepped=(0b010, 0b100))
     [out] = found.outputs
     assert (out.any, out.direct, out.placed) == (0b111, 0b110, 0b100)
     assert not found.step_loops
     whole = ASYNCHRONOUS.replace("tuple(%i, %done, %x)", "tuple(%i, %y, %z)").replace(
         "  ROOT %t", "  %y = f32[64] negate(%done)\n  %z = f32[8] negate(%x)\n  ROOT %t"
     )
-    assert trace(parse(whole), inputs, {}, (0b010, 0b100)).step_loops == {"w"}
+    assert trace(parse(whole), inputs, stepped=(0b010, 0b100)).step_loops == {"w"}

@@ -129,7 +129,7 @@ def test_all_that_does_not_fit_is_listed() -> None:
         "  d: axes must be a PartitionSpec or a tuple of names, found 'embed'",
         "  e: the name of a dimension must be a string or None, found 3",
         (
-            "  g: `params` must contain arrays or jax.ShapeDtypeStructs, found str (for an Equinox "
+            "  g: `params`: expected an array or a jax.ShapeDtypeStruct, found str (for an Equinox "
             "module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
         ),
     ]

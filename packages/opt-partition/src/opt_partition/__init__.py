@@ -9,7 +9,7 @@ from importlib.metadata import version as _version
 
 from opt_partition import errors
 from opt_partition._explain import Explanation, Row, derive_logical_axes, explain
-from opt_partition._init_sharded import init_sharded
+from opt_partition._init import init_sharded
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._logical_to_mesh import logical_to_mesh
 from opt_partition._memory_plan import memory_plan
@@ -19,9 +19,9 @@ from opt_partition._rules import ASK, DEFAULT_RULES, Rules, StateLeaf
 from opt_partition._shard_optimizer_state import ZeroLayouts, shard_optimizer_state
 from opt_partition._t5x import OptaxStatePartitionRules
 from opt_partition._verify.collectives import Collective
-from opt_partition._verify.expected import Expected
-from opt_partition._verify.report import Finding, LeafReport, Report, Unjudged
-from opt_partition._verify.verify import read_collectives, verify
+from opt_partition._verify.judge import Finding, Unjudged
+from opt_partition._verify.leaves import Expected, LeafReport
+from opt_partition._verify.verify import Report, read_collectives, verify
 from opt_partition._zero import extend_over
 
 __version__ = _version("opt-partition")

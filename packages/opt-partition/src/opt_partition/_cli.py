@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from opt_partition._explain import explain, explanation_text
 from opt_partition._memory_plan import memory_plan
 from opt_partition._plan import MemoryPlan
-from opt_partition._plan_text import plan_text
+from opt_partition._plan_views import plan_text
 from opt_partition.errors import PartitionError
 
 _EXAMPLES = """\
@@ -35,8 +35,6 @@ examples:
 rules.toml, in order of precedence, with "" for no mesh axis:
   rules = [["mlp", "model"], ["embed", ["data", "fsdp"]], ["layers", ""]]
 """
-
-Rule = tuple[str, str | tuple[str, ...] | None]
 
 
 class InputError(Exception):
@@ -152,17 +150,14 @@ def _draw(plan: MemoryPlan, path: Path) -> str:
 
 
 def _load_job(target: str) -> tuple[Any, Any, Any]:
-    """Calls `MODULE:FUNCTION` and returns its transformation, parameters and logical axes.
-
-    Output of the module is redirected to standard error, as standard output is for results.
-    """
+    """Calls `MODULE:FUNCTION` and returns its transformation, parameters and logical axes."""
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
     # As for `python -m`: an installed script would not find modules in the current directory.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
         try:
             function = pkgutil.resolve_name(target)
         except ModuleNotFoundError as error:
@@ -194,13 +189,8 @@ def parse_mesh(text: str) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def read_rules(path: str) -> list[Rule]:
-    """Reads an ordered list of pairs from a JSON or TOML file.
-
-    The list is the value of `rules` in TOML, and the value of `rules` or the whole document in
-    JSON. The second item of a pair is a mesh axis, a list of mesh axes, or `""`, `[]` or `null` for
-    none.
-    """
+def read_rules(path: str) -> list[Any]:
+    """Reads pairs from the value of `rules` in a TOML or JSON file, or from a whole JSON file."""
     read = {".json": json.loads, ".toml": tomllib.loads}.get(Path(path).suffix)
     if read is None:
         raise InputError(f"`--rules` must be a .json or .toml file; found `{path}`")
@@ -216,18 +206,9 @@ def read_rules(path: str) -> list[Rule]:
             f'`--rules`: `{path}` must contain a list of pairs, e.g. [["mlp", "model"], '
             '["embed", "fsdp"]], in TOML as `rules = [...]`'
         )
-    return [_rule(pair, path) for pair in pairs]
+    return [_rule(pair) for pair in pairs]
 
 
-def _rule(pair: Any, path: str) -> Rule:
-    match pair:
-        case [str(name), None | "" | []]:
-            return name, None
-        case [str(name), str(axis)]:
-            return name, axis
-        case [str(name), [*axes]] if all(isinstance(axis, str) and axis for axis in axes):
-            return name, tuple(axes)
-    raise InputError(
-        f"`--rules`: in `{path}`, expected a pair of a logical name and a mesh axis, a list of "
-        f"mesh axes or null; found {json.dumps(pair, default=str)}"
-    )
+def _rule(pair: Any) -> Any:
+    """Returns a pair with `None` for no mesh axis; `logical_to_mesh` checks it."""
+    return (pair[0], pair[1] or None) if isinstance(pair, list) and len(pair) == 2 else pair

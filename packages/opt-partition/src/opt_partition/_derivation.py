@@ -1,4 +1,10 @@
-"""What every dimension of a state is computed from, and which parameter a leaf belongs to."""
+"""What every dimension of a state is computed from, and which parameter a leaf belongs to.
+
+Symbols tell what a dimension is; where `init` cannot be evaluated on them, as with `int(n)`, the
+provenance of its values does, by JAX's sharding-in-types: every named dimension of the parameters
+is tagged with a mesh axis of size 1, and a state dimension carries the tags of the dimensions whose
+values it was computed from. No device is needed, as the mesh is abstract.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from opt_partition._matching import match_leaves
 from opt_partition._param_axes import Parameter
-from opt_partition._provenance import provenance
+from opt_partition._specs import mesh_axes_of, padded
 from opt_partition._symbols import (
     SMALL,
     Evaluate,
@@ -74,17 +81,10 @@ def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) 
     return Derivation(state, leaves, evaluations, notes)
 
 
-@functools.cache
-def _key(axis: Any, size: int) -> Key:
-    return axis, size
-
-
 def _keys(parameter: Parameter) -> tuple[Key | None, ...]:
     """Returns name and size of each dimension that has a name."""
-    return tuple(
-        None if axis is None else _key(axis, size)
-        for axis, size in zip(parameter.axes, parameter.shape, strict=True)
-    )
+    pairs = zip(parameter.axes, parameter.shape, strict=True)
+    return tuple(None if axis is None else (axis, size) for axis, size in pairs)
 
 
 def _true_state(evaluate: Evaluate, table: Sequence[Parameter]) -> Any:
@@ -114,7 +114,7 @@ def _origins(
             why += ": make arrays by `jax.numpy`, from sizes that are not turned into numbers"
         notes = (f"no symbols: {why}",)
     try:
-        tagged = provenance(evaluate, table, keys, why)
+        tagged = _provenance(evaluate, table, keys, why)
     except Exception as error:  # it is a user's function: anything can happen
         says = f"`init` does not work on an Explicit mesh ({first_line(error)})"
         notes = (*notes, f"no provenance: {says}")
@@ -125,6 +125,52 @@ def _origins(
         ]
     origins = [b if a is None else a for a, b in zip(symbolic, tagged, strict=True)]
     return origins, sources, notes
+
+
+def _provenance(
+    evaluate: Evaluate, table: Sequence[Parameter], keys: Keys, note: str
+) -> list[Origins]:
+    """Returns the origin of every dimension of each leaf; `note` is for those without tags."""
+    # A dimension of the same key within a parameter needs a mesh axis of its own.
+    tags: dict[tuple[Key, int], str] = {}
+    specs = []
+    for row in keys:
+        spec: list[str | None] = []
+        for dim, key in enumerate(row):
+            repeat = [*row[:dim]].count(key)
+            spec.append(None if key is None else tags.setdefault((key, repeat), f"t{len(tags)}"))
+        specs.append(PartitionSpec(*spec))
+    by_tag = {tag: key for (key, _), tag in tags.items()}
+    names = tuple(by_tag) or ("unused",)  # a mesh has at least one axis
+    mesh = AbstractMesh((1,) * len(names), names, (AxisType.Explicit,) * len(names))
+
+    @functools.cache
+    def tagged(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    shapes = [tagged(p.shape, p.dtype, spec) for p, spec in zip(table, specs, strict=True)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = evaluate(shapes)
+
+    def origin(size: int, entry: Any) -> Origin:
+        found = tuple(by_tag[tag] for tag in mesh_axes_of(entry))
+        match found:
+            case ():
+                return SMALL if size < 2 else Origin(note=note, is_known=False)
+            case (key,) if key[1] == size:
+                return Origin(key, found)
+            case (_,):
+                return Origin(None, found, "a part of parameter dimension {}")
+        return Origin(None, found, "computed from the parameter dimensions {}")
+
+    def entries(leaf: Any) -> list[Any]:
+        has_spec = isinstance(leaf.sharding, NamedSharding)
+        return padded(leaf.sharding.spec if has_spec else PartitionSpec(), len(leaf.shape))
+
+    return [
+        tuple(origin(*at) for at in zip(leaf.shape, entries(leaf), strict=True))
+        for leaf in jax.tree.leaves(state)
+    ]
 
 
 def _owners(

@@ -1,35 +1,33 @@
-"""Formatting for people: tables, bytes and shapes as text, repeated leaves in one row."""
+"""Formatting for people: tables, bytes as text, repeated leaves in one row."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 _T = TypeVar("_T")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NUMBER = re.compile(r"(?<!~)\d+")  # a path escapes `~` and `/` in keys as `~0` and `~1`
+_FIGURE = re.compile(r"[\d,.]*( [KMGTPE]?i?B)?")
 
 
-def format_table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Collection[str] = (),
-    *,
-    rule: bool = False,
-) -> str:
-    """Returns aligned columns below a header, without trailing spaces."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, rule: bool = False) -> str:
+    """Returns columns below a header, without trailing spaces; figures are aligned at the right."""
+    columns = [*zip(head, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    are_figures = [all(map(_FIGURE.fullmatch, column[1:])) for column in columns]
     lines = [head, *([["-" * width for width in widths]] if rule else []), *rows]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(head, line, widths, strict=True)
+            cell.rjust(width) if is_figure else cell.ljust(width)
+            for cell, width, is_figure in zip(line, widths, are_figures, strict=True)
         ).rstrip()
         for line in lines
     )
@@ -42,12 +40,7 @@ def unit_of(count: int) -> tuple[int, str]:
 
 
 def human_bytes(count: int) -> str:
-    """Returns a number of bytes in the largest unit in which it is at least 1.
-
-    Examples:
-      >>> human_bytes(1023), human_bytes(1536), human_bytes(13_421_772_800)
-      ('1,023 B', '1.50 KiB', '12.50 GiB')
-    """
+    """Returns a number of bytes in the largest unit in which it is at least 1: `1.50 KiB`."""
     size, unit = unit_of(count)
     return f"{count:,} B" if size == 1 else f"{count / size:,.2f} {unit}"
 
@@ -62,30 +55,16 @@ def dtype_name(dtype: Any) -> str:
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 
 
-def join_ints(sizes: Iterable[int]) -> str:
-    """Returns a shape as text."""
-    return "x".join(map(str, sizes)) or "scalar"
-
-
-def join_entries(entries: Iterable[Any]) -> str:
-    """Returns the entries of a `PartitionSpec` as text."""
-
-    def text(entry: Any) -> str:
-        if isinstance(entry, tuple | list):
-            return "+".join(map(str, entry)) or "-"
-        return "-" if entry is None else str(entry)
-
-    return ", ".join(map(text, entries))
+def plain(value: Any) -> Any:
+    """Returns a tuple or spec as a list, also inside of others."""
+    is_several = isinstance(value, tuple | PartitionSpec)
+    return [plain(entry) for entry in value] if is_several else value
 
 
 def collapse(
     leaves: Iterable[_T], path: Callable[[_T], str], same: Callable[[_T], Hashable]
 ) -> Iterator[tuple[str, list[_T]]]:
-    """Groups leaves whose paths differ only in numbers, and that `same` maps to the same key.
-
-    Yields a pattern for the paths of each group, and its leaves, in order of first occurrence:
-    `('layers_{0..79}/w', [...])`.
-    """
+    """Yields a pattern and the leaves of each group whose paths differ only in numbers."""
     groups: dict[Hashable, list[_T]] = {}
     for leaf in leaves:
         groups.setdefault((words(path(leaf)), same(leaf)), []).append(leaf)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._derivation import Derivation, derive
-from opt_partition._display import collapse, format_table, pattern, words
+from opt_partition._display import collapse, format_table, pattern, plain, words
 from opt_partition._init import StateMaker, init_of, params_of
 from opt_partition._param_axes import Axis, parameters
 from opt_partition._rules import ASK, DEFAULT_RULES, Answer, Rules, apply_rules
@@ -156,7 +156,8 @@ def explain(
     init, params = init_of(tx), params_of(tx, params)
     if not isinstance(rules, Rules):
         raise TypeError(
-            f"`rules` must be `Rules`; got {type(rules).__name__}. Use `DEFAULT_RULES.extend(...)`."
+            f"`rules` must be `Rules`; got {type(rules).__name__}. Use `DEFAULT_RULES.extend(...)` "
+            "(of `memory_plan`, as `derivation_rules`)."
         )
     table = parameters(params, param_axes)
     with _collector_paused():
@@ -215,9 +216,7 @@ def _collector_paused() -> Iterator[None]:
 
 def _to_data(row: Row) -> dict[str, Any]:
     """Returns a row as JSON data."""
-    data = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    axes = row.parameter_axes
-    return data | {"dtype": str(row.dtype), "parameter_axes": None if axes is None else [*axes]}
+    return {name: plain(value) for name, value in vars(row).items()} | {"dtype": str(row.dtype)}
 
 
 def _rows(derivation: Derivation, rules: Rules) -> Iterator[Row]:

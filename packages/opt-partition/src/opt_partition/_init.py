@@ -1,4 +1,4 @@
-"""The accepted sources of a state: a transformation, its `init`, or an opt-core optimizer.
+"""What makes a state: a transformation, its `init`, or an opt-core optimizer; sharded creation.
 
 Definitions and optimizers are recognised by their methods, as this package does not depend on
 opt-core.
@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from opt_partition._layout import Layout
+from opt_partition._specs import shape_and_dtype
+from opt_partition._trees import align, brief, leaves_with_paths, map_leaves
+from opt_partition.errors import AxesError
 
 Init: TypeAlias = Callable[[Any], Any]
 
@@ -64,3 +72,90 @@ def init_of(maker: StateMaker) -> Init:
 def params_of(maker: StateMaker, params: Any) -> Any:
     """Returns `params`, or those of an optimizer if `params` is `None`."""
     return maker.target if params is None and isinstance(maker, HasDefinition) else params
+
+
+def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
+    """Creates an optimizer state in which each device allocates only its own shards.
+
+    `init` is compiled to a single program whose outputs have the given shardings, so that each
+    shard is created in place. With `jax.jit(tx.init)` alone, everything is created on the first
+    device.
+
+    Args:
+      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
+      params: the parameters; `None` for those of an optimizer. Arrays of which `init` uses only the
+        shape are not moved.
+      state_shardings: a `NamedSharding` per leaf of the state, or a `Layout` as returned by
+        `logical_to_mesh` or `extend_over`. The mesh may be Auto or Explicit.
+
+    Returns:
+      The sharded state. No leaf shares a buffer with a parameter or with another leaf, so that
+      parameters and state can be donated.
+
+    Raises:
+      AxesError: `params` contains something other than arrays; or `state_shardings` does not have
+        the structure of the state, does not divide its dimensions evenly, or has no devices. The
+        message lists all paths.
+
+    Examples:
+      >>> import optax
+      >>> mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
+      >>> params = {'w': jax.numpy.ones((4, 2))}
+      >>> tx = optax.trace(0.9)
+      >>> sharding = NamedSharding(mesh, jax.sharding.PartitionSpec('data', None))
+      >>> state = init_sharded(tx, params, optax.TraceState({'w': sharding}))
+      >>> state.trace['w'].sharding == sharding
+      True
+    """
+    init, params = init_of(tx), params_of(tx, params)
+    layout = _layout(init, params, state_shardings)
+    return jit_init(init, params, layout)(params)
+
+
+def jit_init(init: Init, params: Any, layout: Layout | None) -> jax.stages.Wrapped:
+    """Returns the jitted program of `init_sharded`."""
+    if layout is None:
+        return jax.jit(init)
+    shardings = layout.shardings
+    program = jax.jit(init, out_shardings=shardings)
+    if AxisType.Explicit not in layout.mesh.axis_types:
+        return program
+    # Explicit shardings forbid some operations, e.g. the concatenation in `optax.flatten`; and the
+    # state would first be sharded like the parameters and then resharded, which takes extra memory.
+    specs = jax.tree.map(lambda sharding: sharding.with_memory_kind(None), shardings)
+    untyped: Any = jax.sharding.auto_axes(init, out_sharding=specs)
+    untyped_program = jax.jit(untyped, out_shardings=shardings)
+    try:
+        untyped_program.trace(params)
+    except Exception:  # whatever it is, the plain program will raise it if it is a real error
+        return program
+    return untyped_program
+
+
+def _layout(init: Init, params: Any, state_shardings: Any) -> Layout | None:
+    """Returns the layout of the state, or `None` if it has no leaves."""
+
+    def unsharded(_path: str, leaf: Any, _entry: None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(*shape_and_dtype(leaf))
+
+    # `init` may not support the shardings of the parameters.
+    treedef: Any = jax.tree.structure(params)
+    head = "`params` must contain arrays:"
+    structs = map_leaves(unsharded, params, [None] * treedef.num_leaves, head)
+    shapes = jax.eval_shape(init, treedef.unflatten(structs))
+    if not jax.tree.leaves(shapes):
+        return None
+    if isinstance(state_shardings, Layout):
+        mesh = state_shardings.mesh
+    else:
+        entries = align(state_shardings, shapes, "state_shardings")
+        for (path, _), entry in zip(leaves_with_paths(shapes), entries, strict=True):
+            if not isinstance(entry, NamedSharding):
+                raise AxesError(
+                    "`state_shardings` must be a NamedSharding per leaf or a Layout; found "
+                    f"{brief(entry)} at {path}"
+                )
+        mesh = entries[0].mesh
+    if isinstance(mesh, AbstractMesh):
+        raise AxesError("`state_shardings` is on an AbstractMesh, which has no devices: use a Mesh")
+    return Layout.from_specs(state_shardings, shapes, mesh, argument="state_shardings")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from opt_partition._align import align, brief
 from opt_partition._display import dtype_name, format_table
 from opt_partition._specs import (
     AnyMesh,
@@ -20,7 +20,7 @@ from opt_partition._specs import (
     shard_shape,
     spec_str,
 )
-from opt_partition._trees import leaves_with_paths
+from opt_partition._trees import align, brief, map_leaves
 from opt_partition.errors import AxesError
 
 
@@ -91,16 +91,8 @@ class Layout:
         entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, argument)
         if isinstance(specs, Layout):
             _check_mesh(specs.mesh, mesh, f"`{argument}`: ")
-        leaves: list[LeafLayout] = []
-        problems: list[str] = []
-        for (path, leaf), entry in zip(leaves_with_paths(shapes), entries, strict=True):
-            try:
-                leaves.append(_leaf_layout(path, leaf, entry, mesh))
-            except (TypeError, AxesError) as error:
-                problems.append(f"{path}: {error}")
-        if problems:
-            head = f"`{argument}` do not match the leaves and the mesh:"
-            raise AxesError("\n  ".join([head, *problems]))
+        head = f"`{argument}` do not match the leaves and the mesh:"
+        leaves = map_leaves(functools.partial(_leaf_layout, mesh), shapes, entries, head)
         return cls(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
     @property
@@ -166,11 +158,11 @@ class Layout:
         ]
         rows.append(("total", "", "", "", f"{self.bytes:,}", f"{self.bytes_per_device:,}", "", ""))
         head = ("path", "shape", "dtype", "spec", "bytes", "per device", "memory", "remarks")
-        table = format_table(head, rows, ("bytes", "per device"), rule=True)
+        table = format_table(head, rows, rule=True)
         return f"mesh: {named_sizes(self.mesh, self.mesh.axis_names)}\n{table}"
 
 
-def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:
+def _leaf_layout(mesh: AnyMesh, path: str, leaf: Any, entry: Any) -> LeafLayout:
     """Returns the layout of one leaf; see `Layout.from_specs`."""
     shape, dtype = shape_and_dtype(leaf)
     memory_kind = None

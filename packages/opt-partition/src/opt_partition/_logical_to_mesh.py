@@ -1,13 +1,9 @@
-"""Conversion of logical axes to mesh axes by a table of rules.
-
-Tables have the form and semantics of those of T5X and Flax: rules take precedence over dimensions.
-In addition, a rule that does not divide a dimension evenly is skipped, and every dimension that
-stays unsharded although it has rules gets a note.
-"""
+"""Conversion of logical axes to mesh axes by a table of rules, as in T5X and Flax."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,18 +11,19 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from opt_partition._align import align, brief
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._specs import (
     AnyMesh,
+    check_choice,
     manual_axes,
     named_sizes,
+    padded,
     shape_and_dtype,
     shard_shape,
     spec_of,
     spec_str,
 )
-from opt_partition._trees import leaves_with_paths
+from opt_partition._trees import align, brief, leaves_with_paths, map_leaves
 from opt_partition.errors import AxesError, IndivisibleError
 
 MeshAxes = str | Sequence[str] | None
@@ -90,27 +87,20 @@ def logical_to_mesh(
       >>> layout.notes
       ("bias: dimension 0 ('mlp', 7) is not divisible by model=2",)
     """
-    _check_choice("on_indivisible", on_indivisible, ("replicate", "error"))
-    _check_choice("on_unknown", on_unknown, ("error", "replicate"))
+    check_choice("on_indivisible", on_indivisible, ("replicate", "error"))
+    check_choice("on_unknown", on_unknown, ("error", "replicate"))
     pairs = _parse_rules(rules, mesh)
     entries = align(axes, shapes, "axes")
     kinds = _memory_kinds(memory_kinds, shapes)
 
-    placements: dict[Any, _Placement] = {}
+    head = "`axes` do not match `shapes` and `rules`:"
+    parsed = map_leaves(_named_leaf, shapes, entries, head)
+    place = functools.cache(functools.partial(_place, rules=pairs, mesh=mesh))
     leaves: list[LeafLayout] = []
-    misfits: list[str] = []
     unknown: dict[str, list[str]] = {}
     indivisible: list[str] = []
-    for (path, leaf), entry, kind in zip(leaves_with_paths(shapes), entries, kinds, strict=True):
-        try:
-            shape, dtype = shape_and_dtype(leaf)
-            dims = _parse_axes(entry, len(shape))
-        except (TypeError, ValueError) as error:
-            misfits.append(f"{path}: {error}")
-            continue
-        placed = placements.get((dims, shape))
-        if placed is None:
-            placed = placements[dims, shape] = _place(dims, shape, pairs, mesh)
+    for (path, shape, dtype, dims), kind in zip(parsed, kinds, strict=True):
+        placed = place(dims, shape)
         for name in placed.unknown:
             unknown.setdefault(name, []).append(path)
         indivisible += [f"{path}: {note}" for note in placed.indivisible]
@@ -118,10 +108,9 @@ def logical_to_mesh(
             LeafLayout(path, shape, dtype, placed.spec, placed.shard_shape, kind, placed.notes)
         )
     if unknown and on_unknown == "error":
-        misfits += [f"{name!r}, of {', '.join(at)}: no rule" for name, at in unknown.items()]
-        misfits.append("Add `(name, None)` to `rules` or pass `on_unknown='replicate'`")
-    if misfits:
-        raise AxesError("\n  ".join(["`axes` do not match `shapes` and `rules`:", *misfits]))
+        missing = [f"{name!r}, of {', '.join(at)}: no rule" for name, at in unknown.items()]
+        tail = "Add `(name, None)` to `rules` or pass `on_unknown='replicate'`"
+        raise AxesError("\n  ".join([head, *missing, tail]))
     if indivisible and on_indivisible == "error":
         head = "dimensions are not divisible by the mesh axes that `rules` assign to them:"
         tail = "Add another rule or `(name, None)`, or pass `on_indivisible='replicate'`"
@@ -151,11 +140,10 @@ class _Slot:
 
 
 _Rules = Sequence[tuple[str, tuple[str, ...]]]
+_Names = tuple[tuple[str, ...], ...]
 
 
-def _place(
-    dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], rules: _Rules, mesh: AnyMesh
-) -> _Placement:
+def _place(dims: _Names, shape: tuple[int, ...], rules: _Rules, mesh: AnyMesh) -> _Placement:
     """Applies the rules, in order, to a shape whose dimensions have the names `dims`."""
     slots = [_Slot(dim, name) for dim, names in enumerate(dims) for name in names]
     used: dict[str, int] = {}  # mesh axis to dimension, in order of assignment
@@ -167,25 +155,19 @@ def _place(
         [axis for slot in slots if slot.dimension == dim for axis in slot.axes or ()]
         for dim in range(len(shape))
     )
-    refused = [slot for slot in slots if not slot.axes and slot.refusals]
-    notes = [
-        f"dimension {slot.dimension} ({slot.name!r}, {shape[slot.dimension]}) "
-        + " and ".join(slot.refusals)
-        for slot in refused
-    ]
+    notes, indivisible, missing = [], [], []
     with_rule = {name for name, _ in rules}
-    unknown = [slot for slot in slots if slot.name not in with_rule]
-    return _Placement(
-        spec,
-        shard_shape(shape, spec, mesh),
-        (*notes, *(f"dimension {slot.dimension}: no rule for {slot.name!r}" for slot in unknown)),
-        tuple(
-            note
-            for slot, note in zip(refused, notes, strict=True)
-            if slot.axes is None and not slot.divides
-        ),
-        tuple(dict.fromkeys(slot.name for slot in unknown)),
-    )
+    for slot in slots:
+        if slot.name not in with_rule:
+            missing.append(slot)
+        elif not slot.axes and slot.refusals:
+            size, why = shape[slot.dimension], " and ".join(slot.refusals)
+            notes.append(f"dimension {slot.dimension} ({slot.name!r}, {size}) {why}")
+            indivisible += notes[-1:] * (slot.axes is None and not slot.divides)
+    notes += [f"dimension {slot.dimension}: no rule for {slot.name!r}" for slot in missing]
+    unknown = tuple(dict.fromkeys(slot.name for slot in missing))
+    shard = shard_shape(shape, spec, mesh)
+    return _Placement(spec, shard, tuple(notes), tuple(indivisible), unknown)
 
 
 def _try(
@@ -238,24 +220,24 @@ def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> _Rules:
     return parsed
 
 
-def _parse_axes(entry: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the names of each of `rank` dimensions."""
+def _named_leaf(path: str, leaf: Any, entry: Any) -> tuple[str, tuple[int, ...], Any, _Names]:
+    """Returns path, shape and dtype of a leaf, and the names of each of its dimensions."""
+    shape, dtype = shape_and_dtype(leaf)
     if entry is None:
-        return ((),) * rank
+        return path, shape, dtype, ((),) * len(shape)
     if not isinstance(entry, PartitionSpec):
         raise AxesError(f"expected a PartitionSpec of logical names or None, found {brief(entry)}")
-    dims: list[tuple[str, ...]] = []
-    entries: tuple[Any, ...] = tuple(entry)
-    for names in entries:
-        several = () if names is None else names if isinstance(names, tuple) else (names,)
-        if not all(isinstance(name, str) for name in several):
-            raise AxesError(f"expected names, tuples of names or None, found {spec_str(entry)}")
-        dims.append(several)
-    if len(dims) > rank:
+    if len(entry) > len(shape):
         raise AxesError(
-            f"expected at most {rank} entries, one per dimension; found {spec_str(entry)}"
+            f"expected at most {len(shape)} entries, one per dimension; found {spec_str(entry)}"
         )
-    return (*dims, *[()] * (rank - len(dims)))
+    dims = tuple(
+        names if isinstance(names, tuple) else () if names is None else (names,)
+        for names in padded(entry, len(shape))
+    )
+    if not all(isinstance(name, str) for names in dims for name in names):
+        raise AxesError(f"expected names, tuples of names or None, found {spec_str(entry)}")
+    return path, shape, dtype, dims
 
 
 def _memory_kinds(memory_kinds: MemoryKinds, shapes: Any) -> list[str | None]:
@@ -265,18 +247,10 @@ def _memory_kinds(memory_kinds: MemoryKinds, shapes: Any) -> list[str | None]:
         kinds: list[Any] = [choose(path, leaf) for path, leaf in leaves_with_paths(shapes)]
     else:
         kinds = align(memory_kinds, shapes, "memory_kinds", prefix=True)
-    wrong = [
-        f"{path}: found {kind!r}"
-        for (path, _), kind in zip(leaves_with_paths(shapes), kinds, strict=True)
-        if not isinstance(kind, str | None)
-    ]
-    if wrong:
-        raise AxesError("\n  ".join(["`memory_kinds` must be strings or None:", *wrong]))
-    return kinds
 
+    def check(_path: str, _leaf: Any, kind: Any) -> str | None:
+        if not isinstance(kind, str | None):
+            raise AxesError(f"found {kind!r}")
+        return kind
 
-def _check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"`{argument}` must be one of {', '.join(map(repr, choices))}; got {value!r}"
-        )
+    return map_leaves(check, shapes, kinds, "`memory_kinds` must be strings or None:")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey
 
 from opt_partition._explain import explain
 from opt_partition._init import StateMaker, params_of
@@ -20,9 +21,8 @@ from opt_partition._param_axes import normalise_param_axes
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
 from opt_partition._rules import DEFAULT_RULES, Rules
 from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
-from opt_partition._state_fields import state_fields
-from opt_partition._zero import extended, report_replicated
-from opt_partition.errors import AxesError
+from opt_partition._trees import children, key_name
+from opt_partition._zero import distinct_axes, extended, report_replicated
 
 
 def memory_plan(
@@ -107,14 +107,14 @@ def memory_plan(
       >>> [(row.leaf.path, row.reason) for row in plan.replicated][:1]
       [('wi', "not over data=64: no rule shards 'embed'; no rule uses 'data'")]
     """
-    over = _check_zero(zero, zero_level, mesh)
+    over = distinct_axes("zero", zero, mesh) if zero else ()
+    if zero_level not in (1, 2) or (zero_level == 2 and not over):
+        raise ValueError(
+            f"`zero_level` must be 1, or 2 together with `zero`; found {zero_level!r} with "
+            f"`zero={zero!r}`. Name the mesh axes in `zero`, e.g. 'data'."
+        )
     _check_dtype("grad_dtype", grad_dtype)
     _check_dtype("accumulate", None if isinstance(accumulate, bool) else accumulate)
-    if not isinstance(derivation_rules, Rules):
-        raise TypeError(
-            "`derivation_rules` must be `Rules`, e.g. `DEFAULT_RULES.extend({MyState: rule})`; "
-            f"found a {type(derivation_rules).__name__}"
-        )
     # Read several times (parameters, state, reasons), so an iterator would be exhausted.
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     params = params_of(tx, params)
@@ -127,7 +127,6 @@ def memory_plan(
         on_indivisible=on_indivisible,
         on_unknown=on_unknown,
     )
-
     layouts: dict[Kind, Layout] = {"params": lay(axes, shapes=params)}
     layouts["grads"] = _with_dtypes(layouts["params"], lambda dtype: _grad_dtype(dtype, grad_dtype))
     if accumulate is not None and accumulate is not False:
@@ -135,28 +134,23 @@ def memory_plan(
             layouts["grads"], lambda dtype: _accumulator_dtype(dtype, accumulate)
         )
     layouts["state"] = lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds)
-    unextended: set[Kind] = {"params"} if zero_level == 2 else {"params", "grads", "accumulators"}
+    kept = {"params"} if zero_level == 2 else {"params", "grads", "accumulators"}
     if over:
-        extended_layouts = {
-            kind: _extend(layout, over, zero_min_bytes)
+        further = {
+            kind: extended(layout, over, zero_min_bytes)
             for kind, layout in layouts.items()
-            if kind not in unextended
+            if kind not in kept
         }
-        layouts |= extended_layouts
-        report_replicated(
-            list(extended_layouts.values()),
-            over,
-            min_bytes=zero_min_bytes,
-            strict=strict,
-            beside=sum(layouts[kind].bytes_per_device for kind in layouts.keys() & unextended),
-        )
+        layouts |= further
+        beside = sum(layout.bytes_per_device for kind, layout in layouts.items() if kind in kept)
+        report_replicated([*further.values()], over, zero_min_bytes, strict=strict, beside=beside)
 
     names = [tuple(spec) for spec in jax.tree.leaves(axes)]
     paths = [leaf.path for leaf in layouts["params"].rows]
     of_state = (
         [row.axes for row in explanation.rows],
         [row.parameter for row in explanation.rows],
-        state_fields(explanation.state, params),
+        _state_fields(explanation.state, params),
     )
     rows = [
         row
@@ -166,10 +160,12 @@ def memory_plan(
             layout,
             *(of_state if kind == "state" else (names, paths, [kind] * len(paths))),
             rules=pairs,
-            zero=() if kind in unextended else over,
-            group_by=group_by or _first_key,
+            zero=() if kind in kept else over,
+            group_by=group_by or (lambda path: path.split("/", 1)[0]),
         )
     ]
+    temporary_bytes = getattr(tx, "temporary_bytes", None)
+    shards = [jax.ShapeDtypeStruct(x.shard_shape, x.dtype) for x in layouts["params"].rows]
     return MemoryPlan(
         mesh=mesh,
         params=layouts["params"],
@@ -180,16 +176,8 @@ def memory_plan(
         explanation=explanation,
         zero=over,
         zero_level=zero_level,
-        temporary_bytes=_temporary_bytes(tx, layouts["params"]),
+        temporary_bytes=int(temporary_bytes(shards)) if callable(temporary_bytes) else None,
     )
-
-
-def _temporary_bytes(tx: Any, params: Layout) -> int | None:
-    """What a transformation says of its temporaries, of the parameters as a device has them."""
-    tell = getattr(tx, "temporary_bytes", None)
-    if not callable(tell):
-        return None
-    return int(tell([jax.ShapeDtypeStruct(leaf.shard_shape, leaf.dtype) for leaf in params.rows]))
 
 
 def _rows(
@@ -236,33 +224,8 @@ def _rows(
                 f"for {parameter!r} it returned {group!r}, a {type(group).__name__}"
             )
         waste = leaf.bytes_per_device - -(-leaf.bytes // ways)
-        yield PlanRow(
-            kind,
-            leaf,
-            names,
-            parameter,
-            group,
-            field,
-            waste,
-            reason(leaf, names) if waste else "",
-        )
-
-
-def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the mesh axes to extend over."""
-    axes = (zero,) if isinstance(zero, str) else tuple(zero or ())
-    absent = [axis for axis in axes if axis not in mesh.shape]
-    if absent or len(set(axes)) < len(axes):
-        raise AxesError(
-            "`zero` must be distinct mesh axes: the mesh has "
-            f"{named_sizes(mesh, mesh.axis_names)}; found {zero!r}"
-        )
-    if level not in (1, 2) or (level == 2 and not axes):
-        raise ValueError(
-            f"`zero_level` must be 1, or 2 together with `zero`; found {level!r} with "
-            f"`zero={zero!r}`. Name the mesh axes in `zero`, e.g. 'data'."
-        )
-    return axes
+        why = reason(leaf, names) if waste else ""
+        yield PlanRow(kind, leaf, names, parameter, group, field, waste, why)
 
 
 def _check_dtype(argument: str, asked: Any) -> None:
@@ -277,18 +240,6 @@ def _check_dtype(argument: str, asked: Any) -> None:
     raise ValueError(
         f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found {dtype}"
     )
-
-
-def _extend(layout: Layout, axes: tuple[str, ...], min_bytes: int) -> Layout:
-    """Returns the layout extended over `axes`, if any."""
-    if not axes:
-        return layout
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layout.leaves)
-    return extended(layout, shapes, layout.mesh, axes, min_bytes=min_bytes)
-
-
-def _first_key(path: str) -> str:
-    return path.split("/", 1)[0]
 
 
 def _with_dtypes(layout: Layout, choose: Callable[[Any], tuple[Any, str | None]]) -> Layout:
@@ -309,18 +260,49 @@ def _grad_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
     if asked is None:
         return dtype, None
     asked = jax.numpy.dtype(asked)
-    is_complex, to_complex = (
-        jax.numpy.issubdtype(kind, np.complexfloating) for kind in (dtype, asked)
-    )
-    if is_complex != to_complex:
-        found = "complex" if to_complex else "real"
-        return dtype, f"the gradient keeps {dtype}, as {asked} is {found}"
-    return asked, None
+    to_complex = jax.numpy.issubdtype(asked, np.complexfloating)
+    if jax.numpy.issubdtype(dtype, np.complexfloating) == to_complex:
+        return asked, None
+    return dtype, f"the gradient keeps {dtype}, as {asked} is {'complex' if to_complex else 'real'}"
 
 
 def _accumulator_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
     """Returns the accumulator dtype of a gradient of `dtype`, and a note."""
-    if asked is True and dtype != jax.dtypes.float0:
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.numpy.promote_types(dtype, jax.numpy.float32), None
-    return (dtype, None) if asked is True else _grad_dtype(dtype, asked)
+    if asked is not True or dtype == jax.dtypes.float0:
+        return _grad_dtype(dtype, None if asked is True else asked)
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.numpy.promote_types(dtype, jax.numpy.float32), None
+
+
+def _state_fields(state: Any, params: Any) -> list[str]:
+    """Returns the field name of every leaf of an optimizer state, e.g. `ScaleByAdamState.mu`.
+
+    This is the innermost field whose container type does not occur in the parameters, so that `mu`
+    of an Equinox model is a single field. Other leaves are named after their first string key.
+    """
+    of_params = frozenset(_containers(params))
+
+    def walk(node: Any, field: str, key: str) -> Iterator[str]:
+        opened = children(node)
+        if opened is None:  # a leaf, or `None`
+            yield from [field or key or type(node).__name__] * len(jax.tree.leaves(node))
+            return
+        for child_key, child in opened:
+            below, name = field, key
+            is_field = isinstance(child_key, GetAttrKey | FlattenedIndexKey)
+            if is_field and type(node) not in of_params:
+                below = f"{type(node).__name__}.{key_name(child_key)}"
+            if isinstance(child_key, DictKey) and isinstance(child_key.key, str):
+                name = key or child_key.key
+            yield from walk(child, below, name)
+
+    return list(walk(state, "", ""))
+
+
+def _containers(tree: Any) -> Iterator[type]:
+    """Yields the type of every node of a tree."""
+    opened = children(tree)
+    if opened is not None:
+        yield type(tree)
+        for _, child in opened:
+            yield from _containers(child)

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from opt_partition._align import aligned
-from opt_partition._specs import ONLY_ARRAYS
-from opt_partition._trees import KeyPath, flatten_with_paths, path_str
+from opt_partition._specs import shape_and_dtype
+from opt_partition._trees import KeyPath, aligned, flatten_with_paths, path_str
 from opt_partition.errors import AxesError
 
 Axis = str | tuple[str, ...] | None
@@ -108,11 +107,7 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
             "nnx.get_partition_spec(state). `None` means a parameter without names."
         )
     # The names of a variable apply to its value.
-    every = [
-        entry
-        for unit, entry in zip(units, entries, strict=True)
-        for _ in (jax.tree.leaves(unit) if _is_variable(unit) else (unit,))
-    ]
+    every = [x for unit, x in zip(units, entries, strict=True) for _ in jax.tree.leaves(unit)]
     table = []
     for (path, leaf), entry in zip(flatten_with_paths(params), every, strict=True):
         try:
@@ -129,13 +124,10 @@ def _mismatch(problems: Sequence[str]) -> AxesError:
 
 
 def _parameter(path: KeyPath, leaf: Any, entry: Any) -> Parameter:
-    has_dtype = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    if not has_dtype and not isinstance(leaf, int | float | complex):
-        raise AxesError(
-            "`params` must contain arrays or jax.ShapeDtypeStructs, found "
-            f"{type(leaf).__name__} {ONLY_ARRAYS}"
-        )
-    shape = tuple(leaf.shape) if has_dtype else ()
+    try:
+        shape, _ = shape_and_dtype(leaf)
+    except TypeError as error:
+        raise AxesError(f"`params`: {error}") from None
     axes = read_axes(entry)
     if len(axes) > len(shape):
         raise AxesError(
@@ -179,17 +171,8 @@ def is_axes(node: Any) -> bool:
 
 
 def read_axes(given: Any) -> tuple[Axis, ...]:
-    """Returns the names given for the dimensions of one parameter.
-
-    Examples:
-      >>> read_axes(PartitionSpec('embed', None)), read_axes(None)
-      (('embed', None), ())
-    """
-    names = given
-    if _is_box(given):
-        names = given.get_partition_spec()
-    elif not isinstance(given, PartitionSpec) and hasattr(given, "names"):
-        names = given.names
+    """Returns the names given for the dimensions of one parameter."""
+    names = given.get_partition_spec() if _is_box(given) else getattr(given, "names", given)
     if names is None or _is_array(names):
         return ()
     if isinstance(names, str) or not isinstance(names, PartitionSpec | Sequence):

@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from opt_partition._display import dtype_name
+from opt_partition._display import dtype_name, plain
 from opt_partition._explain import Explanation
 from opt_partition._layout import Layout, LeafLayout
-from opt_partition._plan_text import plan_text
-from opt_partition._plot import plot_plan
+from opt_partition._plan_views import plan_text, plot_plan
 from opt_partition._specs import AnyMesh
 
 if TYPE_CHECKING:
@@ -168,14 +167,10 @@ class MemoryPlan:
     @property
     def groups(self) -> dict[str, GroupBytes]:
         """Bytes per device of each group of parameters; `(no parameter)` is last."""
-        names = dict.fromkeys(row.group for row in self.rows)
-        by_kind = {
-            kind: _sums((row.group, row) for row in self.rows if row.kind == kind) for kind in KINDS
-        }
-        return {
-            name: GroupBytes(**{kind: by_kind[kind].get(name, 0) for kind in KINDS})
-            for name in names
-        }
+        sizes: dict[str, Counter[str]] = {}
+        for row in self.rows:
+            sizes.setdefault(row.group, Counter())[row.kind] += row.leaf.bytes_per_device
+        return {name: GroupBytes(**of_kind) for name, of_kind in sizes.items()}
 
     @functools.cached_property
     def replicated(self) -> tuple[PlanRow, ...]:
@@ -212,7 +207,7 @@ class MemoryPlan:
                 for name, group in self.groups.items()
             },
             "notes": list(self.notes),
-            "rows": [_row_dict(row) for row in self.rows],
+            "rows": [_row_data(row) for row in self.rows],
         }
 
     def plot(self) -> Figure:
@@ -242,24 +237,8 @@ def _sums(named: Iterable[tuple[str, PlanRow]]) -> dict[str, int]:
     return dict(sums)
 
 
-def _row_dict(row: PlanRow) -> dict[str, Any]:
+def _row_data(row: PlanRow) -> dict[str, Any]:
     leaf = row.leaf
-    return {
-        "kind": row.kind,
-        "path": leaf.path,
-        "shape": list(leaf.shape),
-        "dtype": dtype_name(leaf.dtype),
-        "axes": [list(entry) if isinstance(entry, tuple) else entry for entry in row.axes],
-        "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in leaf.spec],
-        "shard_shape": list(leaf.shard_shape),
-        "memory_kind": leaf.memory_kind,
-        "bytes": leaf.bytes,
-        "bytes_per_device": leaf.bytes_per_device,
-        "parameter": row.parameter,
-        "group": row.group,
-        "field": row.field,
-        "waste": row.waste,
-        "reason": row.reason,
-        "notes": list(leaf.notes),
-        "actions": list(leaf.actions),
-    }
+    sizes = {"bytes": leaf.bytes, "bytes_per_device": leaf.bytes_per_device}
+    data = {**vars(row), **vars(leaf), **sizes, "dtype": dtype_name(leaf.dtype)}
+    return {name: plain(value) for name, value in data.items() if name != "leaf"}

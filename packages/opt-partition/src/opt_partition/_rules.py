@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._param_axes import Parameter
-from opt_partition._trees import KeyPath, descend, key_name, path_str
+from opt_partition._trees import KeyPath, key_name, path_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +32,12 @@ class StateLeaf:
     dtype: Any
     parameter: Parameter | None
 
-    def sibling(self, field: str) -> jax.ShapeDtypeStruct | None:
-        """Returns the leaf of another field of the state for the same parameter, or `None`."""
-        for path in (self.parameter.key_path if self.parameter else (), self.key_path[1:]):
-            for start in range(len(path) + 1):
-                found = descend(getattr(self.state, field), path[start:])
-                if isinstance(found, jax.ShapeDtypeStruct):
-                    return found
-        return None
-
     @property
     def field(self) -> str:
         """The name of the state field that contains the leaf."""
         return key_name(self.key_path[0])
 
 
-# For each dimension of the leaf, the parameter dimension that it indexes, `None` for none, or `ASK`
-# to leave it to the other sources; or a spec of names; or `None` to leave the whole leaf to the
-# other sources.
 ASK = "ask"
 Answer = Sequence[int | str | None] | PartitionSpec | None
 Rule = Callable[[StateLeaf], Answer]

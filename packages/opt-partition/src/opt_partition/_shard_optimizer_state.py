@@ -98,7 +98,7 @@ def shard_optimizer_state(
             memory_kinds=memory_kinds,
             on_unknown=on_unknown,
         )
-    stored = extended(plan.params, params, mesh, zero_axes, min_bytes=min_bytes)
+    stored = extended(plan.params, zero_axes, min_bytes)
     beside = plan.total_bytes_per_device - plan.state_bytes_per_device
-    report_replicated([stored, plan.state], zero_axes, min_bytes=min_bytes, beside=beside)
+    report_replicated([stored, plan.state], zero_axes, min_bytes, beside=beside)
     return ZeroLayouts(plan.params, stored, plan.state)

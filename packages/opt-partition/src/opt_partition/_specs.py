@@ -1,4 +1,4 @@
-"""Functions of single specs of mesh axes."""
+"""Specs of mesh axes, shapes and dtypes of single leaves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from opt_partition.errors import AxesError
 
 AnyMesh = Mesh | AbstractMesh
-
-ONLY_ARRAYS = "(for an Equinox module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
 
 
 @functools.cache
@@ -33,8 +31,8 @@ def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
             leaf = jax.typeof(leaf)
         except TypeError:
             raise TypeError(
-                f"expected an array or a jax.ShapeDtypeStruct, found {type(leaf).__name__} "
-                + ONLY_ARRAYS
+                f"expected an array or a jax.ShapeDtypeStruct, found {type(leaf).__name__} (for an "
+                "Equinox module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
             ) from None
     return tuple(leaf.shape), leaf.dtype
 
@@ -46,15 +44,19 @@ def mesh_axes_of(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def padded(spec: PartitionSpec, rank: int) -> list[Any]:
+    """Returns an entry of a spec for each of `rank` dimensions."""
+    return [*spec, *[None] * (rank - len(spec))]
+
+
 def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
     """Returns the shape of the shard on one device; every dimension must be divisible.
 
     Like `NamedSharding.shard_shape`, but also for meshes with `Manual` axes.
     """
-    entries, sizes = [*spec, *[None] * (len(shape) - len(spec))], mesh.shape
     return tuple(
-        size // math.prod([sizes[axis] for axis in mesh_axes_of(entry)]) if entry else size
-        for size, entry in zip(shape, entries, strict=True)
+        size // math.prod([mesh.shape[axis] for axis in mesh_axes_of(entry)]) if entry else size
+        for size, entry in zip(shape, padded(spec, len(shape)), strict=True)
     )
 
 
@@ -78,21 +80,26 @@ def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
 
 def spec_str(spec: PartitionSpec) -> str:
     """Formats a spec independently of the JAX version."""
-    return f"P({', '.join(map(repr, getattr(spec, 'partitions', spec)))})"
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
+    """Raises `ValueError` if the value of an argument is not one of `choices`."""
+    if value not in choices:
+        raise ValueError(
+            f"`{argument}` must be one of {', '.join(map(repr, choices))}; got {value!r}"
+        )
 
 
 def checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """Pads `spec` to the length of `shape`; raises `AxesError` if it is not valid on `mesh`."""
     if getattr(spec, "unreduced", None):
-        raise AxesError(
-            f"{spec_str(spec)} is unreduced over {sorted(spec.unreduced)}: reduce first"
-        )
-    entries: list[Any] = list(getattr(spec, "partitions", spec))
-    if len(entries) > len(shape):
+        raise AxesError(f"{spec} is unreduced: reduce first")
+    if len(spec) > len(shape):
         raise AxesError(f"{spec_str(spec)} has more entries than {shape} has dimensions")
-    if PartitionSpec.UNCONSTRAINED in entries:
+    if PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise AxesError(f"{spec_str(spec)} has unconstrained dimensions; specify their mesh axes")
-    names = [mesh_axes_of(entry) for entry in (*entries, *[None] * (len(shape) - len(entries)))]
+    names = list(map(mesh_axes_of, padded(spec, len(shape))))
     flat = [axis for axes in names for axis in axes]
     absent = [axis for axis in flat if axis not in mesh.shape]
     if absent:

@@ -74,10 +74,7 @@ def symbolic_origins(
     keys: Keys,
     state: Any,
 ) -> tuple[list[Origins | None], str]:
-    """Returns the origins of the dimensions of each leaf, `None` if symbols change its shape.
-
-    And the error that `init` raised on symbols, if it did. Dimensions without a key stay numbers.
-    """
+    """Returns the origins of each leaf, `None` if symbols change its shape; and an error or ''."""
     origins: list[Origins | None] = [None] * len(jax.tree.leaves(state))
     reason = ""
     # A symbol never has the size 1 or 0, which `init` may treat in a special way.
@@ -179,15 +176,14 @@ class _Symbols:
             key: export.symbolic_shape(text, scope=scope)[0] for key, text in texts.items()
         }
         short = {str(dims[key]): text for key, text in self._texts.items()}
-        structs: dict[Any, jax.ShapeDtypeStruct] = {}
-        shapes = []
-        for parameter, row in zip(self._table, self._keys, strict=True):
-            kind = parameter.shape, parameter.dtype, row
-            if kind not in structs:
-                shape = tuple(dims.get(*at) for at in zip(row, parameter.shape, strict=True))
-                structs[kind] = jax.ShapeDtypeStruct(shape, parameter.dtype)
-            shapes.append(structs[kind])
-        symbolic = self._evaluate(shapes)
+
+        @functools.cache
+        def struct(sizes: tuple[int, ...], dtype: Any, row: Any) -> jax.ShapeDtypeStruct:
+            shape = (dims.get(*at) for at in zip(row, sizes, strict=True))
+            return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+        rows = zip(self._table, self._keys, strict=True)
+        symbolic = self._evaluate([struct(p.shape, p.dtype, row) for p, row in rows])
         text = functools.cache(lambda shape: tuple(short.get(str(dim), str(dim)) for dim in shape))
         structures: list[Any] = [jax.tree.structure(tree) for tree in (symbolic, state)]
         if structures[0] == structures[1]:

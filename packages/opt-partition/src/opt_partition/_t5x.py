@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,16 +23,7 @@ _UNKNOWN = -1  # stands for an unknown size
 
 
 def align_shape(shape: Sequence[int], parameter: Sequence[int]) -> tuple[int | None, ...] | None:
-    """Returns the unique largest order-preserving match of sizes between two shapes.
-
-    Returns:
-      For each dimension of `shape` the matching parameter dimension or `None`; `None` if the match
-      is ambiguous.
-
-    Examples:
-      >>> align_shape((10, 256, 384), (256, 384)), align_shape((256,), (256, 256)) is None
-      ((None, 0, 1), True)
-    """
+    """Returns the largest match of sizes in order, `None` if there are several."""
     if tuple(shape) == tuple(parameter):
         return tuple(range(len(parameter)))
     for size in range(min(len(shape), len(parameter)), -1, -1):
@@ -52,10 +43,7 @@ def align_shape(shape: Sequence[int], parameter: Sequence[int]) -> tuple[int | N
 
 
 def factored_dimensions(leaf: StateLeaf) -> Answer:
-    """The rule for Adafactor: rows and columns lack the largest or second largest dimension.
-
-    If these two sizes are equal, their order decides, which shapes alone do not show.
-    """
+    """The rule for Adafactor: rows and columns lack the largest or second largest dimension."""
     parameter = leaf.parameter
     if parameter is None or leaf.field not in ("v_row", "v_col", "v"):
         return None
@@ -112,18 +100,25 @@ class OptaxStatePartitionRules:
         """
         is_inferred = params is None
         if is_inferred:
-            params, table = _parameters_of_state(optax_state, params_axes)
+            flat, treedef = jax.tree_util.tree_flatten_with_path(params_axes, is_leaf=_is_leaf)
+            named = [(path, read_axes(axes)) for path, axes in flat]
+            table = [Parameter(path, (_UNKNOWN,) * len(axes), None, axes) for path, axes in named]
+            params = jax.tree.unflatten(treedef, range(len(table)))
         else:
             table = parameters(params, params_axes)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optax_state)
-        paths = [path for path, _ in flatten_with_paths(state)]
-        matches = match_leaves(params, state, paths, table)
-        owners = [table[match[0]] if match else None for match in matches]
-        answers = apply_rules(state, owners, _RULES)
+        paths, leaves = [path for path, _ in flatten_with_paths(state)], jax.tree.leaves(state)
+        indices = [next(iter(match), None) for match in match_leaves(params, state, paths, table)]
+        for index, leaf in zip(indices, leaves, strict=True):
+            if is_inferred and index is not None and len(leaf.shape) == len(table[index].axes):
+                # The largest shape of that rank, which is never a placeholder of size 1.
+                shape = max(table[index].shape, leaf.shape)
+                table[index] = dataclasses.replace(table[index], shape=shape)
+        owners = [None if index is None else table[index] for index in indices]
         specs: list[PartitionSpec | None] = []
         unknown = []
         for path, leaf, owner, answer in zip(
-            paths, jax.tree.leaves(state), owners, answers, strict=True
+            paths, leaves, owners, apply_rules(state, owners, _RULES), strict=True
         ):
             specs.append(None)
             if owner is None:
@@ -158,54 +153,24 @@ class OptaxStatePartitionRules:
         Raises:
           AxesError: a leaf has no axes.
         """
-        found, missing = [], []
-        for path, _ in flatten_with_paths(optax_params):
-            is_there, axes = _at(params_axes, path)
-            found.append(axes)
-            if not is_there:
-                missing.append(f"  {path_str(path)}: no axes given")
+        paths = [path for path, _ in flatten_with_paths(optax_params)]
+        found = [_at(params_axes, path) for path in paths]
+        pairs = zip(paths, found, strict=True)
+        missing = [f"  {path_str(path)}: no axes given" for path, axes in pairs if axes is _MISSING]
         if missing:
             raise AxesError("`params_axes` do not match `optax_params`:\n" + "\n".join(missing))
         return jax.tree.unflatten(jax.tree.structure(optax_params), found)
 
 
-def _at(axes: Any, path: KeyPath) -> tuple[bool, Any]:
-    """Returns whether there are axes at a path, and the axes."""
+_MISSING = object()
+
+
+def _at(axes: Any, path: KeyPath) -> Any:
+    """Returns the axes at a path, `_MISSING` if there are none."""
     for key in path:
         node = None if is_axes(axes) else children(axes)
-        below = {key_name(k): child for k, child in node} if node else {}
-        if key_name(key) not in below:
-            return False, None
-        axes = below[key_name(key)]
-    return True, axes
-
-
-def _parameters_of_state(state: Any, params_axes: Any) -> tuple[Any, list[Parameter]]:
-    """Returns a tree and table of the parameters, with shapes inferred from matching leaves."""
-    given = jax.tree_util.tree_leaves_with_path(params_axes, is_leaf=_is_leaf)
-    ranks = [read_axes(axes) for _, axes in given]
-    params = jax.tree.unflatten(
-        jax.tree.structure(params_axes, is_leaf=_is_leaf), range(len(given))
-    )
-    nameless = [
-        Parameter(path, (), None, axes) for (path, _), axes in zip(given, ranks, strict=True)
-    ]
-    paths = [path for path, _ in flatten_with_paths(state)]
-    leaves = jax.tree.leaves(state)
-    shapes = defaultdict(list)
-    for match, leaf in zip(match_leaves(params, state, paths, nameless), leaves, strict=True):
-        for index in match[:1]:
-            shapes[index].append(tuple(leaf.shape))
-    table = [
-        Parameter(p.key_path, _shape(shapes[index], len(p.axes)), None, p.axes)
-        for index, p in enumerate(nameless)
-    ]
-    return params, table
-
-
-def _shape(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    """Returns the largest shape of that rank, which is never a placeholder of size 1."""
-    return max((shape for shape in shapes if len(shape) == rank), default=(_UNKNOWN,) * rank)
+        axes = {key_name(k): child for k, child in node or ()}.get(key_name(key), _MISSING)
+    return axes
 
 
 def _is_leaf(node: Any) -> bool:

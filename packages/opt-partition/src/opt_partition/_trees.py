@@ -1,13 +1,24 @@
-"""Paths of leaves, and traversal of pytrees one level at a time."""
+"""Paths of leaves, traversal of pytrees one level at a time, and alignment of two of them."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, keystr
+from jax.sharding import PartitionSpec
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    keystr,
+    tree_leaves_with_path,
+)
+
+from opt_partition.errors import AxesError
 
 KeyPath = tuple[Any, ...]
 
@@ -20,33 +31,18 @@ _NAMES: Mapping[type, Callable[[Any], Any]] = {
 
 
 def path_str(path: Sequence[Any]) -> str:
-    """Formats a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
+    """Formats a JAX key path as `decoder/layers_0/a~1b`; the root is `.`.
 
     As in JSON Pointer (RFC 6901), `~` in a key is written `~0` and `/` is written `~1`, so that
     every leaf of a tree has a unique path.
-
-    Examples:
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
-      >>> path_str(path)
-      'mlp/a~1b/0'
     """
     if not path:
         return "."
-    return "/".join(escaped(key_name(key)) for key in path)
-
-
-def escaped(name: str) -> str:
-    """Returns the name of a key, escaped for use in a path."""
-    return name.replace("~", "~0").replace("/", "~1")
+    return "/".join(key_name(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Inverts `path_str`: returns the names of the keys in a path.
-
-    Examples:
-      >>> split_path('mlp/a~1b/0')
-      ('mlp', 'a/b', '0')
-    """
+    """Inverts `path_str`: returns the names of the keys in a path."""
     if path == ".":
         return ()
     return tuple(name.replace("~1", "/").replace("~0", "~") for name in path.split("/"))
@@ -71,43 +67,13 @@ def is_index(key: Any) -> bool:
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """Returns the key and subtree of each child, or `None` for a leaf; here `None` is a leaf.
-
-    Examples:
-      >>> [(key_name(key), child) for key, child in children({'b': 1, 'a': (2, 3)})]
-      [('a', (2, 3)), ('b', 1)]
-      >>> children(1.0) is None
-      True
-    """
+    """Returns the key and subtree of each child, or `None` for a leaf; here `None` is a leaf."""
     if node is None:
         return None
-    keyed = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+    keyed = tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
     if len(keyed) == 1 and not keyed[0][0]:
         return None
     return [(key, child) for (key,), child in keyed]
-
-
-def descend(tree: Any, path: Sequence[Any]) -> Any:
-    """Returns the subtree of `tree` at a key path, or `None` if the path does not exist.
-
-    Examples:
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
-      >>> descend({'mlp': [2.0, 3.0]}, path), descend({'attention': []}, path)
-      (2.0, None)
-    """
-    for key in path:
-        match key:
-            case DictKey(key=name):
-                tree = tree.get(name) if isinstance(tree, Mapping) else None
-            case SequenceKey(idx=index):
-                is_long = isinstance(tree, list | tuple) and index < len(tree)
-                tree = tree[index] if is_long else None
-            case _ if isinstance(tree, dict | list):
-                return None  # avoid flattening a large container
-            case _:
-                node = children(tree)
-                tree = dict(node).get(key) if node else None
-    return tree
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
@@ -118,10 +84,96 @@ def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
     """
     for key, child in children(tree) or [(None, tree)]:
         start = () if key is None else (key,)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(child):
+        for path, leaf in tree_leaves_with_path(child):
             yield (*start, *path), leaf
 
 
 def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields the path, as a string, and the value of every leaf, in JAX's order."""
     return ((path_str(path), leaf) for path, leaf in flatten_with_paths(tree))
+
+
+def align(tree: Any, like: Any, argument: str, *, prefix: bool = False) -> list[Any]:
+    """Returns the entry of `tree` for each leaf of `like`, in JAX's order.
+
+    Container types may differ as long as the keys agree, e.g. a dict for a FrozenDict, and entries
+    may be `None`, although JAX treats it as an empty container.
+
+    With `prefix`, a leaf of `tree` may apply to a whole subtree of `like`. `argument` is the
+    caller's name for `tree`, for the `AxesError` that lists the paths where they differ.
+    """
+    entries, problems = aligned(tree, like, prefix=prefix)
+    if problems:
+        head = f"`{argument}` does not have the tree structure of its leaves:"
+        raise AxesError("\n  ".join([head, *problems]))
+    return entries
+
+
+def aligned(
+    tree: Any,
+    like: Any,
+    *,
+    prefix: bool = False,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+    missing: str = "missing",
+    unexpected: str = "unexpected",
+) -> tuple[list[Any], list[str]]:
+    """Returns the entries of `align`, `None` for one that is missing, and all mismatches."""
+    if not prefix:
+        treedef: Any = jax.tree.structure(like, is_leaf=is_leaf)
+        with contextlib.suppress(ValueError):  # different container types, or a mismatch
+            return list(treedef.flatten_up_to(tree)), []
+    problems: list[str] = []
+
+    def walk(tree: Any, like: Any, path: KeyPath) -> Iterator[Any]:
+        node, given = None if is_leaf(like) else children(like), children(tree)
+        if node is None:
+            if like is not None:
+                yield tree
+            elif tree is not None:
+                problems.append(f"{path_str(path)}: expected nothing, found {brief(tree)}")
+            return
+        if given is None and prefix:
+            yield from [tree] * len(jax.tree.leaves(like))
+            return
+        keys = ", ".join(key_name(key) for key, _ in node)
+        if given is None and (keys or tree is not None):
+            problems.append(f"{path_str(path)}: expected keys {keys}; found {brief(tree)}")
+            yield from [None] * len(jax.tree.leaves(like, is_leaf=is_leaf))
+            return
+        found = {key_name(key): (key, child) for key, child in given or ()}
+        for key, child in node:
+            below = (*path, key)
+            if key_name(key) in found:
+                yield from walk(found.pop(key_name(key))[1], child, below)
+                continue
+            for inside, _ in tree_leaves_with_path(child, is_leaf=is_leaf):
+                problems.append(f"{path_str((*below, *inside))}: {missing}")
+                yield None
+        for key, child in found.values():
+            if prefix or jax.tree.leaves(child):
+                problems.append(f"{path_str((*path, key))}: {unexpected}")
+
+    return list(walk(tree, like, ())), problems
+
+
+def brief(value: Any) -> str:
+    """Describes an unexpected value in a few words."""
+    if isinstance(value, PartitionSpec):
+        return "a PartitionSpec"  # the name of the class depends on the JAX version
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def map_leaves(
+    function: Callable[[str, Any, Any], Any], tree: Any, entries: Sequence[Any], head: str
+) -> list[Any]:
+    """Returns `function(path, leaf, entry)` of each leaf; one error lists all those raised."""
+    results, problems = [], []
+    for (path, leaf), entry in zip(leaves_with_paths(tree), entries, strict=True):
+        try:
+            results.append(function(path, leaf, entry))
+        except (TypeError, AxesError) as error:
+            problems.append(f"{path}: {error}")
+    if problems:
+        raise AxesError("\n  ".join([head, *problems]))
+    return results

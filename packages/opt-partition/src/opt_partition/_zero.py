@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -92,29 +93,24 @@ def extend_over(
       >>> layout.notes
       ('odd: ZeRO: stays replicated over data=8: no dimension of (7,) is divisible',)
     """
-    layout = extended(specs, shapes, mesh, axes, min_bytes=min_bytes)
-    report_replicated([layout], axes, min_bytes=min_bytes, strict=strict)
+    layout = extended(Layout.from_specs(specs, shapes, mesh), axes, min_bytes)
+    report_replicated([layout], axes, min_bytes, strict=strict)
     return layout
 
 
-def extended(
-    specs: Any, shapes: Any, mesh: AnyMesh, axes: str | Sequence[str], *, min_bytes: int = 0
-) -> Layout:
-    """Returns the layout of `extend_over`, without a warning."""
-    names = _parse_axes(axes, mesh)
+def extended(layout: Layout, axes: str | Sequence[str], min_bytes: int) -> Layout:
+    """Returns a layout extended as by `extend_over`, without a warning."""
+    names = distinct_axes("axes", axes, layout.mesh)
     if min_bytes < 0:
         raise ValueError(f"`min_bytes` must be non-negative; got {min_bytes}")
-    base = Layout.from_specs(specs, shapes, mesh)
-    known: dict[Any, _Extension] = {}
+    place = functools.cache(functools.partial(_extend, mesh=layout.mesh, axes=names))
 
     def extend(leaf: LeafLayout) -> LeafLayout:
-        small = leaf.bytes < min_bytes
-        key = (leaf.spec, leaf.shape, leaf.bytes if small else None)
-        if key not in known:
-            known[key] = (
-                _below(leaf, min_bytes) if small else _extend(leaf.spec, leaf.shape, mesh, names)
-            )
-        to = known[key]
+        if leaf.bytes < min_bytes:
+            why = f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={min_bytes:,}"
+            to = _Extension(leaf.spec, leaf.shard_shape, (why,))
+        else:
+            to = place(leaf.spec, leaf.shape)
         return dataclasses.replace(
             leaf,
             spec=to.spec,
@@ -123,51 +119,48 @@ def extended(
             actions=tuple(dict.fromkeys((*leaf.actions, *to.actions))),
         )
 
-    return Layout(mesh, jax.tree.map(extend, base.leaves))
+    return Layout(layout.mesh, jax.tree.map(extend, layout.leaves))
 
 
 def report_replicated(
     layouts: Sequence[Layout],
     axes: str | Sequence[str],
+    min_bytes: int,
     *,
-    min_bytes: int = 0,
     strict: bool = False,
     beside: int = 0,
 ) -> None:
-    """Warns once of what `extended` layouts leave replicated, or raises; see `extend_over`.
-
-    `beside` is the number of bytes that a device holds besides `layouts`.
-    """
+    """Warns once of what `extended` layouts leave replicated, of these bytes and those `beside`."""
     mesh = layouts[0].mesh
-    names = [axis for axis in _parse_axes(axes, mesh) if axis not in manual_axes(mesh)]
+    names = [axis for axis in distinct_axes("axes", axes, mesh) if axis not in manual_axes(mesh)]
     where = f"ZeRO over {named_sizes(mesh, names)}"
     leaves = [leaf for layout in layouts for leaf in layout.rows]
     counted = [leaf for leaf in leaves if leaf.shape and leaf.bytes >= max(1, min_bytes)]
     if not names or not counted:
         return
+    error: type[Exception] = AxesError
     if math.prod(mesh.shape[axis] for axis in names) == 1:
         held = sum(leaf.bytes_per_device for leaf in counted)
         message = (
             f"{where} has no effect: {human_bytes(held)} stay on each device; name mesh axes with "
             "more than one device"
         )
-        if strict:
-            raise AxesError(message)
-        warnings.warn(message, ReplicatedWarning, stacklevel=3)
-        return
-    waste = ((leaf, _waste(leaf, names, mesh)) for leaf in counted)
-    worst = sorted((kept for kept in waste if kept[1]), key=lambda kept: -kept[1])
-    total = sum(count for _, count in worst)
-    if total <= _TOLERATED * (beside + sum(leaf.bytes_per_device for leaf in leaves)):
-        return
-    message = (
-        f"{where} leaves {len(worst)} of {len(leaves)} leaves replicated, {human_bytes(total)} per "
-        f"device beyond an equal share, as no dimension of their shards is divisible: "
-        f"{', '.join(f'{leaf.path} {leaf.shard_shape}' for leaf, _ in worst[:3])}"
-        f"{', ...' * (len(worst) > 3)}; pad these dimensions or name other mesh axes"
-    )
+    else:
+        error = IndivisibleError
+        waste = ((leaf, _waste(leaf, names, mesh)) for leaf in counted)
+        worst = sorted((kept for kept in waste if kept[1]), key=lambda kept: -kept[1])
+        total = sum(count for _, count in worst)
+        if total <= _TOLERATED * (beside + sum(leaf.bytes_per_device for leaf in leaves)):
+            return
+        message = (
+            f"{where} leaves {len(worst)} of {len(leaves)} leaves replicated, "
+            f"{human_bytes(total)} per device beyond an equal share, as no dimension of their "
+            f"shards is divisible: "
+            f"{', '.join(f'{leaf.path} {leaf.shard_shape}' for leaf, _ in worst[:3])}"
+            f"{', ...' * (len(worst) > 3)}; pad these dimensions or name other mesh axes"
+        )
     if strict:
-        raise IndivisibleError(message)
+        raise error(message)
     warnings.warn(message, ReplicatedWarning, stacklevel=3)
 
 
@@ -188,24 +181,15 @@ class _Extension(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _parse_axes(axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
+def distinct_axes(argument: str, axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
     """Returns the mesh axes to shard over; checks that they are distinct axes of `mesh`."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    absent = [axis for axis in names if axis not in mesh.shape]
-    if absent:
+    if not names or not mesh.shape.keys() >= {*names} or len({*names}) < len(names):
         raise AxesError(
-            f"`axes` contains {', '.join(map(repr, absent))}, which is not in `mesh`: it has "
-            f"{named_sizes(mesh, mesh.axis_names)}"
+            f"`{argument}` must be distinct mesh axes: the mesh has "
+            f"{named_sizes(mesh, mesh.axis_names)}; found {axes!r}"
         )
-    if not names or len(set(names)) < len(names):
-        raise AxesError(f"`axes` must be one or more distinct mesh axes; got {axes!r}")
     return names
-
-
-def _below(leaf: LeafLayout, min_bytes: int) -> _Extension:
-    """Returns a small leaf unchanged, with an action that says why."""
-    action = f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={min_bytes:,}"
-    return _Extension(leaf.spec, leaf.shard_shape, (action,))
 
 
 def _extend(

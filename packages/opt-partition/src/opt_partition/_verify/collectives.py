@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, with their devices, counts and bytes."""
+"""The arrays that the collectives of a program move: devices, counts, bytes, sources and ends."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opt_partition._verify.flow import trip_count
+from opt_partition._verify.flow import Deps, Flow, Part, Where, trace
 from opt_partition._verify.hlo import (
     Array,
     Computation,
     Instruction,
     Module,
-    callees,
     flat_types,
-    is_collective,
-    may_call,
 )
+from opt_partition._verify.leaves import Leaf, Role
 
 Groups = tuple[tuple[int, ...], ...]
-Enclosing = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,89 +68,53 @@ class Collective:
         """Bytes sent by one device per step."""
         return self.bytes * self.count
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Site:
-    """An array that a collective communicates, and where this is."""
-
-    row: Collective
-    part: tuple[str, int]  # the name of its instruction, and the index of the array in it
-    loops: Enclosing  # the enclosing `while`s, outermost first, with their trip counts
-    branches: Enclosing  # the enclosing `conditional`s, with the index of the branch
+    @property
+    def array(self) -> str:
+        """The dtype and the shapes before and after, e.g. `f32 [32,512] → [256,512]`."""
+        shapes = dict.fromkeys((self.operand_shape, self.shape))
+        texts = (f"[{','.join(map(str, shape))}]" for shape in shapes)
+        return f"{self.dtype} {' → '.join(texts)}"
 
 
-def sites(module: Module, mesh_shape: Mapping[str, int] | None = None) -> list[Site]:
+def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """Returns every array communicated by a collective of a program, in program order.
 
     The axes of collectives are named after those of `mesh_shape`, a mesh's axes with their sizes.
     """
-    every: list[Site] = []
-    seen: set[tuple[str, str]] = set()
-
-    def visit(name: str, loops: Enclosing, branches: Enclosing, counted: bool) -> None:
-        computation = module.computations[name]
-        for instruction in computation.instructions.values():
-            opcode = instruction.opcode
-            if opcode == "while":
-                trips = trip_count(module, computation, instruction)
-                inside = (*loops, (instruction.name, trips or 1))
-                for callee in callees(instruction):
-                    visit(callee, inside, branches, counted and bool(trips))
-            elif opcode == "conditional":
-                for n, callee in enumerate(callees(instruction)):
-                    visit(callee, loops, (*branches, (instruction.name, n)), counted)
-            elif may_call(opcode):
-                for callee in callees(instruction):
-                    visit(callee, loops, branches, counted)
-            elif is_collective(opcode) and _is_first(instruction, seen):
-                rows = _rows(module, computation, instruction, mesh_shape, loops, branches, counted)
-                for n, row in enumerate(rows):
-                    every.append(Site(row, (instruction.name, n), loops, branches))
-
-    visit(module.entry, (), (), True)
-    return every
-
-
-def collectives(module: Module, mesh_shape: Mapping[str, int] | None = None) -> list[Collective]:
-    """Returns the `Collective`s of `sites`."""
-    return [site.row for site in sites(module, mesh_shape)]
+    return [row for row, _, _ in _rows(module, trace(module), mesh_shape)]
 
 
 def _rows(
-    module: Module,
-    computation: Computation,
-    instruction: Instruction,
-    mesh_shape: Mapping[str, int] | None,
-    loops: Enclosing,
-    branches: Enclosing,
-    counted: bool,
-) -> list[Collective]:
-    """Returns a row for each array that a collective communicates."""
-    kind, parts = _parts(computation, instruction)
-    permutes = instruction.attribute("source_target_pairs") is not None
-    groups = None if permutes else parse_groups(instruction.attributes)
-    groups = groups or (tuple(range(module.num_partitions)),)
-    operands = [computation.instructions[name] for name in instruction.operands]
-    return [
-        Collective(
-            name=f"{instruction.name}.{n}" if len(parts) > 1 else instruction.name,
-            kind=kind,
-            dtype=result.dtype,
-            operand_shape=operand.shape,
-            shape=result.shape,
-            group_size=len(groups[0]),
-            axes=None if kind == "collective-permute" else axes_of(groups, mesh_shape or {}),
-            count=math.prod(trips for _, trips in loops),
-            per_iteration=not counted,
-            conditional=bool(branches),
-            bytes=bytes_sent(kind, operand.bytes, result.bytes, len(groups[0])),
-            op_name=instruction.op_name or operands[n].op_name,
-        )
-        for n, (operand, result) in enumerate(parts)
-    ]
+    module: Module, flow: Flow, mesh_shape: Mapping[str, int]
+) -> Iterator[tuple[Collective, Part, Where]]:
+    seen: set[tuple[str, str]] = set()
+    for (name, where), (computation, instruction) in flow.sites.items():
+        if not _is_first(instruction, seen):
+            continue
+        kind, parts = _parts(computation, instruction)
+        permutes = instruction.attribute("source_target_pairs") is not None
+        groups = None if permutes else parse_groups(instruction.attributes)
+        groups = groups or (tuple(range(module.num_partitions)),)
+        for n, (operand, result) in enumerate(parts):
+            source = computation.instructions[instruction.operands[n]]
+            row = Collective(
+                name=f"{name}.{n}" if len(parts) > 1 else name,
+                kind=kind,
+                dtype=result.dtype,
+                operand_shape=operand.shape,
+                shape=result.shape,
+                group_size=len(groups[0]),
+                axes=None if kind == "collective-permute" else axes_of(groups, mesh_shape),
+                count=math.prod(trips for _, trips in where.loops),
+                per_iteration=not where.counted,
+                conditional=bool(where.branches),
+                bytes=_bytes_sent(kind, operand.bytes, result.bytes, len(groups[0])),
+                op_name=instruction.op_name or source.op_name,
+            )
+            yield row, (name, n), where
 
 
-def bytes_sent(kind: str, operand: int, result: int, group_size: int) -> int:
+def _bytes_sent(kind: str, operand: int, result: int, group_size: int) -> int:
     """Returns the bytes sent by one device of a group, assuming a ring algorithm."""
     if kind in ("collective-permute", "collective-broadcast"):
         return operand
@@ -167,11 +129,7 @@ def _parts(
     kind = instruction.opcode.removesuffix("-start")
     done = computation.done(instruction) if instruction.opcode != kind else instruction
     results = list(flat_types(done.type))
-    operands = [
-        array
-        for name in instruction.operands
-        for array in flat_types(computation.instructions[name].type)
-    ]
+    operands = [computation.instructions[name].array for name in instruction.operands]
     root = computation.instructions[computation.root]
     if kind == "all-reduce" and _is_scatter_fusion(computation, instruction):
         return "reduce-scatter", tuple(zip(operands, flat_types(root.type), strict=True))
@@ -193,10 +151,7 @@ def _is_scatter_fusion(computation: Computation, instruction: Instruction) -> bo
 
 
 def _is_first(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
-    """Whether an instruction has not been counted yet.
-
-    On TPUs, a collective is repeated with the same channel in each fusion it is overlapped with.
-    """
+    """Whether an instruction has not been counted yet; TPUs repeat it in fusions that overlap."""
     if "async_collective_fusion_config" not in instruction.attributes:
         return True
     kind = instruction.opcode.removesuffix("-start")
@@ -273,3 +228,123 @@ _IOTA_GROUPS = re.compile(
     r"replica_groups=\[(?P<shape>[\d,]*)\]<=\[(?P<dims>[\d,]*)\](?:T\((?P<order>[\d,]*)\))?"
 )
 _LISTED_GROUPS = re.compile(r"replica_groups=\{(?P<groups>\{[\d,{} ]*\})\}")
+
+
+# The other collectives bring values to a device unchanged.
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moved:
+    """An array that a collective communicates, with its sources and destinations."""
+
+    row: Collective
+    where: Where
+    number: int  # among all such arrays
+    count: int  # executions per training step; a program may run several steps in a loop
+    step_loops: tuple[str, ...]
+    # The sharded state that it depends on; only elementwise dependencies if there are any.
+    state: tuple[Leaf, ...]
+    directly: bool  # whether it is computed from `state` elementwise
+    placed: bool  # whether a sum over devices gathers elements of `state`
+    alone: bool  # whether it depends on state only
+    from_inputs: bool  # whether it depends on arguments that are neither parameters nor state
+    follows: tuple[int, ...]  # numbers of the arrays that it is computed from elementwise
+    reaches: tuple[Leaf, ...]  # results that are computed from it elementwise
+    adds_to: tuple[Leaf, ...]  # results computed from it elementwise or by a reduction
+
+    @property
+    def size(self) -> int:
+        """Number of elements on a device afterwards."""
+        return math.prod(self.row.shape)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that a device receives per training step."""
+        return self.size * self.count
+
+    @property
+    def operand_elements(self) -> int:
+        """Number of elements that a device contributes per training step, without zeros."""
+        size = math.prod(self.row.operand_shape) * self.count
+        return size if self.is_move else size // self.row.group_size
+
+    @property
+    def is_move(self) -> bool:
+        """Whether it brings values to a device unchanged, and does not reduce them."""
+        return self.row.kind not in _REDUCTIONS
+
+    def __str__(self) -> str:
+        over = f" over {'+'.join(self.row.axes)}" if self.row.axes else ""
+        times = f", {self.row.count} times per step" if self.row.count > 1 else ""
+        times = ", in each iteration of a loop" if self.row.per_iteration else times
+        shape = ",".join(map(str, self.row.shape))
+        return f"`{self.row.name}` to {self.row.dtype}[{shape}]{over}{times}"
+
+
+_ROLE_BITS: Mapping[Role, int] = {"params": 0, "other": 1, "state": 2}
+_FIRST_LEAF = 3
+
+
+def moved_arrays(
+    module: Module, inputs: Sequence[Leaf], outputs: Sequence[Leaf], mesh: Mapping[str, int]
+) -> list[Moved] | None:
+    """Returns every array communicated; `None` if arguments and program do not match."""
+    used = [leaf for leaf in inputs if leaf.found is not None]
+    if len(used) != module.num_parameters:
+        return None
+    state = [leaf for leaf in used if leaf.role == "state" and leaf.shard_size < leaf.size]
+    numbers = {id(leaf): n for n, leaf in enumerate(state, _FIRST_LEAF)}
+    first_tag = _FIRST_LEAF + len(state)
+    all_state = (1 << first_tag) - (1 << _FIRST_LEAF)
+    seeds = [Deps.of(numbers.get(id(leaf), _ROLE_BITS[leaf.role])) for leaf in used]
+    flow = trace(module, seeds, first_tag, (1 << _ROLE_BITS["params"], all_state))
+    reaches: defaultdict[int, list[Leaf]] = defaultdict(list)
+    adds_to: defaultdict[int, list[Leaf]] = defaultdict(list)
+    for leaf, deps in zip(outputs, flow.outputs, strict=True):
+        for n in _bits(deps.direct >> first_tag):
+            reaches[n].append(leaf)
+        for n in _bits((deps.direct | deps.reduced) >> first_tag):
+            adds_to[n].append(leaf)
+
+    @functools.cache
+    def leaves(bits: int) -> tuple[Leaf, ...]:
+        return tuple(state[n] for n in _bits(bits >> _FIRST_LEAF))
+
+    moved = []
+    for row, part, where in _rows(module, flow, mesh):
+        deps, n = flow.moved[part], flow.tags[part] - first_tag
+        step_loops = dict(loop for loop in where.loops if loop[0] in flow.step_loops)
+        direct, placed = deps.direct & all_state, deps.placed & all_state
+        if not direct and row.kind in _REDUCTIONS:
+            direct = placed
+        depends = leaves(direct or deps.any & all_state)
+        sources = [leaf.path for leaf in depends]
+        sources += ["params"] * (deps.any >> _ROLE_BITS["params"] & 1)
+        sources += ["inputs"] * (deps.any >> _ROLE_BITS["other"] & 1)
+        moved.append(
+            Moved(
+                row=dataclasses.replace(row, sources=tuple(sources)),
+                where=where,
+                number=n,
+                count=row.count // math.prod(step_loops.values()),
+                step_loops=tuple(step_loops),
+                state=depends,
+                directly=bool(direct),
+                placed=bool(placed),
+                alone=len(sources) == len(depends),
+                from_inputs=bool(deps.any >> _ROLE_BITS["other"] & 1),
+                follows=tuple(_bits(deps.direct >> first_tag)) if depends else (),
+                reaches=tuple(reaches[n]),
+                adds_to=tuple(adds_to[n]),
+            )
+        )
+    return moved
+
+
+def _bits(number: int) -> Iterator[int]:
+    """Yields the positions of the set bits of a number."""
+    while number:
+        low = number & -number
+        yield low.bit_length() - 1
+        number ^= low

@@ -1,7 +1,6 @@
 """Dataflow analysis: what every value of a compiled program depends on.
 
-Each input has a bit. A value's bits are carried through every instruction, into fusions, branches
-and loops (until they settle), in four sets that say how the value depends on the input; see `Deps`.
+Each input has a bit, which is carried into fusions, branches and loops; `Deps` has four sets.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from opt_partition._verify.hlo import (
     Array,
@@ -56,49 +55,60 @@ _NOTHING = Deps()
 
 # A single `Deps` may stand for a tuple whose elements are all alike.
 Value = Deps | tuple["Value", ...]
-Part = tuple[str, int]
+Part = tuple[str, int]  # the name of a collective, and the number of one of its operands
 
 
-@dataclasses.dataclass(frozen=True)
+class Where(NamedTuple):
+    """Where an instruction is in a program."""
+
+    loops: tuple[tuple[str, int], ...] = ()  # the enclosing `while`s and their trip counts
+    branches: tuple[tuple[str, int], ...] = ()  # the enclosing `conditional`s and branch numbers
+    counted: bool = True  # whether all trip counts are known; an unknown one is 1
+
+
+@dataclasses.dataclass
 class Flow:
     """The dependencies of the values of a program."""
 
-    outputs: tuple[Deps, ...]  # of each array of the result
-    moved: Mapping[Part, Deps]  # of each operand of a collective
-    step_loops: frozenset[str] = frozenset()  # `while`s whose iterations are whole training steps
+    outputs: list[Deps] = dataclasses.field(default_factory=list)  # of each array of the result
+    # The collectives in program order, and where they are.
+    sites: dict[tuple[str, Where], tuple[Computation, Instruction]] = dataclasses.field(
+        default_factory=dict
+    )
+    moved: dict[Part, Deps] = dataclasses.field(default_factory=dict)  # operands of collectives
+    tags: dict[Part, int] = dataclasses.field(default_factory=dict)  # of their results
+    step_loops: set[str] = dataclasses.field(default_factory=set)  # `while`s over whole steps
 
 
 def trace(
     module: Module,
-    inputs: Sequence[Deps],
-    tags: Mapping[Part, int],
+    inputs: Sequence[Deps] = (),
+    first_tag: int | None = None,
     stepped: tuple[int, ...] = (),
 ) -> Flow:
     """Propagates the dependencies of the entry's parameters, `inputs`, through a program.
 
     A loop carry that is initialised with a single input counts as that input throughout the loop:
-    parameters carried through several steps remain parameters. `tags` are added to the results of
-    collectives. An iteration of a loop must update some of each bit set of `stepped` (parameters,
-    state) to count as a training step; a loop over layers may update only one of them, masked.
+    parameters carried through several steps remain parameters. The results of collectives get a bit
+    each, from `first_tag`. An iteration of a loop must update some of each bit set of `stepped`
+    (parameters, state) to count as a training step; a loop over layers may update only one of them,
+    masked.
     """
-    interpreter = _Interpreter(module, tags, stepped)
+    interpreter = _Interpreter(module, first_tag, stepped)
     entry = module.computations[module.entry]
-    result = interpreter.run(entry, list(inputs))
-    outputs = tuple(_flatten(result, entry.instructions[entry.root].type))
-    return Flow(outputs, interpreter.moved, frozenset(interpreter.step_loops))
+    result = interpreter.run(entry, inputs, Where())
+    interpreter.flow.outputs = _flatten(result, entry.instructions[entry.root].type)
+    return interpreter.flow
 
 
 class _Interpreter:
-    """Interprets computations on `Value`s, and records the operands of collectives."""
+    """Interprets computations on `Value`s, and records the collectives."""
 
-    def __init__(self, module: Module, tags: Mapping[Part, int], stepped: tuple[int, ...]) -> None:
-        self.module = module
-        self.tags = tags
-        self.stepped = stepped
-        self.moved: dict[Part, Deps] = {}
-        self.step_loops: set[str] = set()
+    def __init__(self, module: Module, first_tag: int | None, stepped: tuple[int, ...]) -> None:
+        self.module, self.first_tag, self.stepped = module, first_tag, stepped
+        self.flow = Flow()
 
-    def run(self, computation: Computation, arguments: Sequence[Value]) -> Value:
+    def run(self, computation: Computation, arguments: Sequence[Value], where: Where) -> Value:
         values: dict[str, Value] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode == "parameter":
@@ -107,14 +117,18 @@ class _Interpreter:
                 value = arguments[number] if number < len(arguments) else Deps()
             else:
                 operands = [values[name] for name in instruction.operands]
-                value = self.step(computation, instruction, operands)
+                value = self.step(computation, instruction, operands, where)
             values[instruction.name] = value
         return values[computation.root]
 
     def step(
-        self, computation: Computation, instruction: Instruction, operands: list[Value]
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        operands: list[Value],
+        where: Where,
     ) -> Value:
-        opcode = instruction.opcode
+        opcode, name = instruction.opcode, instruction.name
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
@@ -127,27 +141,35 @@ class _Interpreter:
         if how == "elementwise":
             return _union(operands)
         if how == "collective":
+            self.flow.sites.setdefault((name, where), (computation, instruction))
             return self.collective(instruction, operands)
         called = callees(instruction)
         if called and opcode == "while":
             [condition, body], [start] = called, operands
             if self.carries_steps(body, start):
-                self.step_loops.add(instruction.name)
-            return self.loop(condition, body, start)
+                self.flow.step_loops.add(name)
+            trips = trip_count(self.module, computation, instruction)
+            loops = (*where.loops, (name, trips or 1))
+            inside = Where(loops, where.branches, where.counted and bool(trips))
+            return self.loop(condition, body, start, inside)
         if called and opcode == "conditional":
-            return _join(*(self.call(n, [v]) for n, v in zip(called, operands[1:], strict=True)))
+            results = []
+            for n, (branch, value) in enumerate(zip(called, operands[1:], strict=True)):
+                inside = where._replace(branches=(*where.branches, (name, n)))
+                results.append(self.call(branch, [value], inside))
+            return _join(*results)
         if called:
-            return _join(*(self.call(name, operands) for name in called))
+            return _join(*(self.call(callee, operands, where) for callee in called))
         return _otherwise(instruction, [_merge(value) for value in operands])
 
-    def call(self, name: str, arguments: Sequence[Value]) -> Value:
-        return self.run(self.module.computations[name], arguments)
+    def call(self, name: str, arguments: Sequence[Value], where: Where) -> Value:
+        return self.run(self.module.computations[name], arguments, where)
 
-    def loop(self, condition: str, body: str, start: Value) -> Value:
+    def loop(self, condition: str, body: str, start: Value, where: Where) -> Value:
         carry = start
         while True:
-            self.call(condition, [carry])
-            result = _join(carry, self.call(body, [carry]))
+            self.call(condition, [carry], where)
+            result = _join(carry, self.call(body, [carry], where))
             settled = _keep_inputs(start, result)
             if settled == carry:
                 return result
@@ -169,8 +191,11 @@ class _Interpreter:
         results: list[Deps] = []
         for n, value in enumerate(operands):
             part, deps = (instruction.name, n), _merge(value)
-            self.moved[part] = self.moved.get(part, Deps()) | deps
-            results.append(deps | Deps.of(self.tags[part]) if part in self.tags else deps)
+            self.flow.moved[part] = self.flow.moved.get(part, _NOTHING) | deps
+            if self.first_tag is not None:
+                tag = self.flow.tags.setdefault(part, self.first_tag + len(self.flow.tags))
+                deps |= Deps.of(tag)
+            results.append(deps)
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -194,16 +219,15 @@ def _otherwise(instruction: Instruction, operands: list[Deps]) -> Deps:
     if opcode == "custom-call":
         return whole if _MOVES.search(instruction.attributes) else Deps(whole.any)
     if opcode in _PLACES:
-        kept, put = (_union(operands[part]) for part in _PLACES[opcode])
+        parts = _PLACES[opcode]
+        if opcode == "scatter":  # targets, indices, updates
+            count = (len(operands) - 1) // 2
+            parts = slice(0, count), slice(count + 1, None)
+        kept, put = (_union(operands[part]) for part in parts)
+        # What is scattered may be added up, and is then no element.
+        direct = kept.direct | (0 if opcode == "scatter" else put.direct)
         placed = kept.placed | put.direct | put.placed
-        return Deps(whole.any, kept.direct | put.direct, placed, kept.reduced | put.reduced)
-    if opcode == "scatter":
-        # Operands are targets, indices and updates. Updates may be accumulated, so they are not
-        # direct.
-        count = (len(operands) - 1) // 2
-        kept, put = _union(operands[:count]), _union(operands[count + 1 :])
-        placed = kept.placed | put.direct | put.placed
-        return Deps(whole.any, kept.direct, placed, kept.reduced | put.reduced)
+        return Deps(whole.any, direct, placed, kept.reduced | put.reduced)
     if opcode in _PICKS:
         # What is repeated is a statistic, such as a norm: it is no longer a sum of some elements.
         reduced = 0 if opcode == "broadcast" else operands[0].reduced
@@ -292,16 +316,13 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def rewritten_places(module: Module, body: str) -> list[int]:
-    """Returns the indices of a loop carry that each iteration replaces as a whole.
-
-    Excludes those that are unchanged, like the inputs of a scan, and those that are written slice
-    by slice, like the stacked outputs of a scan.
-    """
+    """Returns the indices of a loop carry that each iteration replaces as a whole."""
     computation = module.computations[body]
     root = computation.instructions[computation.root]
     if root.opcode != "tuple":
         return []
     origins = (_origin(module, computation, name) for name in root.operands)
+    # Inputs of a scan are unchanged, and its stacked outputs are written slice by slice.
     kept = ("get-tuple-element", "parameter", "dynamic-update-slice")
     return [n for n, origin in enumerate(origins) if origin.opcode not in kept]
 
@@ -384,9 +405,10 @@ _PICKS = frozenset({"broadcast", "gather", "sort"})
 _PLACES = {
     "dynamic-update-slice": (slice(0, 1), slice(1, 2)),
     "pad": (slice(1, 2), slice(0, 1)),
+    "scatter": (slice(0, 1), slice(2, 3)),
     "select": (slice(0, 0), slice(1, 3)),
 }
-_OTHERWISE = _MIXES | _REDUCES | _PICKS | {"custom-call", "dynamic-slice", "scatter", *_PLACES}
+_OTHERWISE = _MIXES | _REDUCES | _PICKS | {"custom-call", "dynamic-slice", *_PLACES}
 # Custom calls on TPUs and GPUs that move values unchanged.
 _MOVES = re.compile(
     r'custom_call_target="(ConcatBitcast|AsyncCollectiveStart|AsyncCollectiveDone|MoveTo\w+)"'

@@ -1,33 +1,66 @@
-"""Verdicts on the collectives of a step: state that is communicated, gradients summed in full.
-
-State alone: it is an error if a device receives its shard of a leaf, or more. State mixed with
-parameters or gradients: it is an error if a device receives more than the shards of the parameters
-that it belongs to, as then moments travel, or what was gathered is sliced and gathered again.
-"""
+"""Verdicts on the collectives of a step: state that is communicated, gradients summed in full."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from opt_partition._specs import itemsize
-from opt_partition._verify.collectives import Collective, collectives
+from opt_partition._verify.collectives import Collective, Moved, collectives, moved_arrays
 from opt_partition._verify.hlo import Module
 from opt_partition._verify.leaves import Leaf, Owners, mesh_shape
-from opt_partition._verify.moved import Moved, moved_arrays
-from opt_partition._verify.report import Finding, Severity, Unjudged
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
 StateGathers = Literal["error", "any"]
+Severity = Literal["error", "warning", "note"]
 
 # XLA for TPUs all-reduces anything smaller, whatever the program says, since it takes fewer rounds.
 # Measured on v5e with libtpu 0.0.42: 16 KiB were all-reduced, 64 KiB were not.
 _SMALL = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A problem, or something that could not be checked.
+
+    Attributes:
+      kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
+        `'ownership'`, `'keyword argument'` or `'not traced'`.
+      severity: `verify` raises for an `'error'`.
+      path: path of the leaf concerned, if any.
+      message: the leaf, what was expected, and what was found.
+    """
+
+    kind: str
+    severity: Severity
+    path: str | None
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.kind}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unjudged:
+    """A collective that communicates values derived from state and could not be judged.
+
+    Attributes:
+      collective: the collective.
+      reason: why it could not be judged.
+    """
+
+    collective: Collective
+    reason: str
+
+    def __str__(self) -> str:
+        row = self.collective
+        return f"{row.name}: {row.kind} of {row.array}, {listed(row.sources)}: {self.reason}"
 
 
 class Judged(NamedTuple):
@@ -54,7 +87,7 @@ def judge_collectives(
         rows = tuple(collectives(module, mesh))
         unjudged = tuple(Unjudged(row, "its origin is unknown") for row in rows)
         return Judged(rows, (_UNTRACED,), unjudged)
-    state = _StateMoves(moved, inputs, "error" if state_gathers == "error" else "note")
+    state = _StateMoves(moved, inputs, mesh, "error" if state_gathers == "error" else "note")
     findings = (
         *state.findings(),
         *_gradient_findings(moved, mesh, *_gradient_severities(gradients, platform)),
@@ -74,37 +107,37 @@ _UNTRACED = Finding(
 class _StateMoves:
     """The communication of state in a step, assigned to leaves or parameters."""
 
-    def __init__(self, moved: Sequence[Moved], inputs: Sequence[Leaf], severity: Severity) -> None:
+    def __init__(
+        self,
+        moved: Sequence[Moved],
+        inputs: Sequence[Leaf],
+        mesh: Mapping[str, int],
+        severity: Severity,
+    ) -> None:
         owners = Owners([leaf for leaf in inputs if leaf.role == "params"])
-        self.owner: Callable[[Leaf], Leaf | None] = functools.cache(owners.of)
-        self.severity = severity
+        self._owner: Callable[[Leaf], Leaf | None] = functools.cache(owners.of)
+        self._mesh, self._severity = mesh, severity
         # Arrays that depend on state only, with the elements of each leaf that they communicate.
-        self.of_leaves: defaultdict[Leaf, dict[Moved, int]] = defaultdict(dict)
+        self._of_leaves: defaultdict[Leaf, dict[Moved, int]] = defaultdict(dict)
         # Those mixed with parameters or gradients, with the parameters whose budget they share.
-        self.of_params: dict[Moved, tuple[Leaf, ...]] = {}
-        self.reductions: list[Moved] = []  # those reduced over devices into the leaf itself
+        self._of_params: dict[Moved, tuple[Leaf, ...]] = {}
+        self._reductions: list[Moved] = []  # those reduced over devices into the leaf itself
         self.unjudged: list[Unjudged] = []
-        self._owners = functools.cache(self._owners_of)
         for array in moved:
             if array.state and array.size > 1 and array.row.group_size > 1:
                 self._sort(array)
 
     def findings(self) -> Iterator[Finding]:
         """Yields findings on state, or values derived from it, that is communicated too often."""
-        for leaf, shares in self.of_leaves.items():
+        for leaf, shares in self._of_leaves.items():
             yield from self._judge_leaf(leaf, shares)
-        for arrays, params in _sharing(self.of_params):
+        for arrays, params in _sharing(self._of_params):
             yield from self._judge_updates(arrays, params)
 
     def _is_factor(self, leaf: Leaf) -> bool:
         """Whether a leaf is smaller than its parameter, e.g. the rows of a factored moment."""
-        owner = self.owner(leaf)
+        owner = self._owner(leaf)
         return owner is not None and leaf.size < owner.size
-
-    def _owners_of(self, leaves: tuple[Leaf, ...], but_factors: bool) -> tuple[Leaf, ...]:
-        """Returns the parameters of leaves."""
-        kept = (leaf for leaf in leaves if not (but_factors and self._is_factor(leaf)))
-        return tuple(dict.fromkeys(p for p in map(self.owner, kept) if p is not None))
 
     def _sort(self, array: Moved) -> None:
         if not array.is_move and not self._is_gather(array):
@@ -112,44 +145,34 @@ class _StateMoves:
         if array.directly and (array.alone or all(map(self._is_factor, array.state))):
             self._count(array, array.state)
             return
-        params = self._owners(array.state, array.directly)
-        if not array.directly:
-            params = tuple(p for p in params if p.shard_size == array.elements)
+        owners = dict.fromkeys(filter(None, map(self._owner, array.state)))
+        params = tuple(p for p in owners if array.directly or p.shard_size == array.elements)
         if params:
-            self.of_params[array] = params
+            self._of_params[array] = params
         elif array.is_move:
             self._pass(array, _NO_OWNER if array.directly else _NO_SIZE)
 
     def _is_gather(self, reduce: Moved) -> bool:
-        """Whether a reduction over devices is a gather of state; sorts it otherwise.
-
-        Elements of different shards that are reduced into each other are no longer that state, so
-        this is right only for what a device has reduced before: norms, means and factors.
-        """
+        """Whether a reduction over devices is a gather of state; sorts it otherwise."""
+        # Elements of different shards that are reduced into each other are no longer that state;
+        # norms, means and factors a device has reduced before.
         ends = [leaf for leaf in reduce.reaches if leaf.role == "state"]
-        if reduce.directly:
-            names = {leaf.name for leaf in ends}
-            into = tuple(leaf for leaf in reduce.state if leaf.name in names)
-            if into and (reduce.alone or any(_is_divided(leaf, reduce) for leaf in into)):
-                self._count(reduce, into)
-                self.reductions.append(reduce)
-                return False
-            if not into and self._gathers(reduce):
-                return True
-            self._pass(reduce, _REPLICAS if into else _ELSEWHERE)
-        elif any(reduce.elements >= leaf.shard_size for leaf in ends if not self._is_factor(leaf)):
-            self._pass(reduce, _SUMS if reduce.reduced else _PRODUCTS)
-        return False
-
-    def _gathers(self, reduce: Moved) -> bool:
-        """Whether a sum over devices is a gather of shards, each padded with zeros."""
-        if reduce.placed:
+        if not reduce.directly:
+            if any(
+                reduce.elements >= leaf.shard_size and not self._is_factor(leaf) for leaf in ends
+            ):
+                self._pass(reduce, _COMPUTED)
+            return False
+        names = {leaf.name for leaf in ends}
+        into = tuple(leaf for leaf in reduce.state if leaf.name in names)
+        if into and (reduce.alone or any(_ways(reduce, leaf, self._mesh) > 1 for leaf in into)):
+            self._count(reduce, into)
+            self._reductions.append(reduce)
+            return False
+        if not into and reduce.placed:
             return True
-        # The number of elements of each leaf that a gather would bring to a device.
-        owned = ((leaf, self.owner(leaf)) for leaf in reduce.state)
-        limits = [min(leaf.size, owner.shard_size) if owner else leaf.size for leaf, owner in owned]
-        held = sum(leaf.shard_size for leaf in reduce.state)
-        return reduce.alone and reduce.elements > held and reduce.elements in (*limits, sum(limits))
+        self._pass(reduce, _REPLICAS if into else _ELSEWHERE)
+        return False
 
     def _count(self, array: Moved, leaves: Sequence[Leaf]) -> None:
         """Adds an array to the sums of leaves, with the number of elements of each."""
@@ -157,27 +180,23 @@ class _StateMoves:
         together = array.operand_elements > max(shards)
         for leaf, shard in zip(leaves, shards, strict=True):
             share = array.elements * shard // sum(shards) if together else array.elements
-            self.of_leaves[leaf][array] = share
+            self._of_leaves[leaf][array] = share
 
     def _pass(self, array: Moved, reason: str) -> None:
         self.unjudged.append(Unjudged(array.row, reason))
 
     def _judge_leaf(self, leaf: Leaf, shares: Mapping[Moved, int]) -> Iterator[Finding]:
-        """Judges a leaf that is communicated by itself.
-
-        It is an error from the size of its shard; for a factor, above the size of its parameter.
-        """
-        total = _most_at_once(shares, shares.__getitem__)
-        owner = self.owner(leaf)
+        """Judges a leaf that is communicated by itself: its shard is too much, or its parameter."""
+        total = _most_at_once(shares)
+        owner = self._owner(leaf)
         factor = owner is not None and leaf.size < owner.size
         excused = total <= owner.size if owner and factor else total < leaf.shard_size
-        reduced = [array for array in shares if array in self.reductions]
+        reduced = [array for array in shares if array in self._reductions]
         if excused:
             for array in shares:
                 if array.row.per_iteration and not factor:
                     self._pass(array, _NO_COUNT)
-            for array in reduced:
-                if not array.row.per_iteration:
+                elif array in reduced:
                     self._pass(array, _PART)
             if not any(array.alone for array in shares):
                 return
@@ -187,18 +206,16 @@ class _StateMoves:
             excused,
             f"{leaf.path} is {what}: a device receives {total:,} elements per step of "
             f"a leaf of {leaf.size:,}, of which it holds {leaf.shard_size:,}, by "
-            f"{_listed(list(shares))}",
+            f"{listed(list(shares))}",
         )
 
     def _judge_updates(self, arrays: Sequence[Moved], params: Sequence[Leaf]) -> Iterator[Finding]:
         """Judges values derived from state of `params`: only the update may be moved, and once."""
-        regions: defaultdict[tuple[str, ...], list[Moved]] = defaultdict(list)
+        regions: defaultdict[tuple[str, ...], dict[Moved, int]] = defaultdict(dict)
         for array in _without_stages(arrays):
-            regions[array.step_loops].append(array)
-        total, kept = max(
-            ((_most_at_once(inside, lambda m: m.elements), inside) for inside in regions.values()),
-            key=operator.itemgetter(0),
-        )
+            regions[array.step_loops][array] = array.elements
+        kept = max(regions.values(), key=_most_at_once)
+        total = _most_at_once(kept)
         leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
         direct = all(m.directly for m in arrays)
         budget = sum(p.shard_size for p in params if not (direct and self._is_alike(p, leaves)))
@@ -212,9 +229,9 @@ class _StateMoves:
         yield self._finding(
             named[0],
             total - budget < enough,
-            f"values derived from {_listed([leaf.path for leaf in named])} are communicated too "
+            f"values derived from {listed([leaf.path for leaf in named])} are communicated too "
             f"often: a device receives {total:,} elements per step, where {budget:,} of the new "
-            f"parameter or its update would suffice, by {_listed(kept)}",
+            f"parameter or its update would suffice, by {listed(list(kept))}",
         )
 
     def _is_alike(self, param: Leaf, leaves: Sequence[Leaf]) -> bool:
@@ -222,14 +239,12 @@ class _StateMoves:
         return all(
             leaf.shape == param.shape and leaf.mesh_axes == param.mesh_axes
             for leaf in leaves
-            if self.owner(leaf) is param
+            if self._owner(leaf) is param
         )
 
     def _finding(self, leaf: Leaf, excused: bool, said: str) -> Finding:
-        severity: Severity = "note" if excused else self.severity
-        if severity == "error":
-            said += _WHOLE_MUON if leaf.muon else _WHOLE
-        return Finding("state gather", severity, leaf.path, said)
+        severity: Severity = "note" if excused else self._severity
+        return Finding("state gather", severity, leaf.path, said + _WHOLE * (severity == "error"))
 
 
 def _sharing(
@@ -250,11 +265,9 @@ def _sharing(
 
 
 def _without_stages(arrays: Sequence[Moved]) -> list[Moved]:
-    """Keeps only the largest of several stages that bring an update to its parameter.
-
-    XLA gathers over one mesh axis after another, and may permute the parts before or after. Values
-    that go back to the state are not such stages, nor are those gathered and sliced again.
-    """
+    """Keeps only the largest of several stages that bring an update to its parameter."""
+    # XLA gathers over one mesh axis after another, and may permute the parts before or after. What
+    # goes back to the state is not such a stage, nor is what was gathered and sliced again.
     by_number = {array.number: array for array in arrays}
     dropped: set[Moved] = set()
     for array in arrays:
@@ -266,49 +279,40 @@ def _without_stages(arrays: Sequence[Moved]) -> list[Moved]:
     return [array for array in arrays if array not in dropped]
 
 
-def _most_at_once(arrays: Iterable[Moved], size: Callable[[Moved], int], depth: int = 0) -> int:
+def _most_at_once(sizes: Mapping[Moved, int], depth: int = 0) -> int:
     """Returns the sum of sizes in one run: of each `conditional`, the branch with the largest."""
     total = 0
-    branches: defaultdict[tuple[str, int], list[Moved]] = defaultdict(list)
-    for array in arrays:
-        if len(array.site.branches) > depth:
-            branches[array.site.branches[depth]].append(array)
+    branches: defaultdict[str, defaultdict[int, dict[Moved, int]]]
+    branches = defaultdict(lambda: defaultdict(dict))
+    for array, size in sizes.items():
+        if len(array.where.branches) > depth:
+            conditional, number = array.where.branches[depth]
+            branches[conditional][number][array] = size
         else:
-            total += size(array)
-    most: dict[str, int] = {}
-    for (conditional, _), inside in branches.items():
-        of_branch = _most_at_once(inside, size, depth + 1)
-        most[conditional] = max(most.get(conditional, 0), of_branch)
-    return total + sum(most.values())
+            total += size
+    return total + sum(
+        max(_most_at_once(branch, depth + 1) for branch in of_conditional.values())
+        for of_conditional in branches.values()
+    )
 
 
-def _is_divided(leaf: Leaf, reduce: Moved) -> bool:
-    """Whether the devices of a reduction hold different shards of a leaf."""
-    if leaf.mesh_axes is None or reduce.row.axes is None:
-        return True
-    return not set(reduce.row.axes).isdisjoint(axis for axes in leaf.mesh_axes for axis in axes)
-
-
-def _listed(things: Sequence[object], most: int = 4) -> str:
+def listed(things: Sequence[object], most: int = 4) -> str:
     more = f" and {len(things) - most} more" * (len(things) > most)
     return ", ".join(map(str, things[:most])) + more
 
 
 _WHOLE = (
-    "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon and GaLore"
-)
-_WHOLE_MUON = (
-    "; Muon needs whole matrices: write `opt_matrix.muon(learning_rate, plan=...)` with a plan of "
-    "`opt_matrix.plan_matrices`, which hands them out, and pass `state_gathers='any'`"
+    "; optimizers that need whole matrices, such as Muon and GaLore, pass `state_gathers='any'`; "
+    "for Muon, write `opt_matrix.muon(learning_rate, plan=...)` with a plan of "
+    "`opt_matrix.plan_matrices`, which hands them out"
 )
 _NO_OWNER = "the state that it is derived from belongs to no parameter according to its path"
 _NO_SIZE = "derived from state, but not elementwise, and not of the size of a parameter"
 _NO_COUNT = "in a loop of unknown length"
+_COMPUTED = "a reduction over devices of sums or products of state, which ends in the state"
 _ELSEWHERE = "a reduction over devices of state, which does not end in that state"
 _PART = "a reduction over devices of a part of the state, or of a factor"
-_PRODUCTS = "a sum over devices of products of state, which ends in the state"
 _REPLICAS = "a reduction over devices that hold the same state, mixed with other values"
-_SUMS = "a reduction over devices of sums of state, which ends in the state"
 
 
 def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
@@ -322,11 +326,7 @@ def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity,
 def _gradient_findings(
     moved: Sequence[Moved], mesh: Mapping[str, int], severity: Severity, of_small: Severity
 ) -> Iterator[Finding]:
-    """Yields the all-reduces and gathers of gradients of which each device uses only a part.
-
-    A gather of whole gradients, one of each device, which are then summed on the device, brings
-    more to it than an all-reduce. `of_small` is for vectors, or less than `_SMALL` bytes.
-    """
+    """Yields the all-reduces and gathers of gradients of which each device uses only a part."""
     for reduce in moved:
         if reduce.row.kind != "all-reduce" or reduce.size == 1 or not reduce.from_inputs:
             continue
@@ -347,7 +347,7 @@ def _gradient_findings(
                     gathers[leaf].append(gather)
     for leaf, (first, *rest) in gathers.items():
         # In the loops that the first of them is in: those add up in each iteration.
-        together = [first, *(gather for gather in rest if gather.site.loops == first.site.loops)]
+        together = [first, *(gather for gather in rest if gather.where.loops == first.where.loops)]
         size = sum(math.prod(gather.row.operand_shape) for gather in together)
         ways = _ways(first, leaf, mesh)
         if ways > 1 and leaf.shard_size * ways in _in_loops(first, size):
@@ -357,11 +357,8 @@ def _gradient_findings(
 
 
 def _in_loops(moved: Moved, size: int) -> set[int]:
-    """Returns the elements moved in one iteration, in all of the innermost loop, of the next, ...
-
-    Layers of a stack are inner loops; microbatches and whole steps are outer ones.
-    """
-    trips = [times for _, times in reversed(moved.site.loops)]
+    """Returns the elements moved in one iteration, in all of the innermost loop, the next, ..."""
+    trips = [times for _, times in reversed(moved.where.loops)]
     return set(itertools.accumulate(trips, operator.mul, initial=size))
 
 

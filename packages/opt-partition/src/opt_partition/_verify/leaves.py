@@ -1,4 +1,4 @@
-"""The arguments and results of a compiled step: expected and found shardings, and their roles."""
+"""The arguments and results of a compiled step: their roles, expected and compiled shardings."""
 
 from __future__ import annotations
 
@@ -6,34 +6,102 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from opt_partition._specs import itemsize, mesh_axes_of, shard_shape
-from opt_partition._trees import children, flatten_with_paths, key_name, path_str
-from opt_partition._verify.expected import (
-    Asked,
-    Expected,
-    Keys,
-    Role,
-    argument_places,
-    broadcast,
-    broadcast_keywords,
-    is_in,
+from opt_partition._layout import Layout
+from opt_partition._specs import itemsize, mesh_axes_of, padded, shard_shape
+from opt_partition._trees import (
+    align,
+    children,
+    flatten_with_paths,
+    key_name,
+    leaves_with_paths,
+    path_str,
+    split_path,
 )
 from opt_partition._verify.flow import Deps, trace
 from opt_partition._verify.hlo import Module
 from opt_partition.errors import AxesError
 
+Role = Literal["params", "state", "other"]
 Side = Literal["input", "output"]
+# One string per key, as keys may contain the `/` that joins them in messages.
+Keys = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """The expected sharding of a compiled step.
+
+    `inputs` and `outputs` have the structure of the step's arguments and result, or are prefixes of
+    it. In place of a tree they contain a `Layout`, a tree of shardings, a tree of (abstract)
+    arrays, a single sharding for all leaves, or `None` for any sharding. Layouts and arrays also
+    specify dtypes. Trailing arguments and results can be omitted. Static arguments are not part of
+    a compiled step and are not counted.
+
+    Attributes:
+      inputs: expected positional arguments, e.g. `(params_layout, state_layout)`.
+      outputs: expected result, e.g. `(params_layout, state_layout)`.
+      params: path of the parameters in the arguments, e.g. `'0/target'` for `f(optimizer, batch)`,
+        or `'params'` for `f(*, params, state)`.
+      state: path of the optimizer state in the arguments, e.g. `'0/state'`.
+      keywords: expected keyword arguments by name, e.g. `{'state': state_layout}`; omitted ones are
+        not checked, which is noted in the report.
+    """
+
+    inputs: Any
+    outputs: Any
+    params: str = "0"
+    state: str = "1"
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """The found and expected sharding of one argument or result of the step.
+
+    Attributes:
+      side: `'input'` or `'output'`.
+      path: `/`-joined keys in the arguments or the result.
+      role: its role according to `Expected`.
+      shape: global shape.
+      dtype: name of the dtype.
+      asked: the expected sharding, as text; `None` for any.
+      found: the compiled sharding, as text; `None` for an argument that the step does not use.
+      bytes_asked: expected bytes per device; `None` for any sharding.
+      bytes_found: bytes per device; `0` for an argument that is not used.
+      ok: whether the expectation is met.
+      donated: whether it is a donated argument.
+      aliased: whether a result reuses its memory.
+      dtype_asked: the expected dtype; `None` for any.
+    """
+
+    side: Side
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    asked: str | None
+    found: str | None
+    bytes_asked: int | None
+    bytes_found: int
+    ok: bool
+    donated: bool = False
+    aliased: bool = False
+    dtype_asked: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:
-    """An argument or result of a compiled step."""
+    """An argument or result of a compiled step; `None` for any expected sharding or dtype."""
 
     side: Side
     path: str
@@ -41,17 +109,16 @@ class Leaf:
     name: Keys  # its keys relative to the parameters or the state
     shape: tuple[int, ...]
     dtype: Any
-    asked: Asked
     found: Sharding | None  # `None` for an argument that the step does not use
     donated: bool = False
-    muon: bool = False  # whether it belongs to the state of Optax's Muon
+    asked: Sharding | None = None
+    dtype_asked: Any = None
 
     def __post_init__(self) -> None:
-        asked = self.asked.sharding
-        if isinstance(asked, NamedSharding) and len(asked.spec) > len(self.shape):
+        if isinstance(self.asked, NamedSharding) and len(self.asked.spec) > len(self.shape):
             raise AxesError(
-                f"{self.side} {self.path} has shape {self.shape}, but the expected {asked.spec} "
-                "has more dimensions"
+                f"{self.side} {self.path} has shape {self.shape}, but the expected "
+                f"{self.asked.spec} has more dimensions"
             )
 
     def __str__(self) -> str:
@@ -75,23 +142,23 @@ class Leaf:
     @property
     def bytes_asked(self) -> int | None:
         """Expected bytes per device."""
-        if self.asked.sharding is None:
+        if self.asked is None:
             return None
-        dtype = self.dtype if self.dtype_ok else self.asked.dtype
-        return _shard_size(self.asked.sharding, self.shape) * itemsize(dtype)
+        dtype = self.dtype if self.dtype_ok else self.dtype_asked
+        return _shard_size(self.asked, self.shape) * itemsize(dtype)
 
     @functools.cached_property
     def ok(self) -> bool:
         """Whether it has the expected sharding and memory kind."""
-        if self.asked.sharding is None or self.found is None:
+        if self.asked is None or self.found is None:
             return True
-        asked = _on_devices_of(self.asked.sharding, self.found, self.path)
+        asked = _on_devices_of(self.asked, self.found, self.path)
         return asked.is_equivalent_to(self.found, len(self.shape))
 
     @property
     def dtype_ok(self) -> bool:
         """Whether it has the expected dtype, canonicalized as by JAX: float64 may be float32."""
-        asked = self.asked.dtype
+        asked = self.dtype_asked
         return asked is None or self.dtype == jax.dtypes.canonicalize_dtype(
             asked, allow_extended_dtype=True
         )
@@ -101,63 +168,199 @@ class Leaf:
         """The mesh axes of each dimension; `None` if the sharding has no mesh."""
         if not isinstance(self.found, NamedSharding):
             return None
-        entries = [*self.found.spec, *[None] * (len(self.shape) - len(self.found.spec))]
-        return tuple(map(mesh_axes_of, entries))
+        return tuple(map(mesh_axes_of, padded(self.found.spec, len(self.shape))))
+
+    def report(self, aliased: bool) -> LeafReport:
+        """Returns what a `Report` says of it."""
+        return LeafReport(
+            side=self.side,
+            path=self.path,
+            role=self.role,
+            shape=self.shape,
+            dtype=_dtype_name(self.dtype),
+            asked=in_words(self.asked, self.shape),
+            found=in_words(self.found, self.shape),
+            bytes_asked=self.bytes_asked,
+            bytes_found=self.bytes_found,
+            ok=self.ok and self.dtype_ok,
+            donated=self.donated,
+            aliased=aliased,
+            dtype_asked=None if self.dtype_asked is None else _dtype_name(self.dtype_asked),
+        )
 
 
 def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf]:
     """Returns the flattened arguments, in JAX's order."""
     args, kwargs = compiled.args_info
+    keywords = expected.keywords
+    if not isinstance(keywords, Mapping):
+        raise AxesError(
+            "`keywords`: expected a mapping from names of keyword arguments to expectations; got "
+            f"{type(keywords).__name__}"
+        )
     asked = [
-        *broadcast(expected.inputs, args, "inputs"),
-        *broadcast_keywords(expected.keywords, kwargs),
+        *_expectations(expected.inputs, args, "inputs"),
+        *_expectations(dict.fromkeys(kwargs) | dict(keywords), kwargs, "keywords"),
     ]
-    arguments = {**{str(n): argument for n, argument in enumerate(args)}, **kwargs}
-    places = argument_places(arguments, expected)
+    places = _places({**{str(n): argument for n, argument in enumerate(args)}, **kwargs}, expected)
     infos = [*flatten_with_paths(args), *flatten_with_paths(kwargs)]
-    found = _shardings(compiled.in_tree, compiled.input_shardings)
-    muon = [*_is_of_muon(args), *_is_of_muon(kwargs)]
-    return [
-        _leaf("input", path, info, places, ask, find, info.donated, of_muon)
-        for (path, info), ask, find, of_muon in zip(infos, asked, found, muon, strict=True)
-    ]
+    treedef: Any = compiled.in_tree
+    found = treedef.flatten_up_to(compiled.input_shardings)
+    return list(map(functools.partial(_leaf, "input", places), infos, found, asked))
 
 
 def output_leaves(
     compiled: jax.stages.Compiled, expected: Expected, inputs: Sequence[Leaf], module: Module
 ) -> list[Leaf]:
-    """Returns the flattened results, in JAX's order, with parameters and state identified.
-
-    If several results have the structure of the parameters, e.g. gradients and updates, the new
-    parameters are those with the most dependencies: on parameters (elementwise), state and batch.
-    """
+    """Returns the flattened results, in JAX's order, with parameters and state identified."""
     out = compiled.out_info
-    asked = broadcast(expected.outputs, out, "outputs")
-    found = _shardings(compiled.out_tree, compiled.output_shardings)
     infos = list(flatten_with_paths(out))
+    names = [tuple(map(key_name, path)) for path, _ in infos]
 
     @functools.cache
     def origins() -> Sequence[Deps]:
         """The roles that each result depends on; none if program and arguments do not match."""
         used = [_BITS[leaf.role] for leaf in inputs if leaf.found is not None]
-        if len(used) != len(module.computations[module.entry].parameters):
+        if len(used) != module.num_parameters:
             return []
-        return trace(module, [Deps(bit, bit) for bit in used], {}).outputs
+        return trace(module, [Deps(bit, bit) for bit in used]).outputs
 
+    # Of gradients, updates and new parameters, the last have the most dependencies.
     def rank(role: Role, place: Keys) -> tuple[int, bool]:
-        paths = [tuple(map(key_name, path)) for path, _ in infos]
-        deps = [d for d, path in zip(origins(), paths, strict=False) if is_in(path, place)]
+        deps = [d for d, name in zip(origins(), names, strict=False) if _is_in(name, place)]
         bits = functools.reduce(operator.or_, (d.any for d in deps), 0)
         return bits.bit_count(), any(d.direct & _BITS[role] for d in deps)
 
-    places = _find_results(out, inputs, rank)
-    return [
-        _leaf("output", path, info, places, ask, find)
-        for (path, info), ask, find in zip(infos, asked, found, strict=True)
-    ]
+    shapes = {name: tuple(info.shape) for name, (_, info) in zip(names, infos, strict=True)}
+    places = _find_results(shapes, inputs, rank)
+    asked = _expectations(expected.outputs, out, "outputs")
+    treedef: Any = compiled.out_tree
+    found = treedef.flatten_up_to(compiled.output_shardings)
+    return list(map(functools.partial(_leaf, "output", places), infos, found, asked))
 
 
 _BITS: Mapping[Role, int] = {"params": 1, "state": 2, "other": 4}
+
+
+def _leaf(
+    side: Side,
+    places: Mapping[Role, Keys],
+    named: tuple[Sequence[Any], Any],
+    found: Sharding | None,
+    asked: tuple[Sharding | None, Any],
+) -> Leaf:
+    path, info = named
+    names = tuple(map(key_name, path))
+    role: Role = next((role for role, place in places.items() if _is_in(names, place)), "other")
+    name, donated = names[len(places.get(role, ())) :], getattr(info, "donated", False)
+    shape = tuple(info.shape)
+    return Leaf(side, path_str(path), role, name, shape, info.dtype, found, donated, *asked)
+
+
+def _expectations(prefix: Any, tree: Any, where: str) -> list[tuple[Sharding | None, Any]]:
+    """Returns sharding and dtype that a prefix of the step's tree expects of each leaf."""
+    if isinstance(prefix, tuple | list) and isinstance(tree, tuple):
+        prefix = (*prefix, *[None] * (len(tree) - len(prefix)))
+    shapes = jax.tree.map(
+        lambda node: node.shapes if isinstance(node, Layout) else node,
+        prefix,
+        is_leaf=lambda node: isinstance(node, Layout),
+    )
+    try:
+        entries = align(shapes, tree, where, prefix=True)
+    except AxesError as error:
+        raise AxesError(f"{error}\nUse `None` for what is not checked.") from None
+    leaves = leaves_with_paths(tree)
+    return [
+        _expectation(entry, leaf, f"{where}/{path}")
+        for entry, (path, leaf) in zip(entries, leaves, strict=True)
+    ]
+
+
+def _expectation(entry: Any, leaf: Any, path: str) -> tuple[Sharding | None, Any]:
+    """Returns sharding and dtype of an entry; an array has a sharding if it has a mesh."""
+    if entry is None or isinstance(entry, Sharding):
+        return entry, None
+    if not hasattr(entry, "shape") or not hasattr(entry, "dtype"):
+        raise AxesError(
+            f"`{path}`: expected a `Layout`, a sharding, an array or `None`; got "
+            f"{type(entry).__name__} ({entry!r})"
+        )
+    if tuple(entry.shape) != tuple(leaf.shape):
+        raise AxesError(
+            f"`{path}`: expected {leaf.dtype}{list(leaf.shape)}, as in the step; got "
+            f"{entry.dtype}{list(entry.shape)}"
+        )
+    sharding = getattr(entry, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None, entry.dtype
+
+
+def _places(arguments: Mapping[str, Any], expected: Expected) -> dict[Role, Keys]:
+    """Returns the keys of the parameters and of the state; checks that they are apart."""
+    params = _keys(arguments, expected.params, "params")
+    state = _keys(arguments, expected.state, "state")
+    if _is_in(params, state) or _is_in(state, params):
+        raise AxesError(
+            f"`params` and `state`: {expected.params!r} and {expected.state!r} overlap; pass the "
+            "path of only the parameters as `params`, and of only the optimizer state as `state`"
+        )
+    return {"params": params, "state": state}
+
+
+def _is_in(names: Keys, place: Keys) -> bool:
+    """Whether the keys of a leaf start with those of a place."""
+    return names[: len(place)] == place
+
+
+def _keys(arguments: Any, path: str, field: str) -> Keys:
+    """Returns the keys of a path; checks that it exists."""
+    if not isinstance(path, str):
+        raise TypeError(
+            f"`{field}` must be a path in the step's arguments, e.g. '0' or '0/params'; got "
+            f"{path!r}"
+        )
+    keys = split_path(path)
+    tree = arguments
+    for depth, key in enumerate(keys):
+        named = {key_name(k): child for k, child in children(tree) or ()}
+        if key not in named:
+            raise AxesError(
+                f"`{field}`: the step has no argument at {path!r}; "
+                f"{'/'.join(keys[:depth]) or 'the top level'} has {list(named)}"
+            )
+        tree = named[key]
+    return keys
+
+
+def _find_results(
+    shapes: Mapping[Keys, tuple[int, ...]],
+    inputs: Sequence[Leaf],
+    rank: Callable[[Role, Keys], Any],
+) -> dict[Role, Keys]:
+    """Finds the trees in the result with the same paths and shapes as parameters and state."""
+    places: dict[Role, Keys] = {}
+    counts = Counter(name[:end] for name in shapes for end in range(len(name) + 1))
+    roles: tuple[Role, ...] = ("state", "params")  # state often contains trees like the parameters
+    for role in roles:
+        like = {leaf.name: leaf.shape for leaf in inputs if leaf.role == role}
+        matching = [
+            place
+            for place, count in counts.items()
+            if count == len(like)  # cheaper than the names
+            and not any(_is_in(place, other) for other in places.values())
+            and like == {name[len(place) :]: shapes[name] for name in shapes if _is_in(name, place)}
+        ]
+        if len(matching) > 1:
+            places[role] = max(matching, key=functools.partial(rank, role))
+        elif matching:
+            [places[role]] = matching
+    return places
+
+
+def aliased_leaves(inputs: Sequence[Leaf], module: Module) -> frozenset[Leaf]:
+    """Returns the arguments whose memory a result reuses."""
+    used = [leaf for leaf in inputs if leaf.found is not None]
+    return frozenset(used[n] for n in module.aliased_parameters if n < len(used))
 
 
 def mesh_shape(leaves: Sequence[Leaf]) -> Mapping[str, int]:
@@ -176,10 +379,7 @@ def platform_of(leaves: Sequence[Leaf]) -> str:
 
 
 class Owners:
-    """Finds the parameter of a state leaf: the one whose path is contained in its own.
-
-    Usually it is a suffix, but `sm3` keeps a tuple per parameter, so that indices follow.
-    """
+    """Finds the parameter of a state leaf: the one whose path is contained in its own."""
 
     def __init__(self, params: Sequence[Leaf]) -> None:
         self.params = {leaf.name: leaf for leaf in params}
@@ -193,137 +393,13 @@ class Owners:
         return self.params.get(())
 
 
-def check_roles(inputs: Sequence[Leaf], outputs: Sequence[Leaf], expected: Expected) -> str | None:
-    """Checks `Expected.params` and `Expected.state`; returns what could not be determined."""
-    params = [leaf for leaf in inputs if leaf.role == "params"]
-    state = [leaf for leaf in inputs if leaf.role == "state"]
-    if not params:
-        raise AxesError(f"`params`: found no arrays at {expected.params!r}; {_REMEDY}")
-    for role, path, leaves, words in (
-        ("params", expected.params, params, "parameters"),
-        ("state", expected.state, state, "state"),
-    ):
-        if leaves and not any(leaf.role == role for leaf in outputs):
-            raise AxesError(
-                f"`{role}`: found {_described(leaves)} at {path!r}, but nothing with the same "
-                f"paths and shapes in the result, which should contain the new {words}; {_REMEDY}"
-            )
-    if not state or _belongs(params, state):
-        return None
-    both = (
-        f"found {_described(state)} at {expected.state!r}, which does not belong to the parameters "
-        f"at {expected.params!r}, {_described(params)}"
-    )
-    if _swapped(params, state):
-        raise AxesError(f"`params` and `state` are swapped: {both}; {_REMEDY}")
-    return (
-        f"`state`: {both}, according to its paths: state is checked only where it is gathered by "
-        f"itself; if these are not the optimizer state and the parameters, {_REMEDY}"
-    )
-
-
-_REMEDY = (
-    "pass the paths of the parameters and of the optimizer state in the arguments, e.g. "
-    "`Expected(..., params='0/params', state='0/opt_state')`, or `state='state'` for a keyword "
-    "argument"
-)
-
-
-def _belongs(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
-    """Whether the state may belong to the parameters.
-
-    Counters say nothing, unless a scalar is the whole state, which no optimizer has.
-    `optax.flatten` creates a single vector of all parameters.
-    """
-    telling = [leaf for leaf in state if leaf.shape or not leaf.name]
-    total = (sum(leaf.size for leaf in params),)
-    owners = Owners(params)
-    return not telling or any(owners.of(leaf) or leaf.shape == total for leaf in telling)
-
-
-def _swapped(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
-    """Whether the parameters look like state of the state."""
-    owners = Owners([leaf for leaf in state if leaf.name])
-    owned = [(leaf, owners.of(leaf)) for leaf in params if leaf.shape]
-    alike = {owner.name for leaf, owner in owned if owner and owner.shape == leaf.shape}
-    arrays = {leaf.name for leaf in state if leaf.shape}
-    return bool(owned) and all(owner for _, owner in owned) and alike == arrays
-
-
-def _described(leaves: Sequence[Leaf], most: int = 4) -> str:
-    words = [f"{'/'.join(x.name)} {x.dtype}{list(x.shape)}".strip() for x in leaves[:most]]
-    return ", ".join(words) + f" and {len(leaves) - most} more" * (len(leaves) > most)
-
-
-def _shardings(treedef: Any, shardings: Any) -> list[Sharding | None]:
-    """Returns the sharding of each leaf; `None` for arguments that the step does not use."""
-    leaves: list[Sharding | None] = treedef.flatten_up_to(shardings)
-    return leaves
-
-
-def _leaf(
-    side: Side,
-    path: Sequence[Any],
-    info: Any,
-    places: Mapping[Role, Keys],
-    asked: Asked,
-    found: Sharding | None,
-    donated: bool = False,
-    muon: bool = False,
-) -> Leaf:
-    names = tuple(map(key_name, path))
-    role: Role = next((role for role, place in places.items() if is_in(names, place)), "other")
-    name = names[len(places.get(role, ())) :]
-    shape = tuple(info.shape)
-    return Leaf(side, path_str(path), role, name, shape, info.dtype, asked, found, donated, muon)
-
-
-def _find_results(
-    out: Any, inputs: Sequence[Leaf], rank: Callable[[Role, Keys], Any]
-) -> dict[Role, Keys]:
-    """Finds the trees in the result with the same paths and shapes as parameters and state.
-
-    The state is searched first, as it often contains trees with the structure of the parameters,
-    but not vice versa. Of several matching trees the first one with the highest rank is chosen.
-    """
-    places: dict[Role, Keys] = {}
-    roles: tuple[Role, ...] = ("state", "params")
-    for role in roles:
-        like = {leaf.name: leaf.shape for leaf in inputs if leaf.role == role}
-        matching = [
-            place
-            for place, tree in _subtrees(out, ())
-            if like
-            and not any(is_in(place, other) for other in places.values())
-            and len(jax.tree.leaves(tree)) == len(like)  # cheaper than the names
-            and like
-            == {
-                tuple(map(key_name, path)): tuple(leaf.shape)
-                for path, leaf in flatten_with_paths(tree)
-            }
-        ]
-        if matching:
-            several = len(matching) > 1
-            places[role] = (
-                max(matching, key=functools.partial(rank, role)) if several else matching[0]
-            )
-    return places
-
-
-def _subtrees(tree: Any, place: Keys) -> Iterator[tuple[Keys, Any]]:
-    yield place, tree
-    for key, child in children(tree) or ():
-        yield from _subtrees(child, (*place, key_name(key)))
-
-
-def _is_of_muon(tree: Any) -> Iterator[bool]:
-    """Yields for each leaf whether it is in a `MuonState`."""
-
-    def is_muon(node: Any) -> bool:
-        return type(node).__name__ == "MuonState"
-
-    for node in jax.tree.leaves(tree, is_leaf=is_muon):
-        yield from [is_muon(node)] * len(jax.tree.leaves(node))
+def in_words(sharding: Sharding | None, shape: Sequence[int]) -> str | None:
+    """Formats a sharding, e.g. as `P('data', None)`."""
+    if not isinstance(sharding, NamedSharding):
+        return None if sharding is None else repr(sharding)
+    entries = padded(sharding.spec, len(shape))
+    where = f" in {sharding.memory_kind}" * (sharding.memory_kind not in (None, "device"))
+    return f"P({', '.join(map(repr, entries)) if any(entries) else ''}){where}"
 
 
 def _on_devices_of(asked: Sharding, found: Sharding, path: str) -> Sharding:
@@ -343,3 +419,6 @@ def _shard_size(sharding: Sharding, shape: tuple[int, ...]) -> int:
     if isinstance(sharding, NamedSharding):
         return math.prod(shard_shape(shape, sharding.spec, sharding.mesh))
     return math.prod(sharding.shard_shape(shape))
+
+
+_dtype_name = functools.cache(str)  # NumPy composes the name of a dtype each time

@@ -1,27 +1,132 @@
-"""Verification of the sharding of a compiled training step."""
+"""Verification of the sharding of a compiled training step, and the report."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, get_args
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh
 
+from opt_partition._display import format_table, human_bytes
+from opt_partition._specs import check_choice
 from opt_partition._verify.collectives import Collective, collectives
-from opt_partition._verify.expected import Expected, Keys, Role
-from opt_partition._verify.hlo import Module, parse_program
-from opt_partition._verify.judge import Gradients, StateGathers, judge_collectives
+from opt_partition._verify.hlo import parse_program
+from opt_partition._verify.judge import (
+    Finding,
+    Gradients,
+    Severity,
+    StateGathers,
+    Unjudged,
+    judge_collectives,
+    listed,
+)
 from opt_partition._verify.leaves import (
+    Expected,
+    Keys,
     Leaf,
-    check_roles,
+    LeafReport,
+    Owners,
+    Role,
+    Side,
+    aliased_leaves,
+    in_words,
     input_leaves,
     output_leaves,
     platform_of,
 )
-from opt_partition._verify.report import Finding, LeafReport, Memory, Report, Severity
-from opt_partition.errors import ShardingMismatchError
+from opt_partition.errors import AxesError, ShardingMismatchError
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The result of `verify`; prints as a verdict of one line, with the figures behind it.
+
+    `details` has the findings and the collectives, `to_json` every field.
+
+    Attributes:
+      platform: platform that the step was compiled for, e.g. `'cpu'`.
+      num_devices: number of devices that run the step.
+      leaves: every argument and result.
+      collectives: every array communicated by a collective.
+      findings: the problems found; errors first.
+      unjudged: the collectives that communicate state, or values derived from it, and that `verify`
+        could not judge.
+    """
+
+    platform: str
+    num_devices: int
+    leaves: tuple[LeafReport, ...]
+    collectives: tuple[Collective, ...]
+    findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no errors."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings for which `verify` raises."""
+        return tuple(f for f in self.findings if f.severity == "error")
+
+    def bytes_per_device(self, role: Role, side: Side = "input") -> int:
+        """Returns the bytes per device of the parameters, the state or the rest."""
+        return sum(
+            leaf.bytes_found for leaf in self.leaves if (leaf.side, leaf.role) == (side, role)
+        )
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes sent by one device per step; loops of unknown length count once."""
+        return _total_bytes(self.collectives)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns all fields of the report as JSON."""
+        data = {"ok": self.ok, **dataclasses.asdict(self)}
+        return json.dumps(data, indent=indent, default=str)
+
+    def __str__(self) -> str:
+        checked = sum(leaf.asked is not None for leaf in self.leaves)
+        params = human_bytes(self.bytes_per_device("params"))
+        state = human_bytes(self.bytes_per_device("state"))
+        sent = human_bytes(self.collective_bytes)
+        others = self._counts("warning", "note")
+        others += [f"{len(self.unjudged)} not judged"] * bool(self.unjudged)
+        figures = [
+            f"{checked} of {len(self.leaves)} leaves checked",
+            f"{params} of parameters and {state} of state per device",
+            f"{_several(len(self.collectives), 'collective')}, {sent} sent per device and step",
+        ]
+        verdict = ", ".join(self._counts("error")) or "as expected"
+        figures += [", ".join(others)] * bool(others)
+        devices = _several(self.num_devices, f"{self.platform} device")
+        return f"{verdict} on {devices}: {'; '.join(figures)}"
+
+    def _counts(self, *severities: Severity) -> list[str]:
+        """Returns how many findings of each severity there are, and of which kinds."""
+        said = []
+        for severity in severities:
+            kinds = Counter(f.kind for f in self.findings if f.severity == severity)
+            if number := kinds.total():
+                said.append(f"{_several(number, severity)} ({', '.join(kinds)})")
+        return said
+
+    def details(self) -> str:
+        """Returns the verdict, the findings with what to do, and a table of the collectives."""
+        lines: list[str] = []
+        for kind in dict.fromkeys(finding.kind for finding in self.findings):
+            lines += _first([f for f in self.findings if f.kind == kind], "findings")
+        lines += [f"not judged: {line}" for line in _first(self.unjudged, "unjudged")]
+        kinds = dict.fromkeys(finding.kind for finding in self.errors)
+        lines += [f"what to do: {_ADVICE[kind]}" for kind in kinds]
+        table = _collective_table(self.collectives).split("\n")
+        indented = [f"  {line}" for line in (*lines, "collectives, per device and step", *table)]
+        return "\n".join([str(self), *indented])
 
 
 def verify(
@@ -41,30 +146,27 @@ def verify(
     2. *A dtype differs* from the expected one, or the dtype of a parameter or state leaf changes in
        the step. Expected dtypes are given by a `Layout` or by (abstract) arrays.
     3. *State is communicated.* Every value of the compiled program is traced to the arguments it
-       depends on, and all communication is summed, including loops: gathers, all-to-alls, permutes,
-       and sums over devices of shards that each device wrote to its own position.
+       depends on, and what a device receives is summed over loops and all kinds of collectives. A
+       state leaf belongs to the parameter whose path is contained in its own; if there is none, as
+       in `optax.flatten`, it is judged only if communicated by itself.
 
-       - Values that depend on state only: it is an error if a device receives as many elements of
-         a leaf as it holds, in any number of pieces; fewer are noted.
-       - Values that depend on state *and* on parameters or gradients may be communicated once per
-         parameter, up to the part of it that a device holds, as ZeRO-1 gathers the new parameter or
-         its update; and not at all if state and parameter are sharded alike.
+       - State alone: a device may receive fewer elements of a leaf than it holds, which is noted.
+       - State mixed with parameters or gradients: once the part of the parameter that a device
+         holds, as ZeRO-1 gathers the new parameter or its update; nothing if state and parameter
+         are sharded alike.
        - Leaves smaller than their parameter, e.g. the rows and columns of a factored second
-         moment, may be communicated up to the size of the parameter, which is noted.
-       - Shards that are reduced over devices into their own leaf (`pmean` of the new moments) are
-         an error as if they were gathered. Norms, clipping and factored moments reduce parts on the
-         device before, and are not judged.
+         moment: up to the size of the parameter, which is noted.
+       - Shards that are reduced over devices into their own leaf (`pmean` of the new moments) count
+         like gathered ones. Norms, clipping and factored moments reduce parts on the device before,
+         and are not judged.
 
-       Communication of parameters (FSDP) and activations (tensor parallelism) is not judged. For
-       a `lax.cond`, the branch that communicates most counts; an iteration of a loop that updates
-       all parameters and state is a step. A state leaf belongs to the parameter whose path is
-       contained in its own; one that belongs to none, as in `optax.flatten`, is judged only if
-       communicated by itself. `Report.unjudged` lists what could not be judged, and why.
-    4. *Gradients are all-reduced* although each device uses only a part: the sum over mesh axes
-       that shard the new parameter or a leaf of the new state has the size of the unsharded
-       gradient, and ends up there elementwise. So it is if the gradients of all devices are
-       gathered in full and summed on each. Replicated parameters with only factored state are not
-       judged.
+       Communication of parameters (FSDP) and activations (tensor parallelism) is not judged. Of a
+       `lax.cond`, the branch that communicates most counts; an iteration of a loop that updates
+       all parameters and state is a step. `Report.unjudged` lists what could not be judged.
+    4. *Gradients are all-reduced*, or gathered in full and summed, although each device uses only a
+       part: the sum over mesh axes that shard the new parameter or a leaf of the new state has the
+       size of the unsharded gradient, and ends up there elementwise. Replicated parameters with
+       only factored state are not judged.
 
     Parameters and state that are not donated cause a warning with the bytes held twice, and so does
     donated memory that is not reused.
@@ -109,8 +211,8 @@ def verify(
       >>> report.ok, report.bytes_per_device('state'), report.collectives
       (True, 128, ())
     """
-    _check("gradients", gradients, Gradients)
-    _check("state_gathers", state_gathers, StateGathers)
+    check_choice("gradients", gradients, get_args(Gradients))
+    check_choice("state_gathers", state_gathers, get_args(StateGathers))
     compiled = _compiled(step)
     if not isinstance(expected, Expected):
         raise TypeError(
@@ -120,18 +222,15 @@ def verify(
     inputs = input_leaves(compiled, expected)
     module = parse_program(compiled.as_text() or "")
     outputs = output_leaves(compiled, expected, inputs, module)
-    leaves = [*inputs, *outputs]
-    reports = leaf_reports(leaves, module)
-    unclear = check_roles(inputs, outputs, expected)
+    aliased = aliased_leaves(inputs, module)
+    unclear = _check_roles(inputs, outputs, expected)
     findings = [
-        *_sharding_findings(leaves),
-        *_dtype_findings(inputs, outputs),
+        *_leaf_findings(inputs, outputs),
         *([Finding("ownership", "warning", None, unclear)] if unclear else []),
-        *donation_findings(reports),
-        *undonated_findings(inputs, module.aliased_parameters),
+        *donation_findings(inputs, aliased),
         *_keyword_findings(compiled, expected),
     ]
-    platform = platform_of(leaves)
+    platform = platform_of([*inputs, *outputs])
     judged = judge_collectives(
         module, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
     )
@@ -139,10 +238,9 @@ def verify(
     report = Report(
         platform=platform,
         num_devices=module.num_partitions,
-        leaves=tuple(reports),
+        leaves=tuple(leaf.report(leaf in aliased) for leaf in (*inputs, *outputs)),
         collectives=judged.collectives,
         findings=tuple(sorted(findings, key=lambda f: get_args(Severity).index(f.severity))),
-        memory=_memory(compiled),
         unjudged=judged.unjudged,
     )
     if raises and not report.ok:
@@ -167,7 +265,7 @@ def read_collectives(
       ()
     """
     module = parse_program(_compiled(step).as_text() or "")
-    return tuple(collectives(module, None if mesh is None else dict(mesh.shape)))
+    return tuple(collectives(module, {} if mesh is None else dict(mesh.shape)))
 
 
 def _compiled(step: Any) -> jax.stages.Compiled:
@@ -180,73 +278,58 @@ def _compiled(step: Any) -> jax.stages.Compiled:
     return compiled
 
 
-def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
-    """Returns the report of each leaf."""
-    used = [leaf for leaf in leaves if leaf.side == "input" and leaf.found is not None]
-    aliased = {id(used[n]) for n in module.aliased_parameters if n < len(used)}
-    return [
-        LeafReport(
-            side=leaf.side,
-            path=leaf.path,
-            role=leaf.role,
-            shape=leaf.shape,
-            dtype=_dtype_name(leaf.dtype),
-            asked=_in_words(leaf.asked.sharding, leaf),
-            found=_in_words(leaf.found, leaf),
-            dtype_asked=None if leaf.asked.dtype is None else _dtype_name(leaf.asked.dtype),
-            bytes_asked=leaf.bytes_asked,
-            bytes_found=leaf.bytes_found,
-            ok=leaf.ok and leaf.dtype_ok,
-            donated=leaf.donated,
-            aliased=id(leaf) in aliased,
-        )
-        for leaf in leaves
-    ]
-
-
-def _in_words(sharding: Sharding | None, leaf: Leaf) -> str | None:
-    """Formats a sharding, e.g. as `P('data', None)`."""
-    if not isinstance(sharding, NamedSharding):
-        return None if sharding is None else repr(sharding)
-    entries = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-    where = f" in {sharding.memory_kind}" * (sharding.memory_kind not in (None, "device"))
-    return f"P({', '.join(map(repr, entries)) if any(entries) else ''}){where}"
-
-
-def _sharding_findings(leaves: Sequence[Leaf]) -> Iterator[Finding]:
-    """Yields an error for each leaf that is not sharded as expected."""
-    for leaf in leaves:
-        if not leaf.ok:
-            asked, found = _in_words(leaf.asked.sharding, leaf), _in_words(leaf.found, leaf)
-            elsewhere = ", on other devices or in a different order" * (asked == found)
-            yield Finding(
-                "sharding",
-                "error",
-                leaf.path,
-                f"{leaf}: expected {asked}, {leaf.bytes_asked:,} bytes per device; found {found}, "
-                f"{leaf.bytes_found:,} bytes per device{elsewhere}",
-            )
-
-
-def _dtype_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[Finding]:
-    """Yields an error for each leaf with an unexpected dtype, or whose dtype the step changes."""
+def _leaf_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[Finding]:
+    """Yields an error for each unexpected sharding or dtype, and for each dtype that changes."""
     for leaf in (*inputs, *outputs):
+        if not leaf.ok:
+            asked, found = in_words(leaf.asked, leaf.shape), in_words(leaf.found, leaf.shape)
+            elsewhere = ", on other devices or in a different order" * (asked == found)
+            message = (
+                f"{leaf}: expected {asked}, {leaf.bytes_asked:,} bytes per device; found {found}, "
+                f"{leaf.bytes_found:,} bytes per device{elsewhere}"
+            )
+            yield Finding("sharding", "error", leaf.path, message)
         if not leaf.dtype_ok:
-            said = f"{leaf}: expected {leaf.asked.dtype}; found {leaf.dtype}"
-            yield Finding("dtype", "error", leaf.path, said)
-    before: dict[tuple[Role, Keys], Leaf] = {
-        (leaf.role, leaf.name): leaf for leaf in inputs if leaf.role != "other"
-    }
+            message = f"{leaf}: expected {leaf.dtype_asked}; found {leaf.dtype}"
+            yield Finding("dtype", "error", leaf.path, message)
+    before: dict[tuple[Role, Keys], Leaf]
+    before = {(leaf.role, leaf.name): leaf for leaf in inputs if leaf.role != "other"}
     for leaf in outputs:
         old = before.get((leaf.role, leaf.name))
         if old is not None and old.dtype != leaf.dtype and leaf.dtype_ok:
-            yield Finding(
-                "dtype",
-                "error",
-                leaf.path,
+            message = (
                 f"{leaf}: was {old.dtype} as input {old.path}; the step is recompiled for its own "
-                "result, and donated memory cannot be reused",
+                "result, and donated memory cannot be reused"
             )
+            yield Finding("dtype", "error", leaf.path, message)
+
+
+def donation_findings(inputs: Sequence[Leaf], aliased: Collection[Leaf]) -> Iterator[Finding]:
+    """Yields warnings of donated memory that is not reused, and of leaves that are not donated."""
+    used = [leaf for leaf in inputs if leaf.found is not None]
+    held = [leaf for leaf in used if leaf.role != "other" and leaf not in aliased]
+    for leaf in held:
+        if leaf.donated:
+            message = (
+                f"{leaf}: donated, but its {leaf.bytes_found:,} bytes are not reused: no result "
+                "has its shape, dtype, sharding and memory kind"
+            )
+            yield Finding("donation", "warning", leaf.path, message)
+    kept = sorted((leaf for leaf in held if not leaf.donated), key=lambda leaf: leaf.role)
+    if total := sum(leaf.bytes_found for leaf in kept):
+        roles = dict.fromkeys(leaf.role for leaf in kept)
+        sizes = {role: sum(x.bytes_found for x in kept if x.role == role) for role in roles}
+        each = " and ".join(f"{size:,} of the {role}" for role, size in sizes.items() if size)
+        arguments = dict.fromkeys(leaf.path.split("/", 1)[0] for leaf in kept)
+        numbers = tuple(int(name) for name in arguments if name.isdigit())
+        names = tuple(name for name in arguments if not name.isdigit())
+        remedy = [f"donate_argnums={numbers}"] * bool(numbers)
+        remedy += [f"donate_argnames={names}"] * bool(names)
+        message = (
+            f"{total:,} bytes per device are held twice, before and after the step: {each}; pass "
+            f"`jax.jit(..., {', '.join(remedy)})`"
+        )
+        yield Finding("donation", "warning", kept[0].path, message)
 
 
 def _keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iterator[Finding]:
@@ -263,66 +346,111 @@ def _keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iter
             )
 
 
-def donation_findings(reports: Sequence[LeafReport]) -> Iterator[Finding]:
-    """Yields a warning for each donated leaf whose memory is not reused."""
-    for leaf in reports:
-        if leaf.donated and not leaf.aliased and leaf.found and leaf.role != "other":
-            yield Finding(
-                "donation",
-                "warning",
-                leaf.path,
-                f"{leaf}: donated, but its {leaf.bytes_found:,} bytes are not reused: no result "
-                "has its shape, dtype, sharding and memory kind",
+def _check_roles(inputs: Sequence[Leaf], outputs: Sequence[Leaf], expected: Expected) -> str | None:
+    """Checks `Expected.params` and `Expected.state`; returns what could not be determined."""
+    params = [leaf for leaf in inputs if leaf.role == "params"]
+    state = [leaf for leaf in inputs if leaf.role == "state"]
+    if not params:
+        raise AxesError(f"`params`: found no arrays at {expected.params!r}; {_REMEDY}")
+    for role, path, leaves, words in (
+        ("params", expected.params, params, "parameters"),
+        ("state", expected.state, state, "state"),
+    ):
+        if leaves and not any(leaf.role == role for leaf in outputs):
+            raise AxesError(
+                f"`{role}`: found {_described(leaves)} at {path!r}, but nothing with the same "
+                f"paths and shapes in the result, which should contain the new {words}; {_REMEDY}"
             )
-
-
-def undonated_findings(inputs: Sequence[Leaf], aliased: Collection[int]) -> Iterator[Finding]:
-    """Yields a warning if old and new parameters or state are in memory at the same time.
-
-    `aliased` has the numbers, among the used arguments, of those whose memory is reused.
-    """
-    used = [leaf for leaf in inputs if leaf.found is not None]
-    kept = [leaf for n, leaf in enumerate(used) if not leaf.donated and n not in aliased]
-    roles: tuple[Role, ...] = ("params", "state")
-    held = {role: [leaf for leaf in kept if leaf.role == role] for role in roles}
-    sizes = {role: sum(leaf.bytes_found for leaf in leaves) for role, leaves in held.items()}
-    if total := sum(sizes.values()):
-        each = " and ".join(f"{size:,} of the {role}" for role, size in sizes.items() if size)
-        arguments = dict.fromkeys(
-            leaf.path.split("/", 1)[0] for leaves in held.values() for leaf in leaves
-        )
-        numbers = tuple(int(name) for name in arguments if name.isdigit())
-        names = tuple(name for name in arguments if not name.isdigit())
-        remedy = [f"donate_argnums={numbers}"] * bool(numbers)
-        remedy += [f"donate_argnames={names}"] * bool(names)
-        yield Finding(
-            "donation",
-            "warning",
-            next(leaf.path for leaves in held.values() for leaf in leaves),
-            f"{total:,} bytes per device are held twice, before and after the step: {each}; pass "
-            f"`jax.jit(..., {', '.join(remedy)})`",
-        )
-
-
-def _memory(compiled: jax.stages.Compiled) -> Memory | None:
-    """Returns the memory reported by XLA, if any."""
-    try:
-        stats: Any = compiled.memory_analysis()
-    except NotImplementedError:
+    # Counters say nothing, unless a scalar is the whole state, which no optimizer has.
+    telling = [leaf for leaf in state if leaf.shape or not leaf.name]
+    flat = (sum(leaf.size for leaf in params),)  # of `optax.flatten`
+    owners = Owners(params)
+    if not telling or any(owners.of(leaf) or leaf.shape == flat for leaf in telling):
         return None
-    if stats is None:
-        return None
-    fields = ("argument", "output", "alias", "temp")
-    [arguments, outputs, aliased, temporaries] = (
-        int(getattr(stats, f"{field}_size_in_bytes")) for field in fields
+    both = (
+        f"found {_described(state)} at {expected.state!r}, which does not belong to the parameters "
+        f"at {expected.params!r}, {_described(params)}"
     )
-    host = sum(int(getattr(stats, f"host_{field}_size_in_bytes")) for field in fields)
-    return Memory(arguments, outputs, aliased, temporaries, host)
+    if _swapped(params, state):
+        raise AxesError(f"`params` and `state` are swapped: {both}; {_REMEDY}")
+    return (
+        f"`state`: {both}, according to its paths: state is checked only where it is gathered by "
+        f"itself; if these are not the optimizer state and the parameters, {_REMEDY}"
+    )
 
 
-def _check(argument: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"`{argument}` must be one of {get_args(choices)}; got {value!r}")
+_REMEDY = (
+    "pass the paths of the parameters and of the optimizer state in the arguments, e.g. "
+    "`Expected(..., params='0/params', state='0/opt_state')`, or `state='state'` for a keyword "
+    "argument"
+)
 
 
-_dtype_name = functools.cache(str)  # NumPy composes the name of a dtype each time
+def _swapped(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
+    """Whether the parameters look like state of the state."""
+    owners = Owners([leaf for leaf in state if leaf.name])
+    owned = [(leaf, owners.of(leaf)) for leaf in params if leaf.shape]
+    alike = {owner.name for leaf, owner in owned if owner and owner.shape == leaf.shape}
+    arrays = {leaf.name for leaf in state if leaf.shape}
+    return bool(owned) and all(owner for _, owner in owned) and alike == arrays
+
+
+def _described(leaves: Sequence[Leaf], most: int = 4) -> str:
+    words = [f"{'/'.join(x.name)} {x.dtype}{list(x.shape)}".strip() for x in leaves[:most]]
+    return ", ".join(words) + f" and {len(leaves) - most} more" * (len(leaves) > most)
+
+
+_ADVICE = {
+    "sharding": "pass the expected shardings to `jax.jit` as `in_shardings` and `out_shardings`",
+    "state gather": (
+        "keep everything between state and update sharded like the state, e.g. with "
+        "`with_sharding_constraint` on gradients and updates"
+    ),
+    "dtype": "cast the state returned by `update` back to its original dtype",
+    "gradient all-reduce": (
+        "constrain the gradients to the sharding of the state with `with_sharding_constraint` "
+        "before any other use, or reduce them with `jax.lax.psum_scatter` under `jax.shard_map`"
+    ),
+}
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _first(items: Sequence[object], field: str) -> list[str]:
+    """Returns lines for the first 20 items of a field, and how many more there are."""
+    more = len(items) - 20
+    return [*map(str, items[:20]), *[f"{more} more, in `{field}`"] * (more > 0)]
+
+
+def _collective_table(collectives: Sequence[Collective]) -> str:
+    """Returns a table with a row for all collectives that differ only in name and origin."""
+    if not collectives:
+        return "none"
+    alike: dict[Any, list[Collective]] = {}
+    for row in collectives:
+        key = dataclasses.replace(row, name="", op_name="", count=0, bytes=0)
+        alike.setdefault(key, []).append(row)
+    rows = []
+    for group in sorted(alike.values(), key=lambda group: -_total_bytes(group)):
+        row = group[0]
+        count = f"{sum(row.count for row in group)}{' per iteration' * row.per_iteration}"
+        rows.append(
+            [
+                row.kind,
+                row.array,
+                "+".join(row.axes) if row.axes else f"{row.group_size} devices",
+                count + " at most" * row.conditional,
+                f"{_total_bytes(group):,}",
+                listed(row.sources) or "-",
+                row.op_name or "-",
+            ]
+        )
+    rows.append(["all", "", "", "", f"{_total_bytes(collectives):,}", "", ""])
+    head = ["kind", "array", "over", "count", "bytes sent", "depends on", "from"]
+    return format_table(head, rows)
+
+
+def _total_bytes(rows: Sequence[Collective]) -> int:
+    return sum(row.total_bytes for row in rows)
