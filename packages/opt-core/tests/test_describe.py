@@ -81,10 +81,10 @@ def test_rows_are_data() -> None:
     assert (rest.paths, rest.definition, rest.state_bytes) == (("a/b",), "frozen", 0)
 
 
-def tree(seed: int, dtype: Any = np.float32) -> Any:
+def tree(seed: int) -> Any:
     draw = np.random.default_rng(seed)
     shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "count": (2,)}
-    return {k: jnp.asarray(draw.normal(size=s).astype(dtype)) for k, s in shapes.items()}
+    return {k: jnp.asarray(draw.normal(size=s).astype(np.float32)) for k, s in shapes.items()}
 
 
 def definition() -> MultiOptimizer:
@@ -100,8 +100,7 @@ def norm(*arrays: Any) -> float:
 
 
 def test_against_numpy() -> None:
-    dtype, rtol = np.float32, 1e-6
-    before, grads = definition().create(tree(0, dtype)), tree(1, dtype)
+    before, grads, rtol = definition().create(tree(0)), tree(1), 1e-6
     after = before.apply_gradient(grads)
     found = jax.jit(group_metrics)(before, grads, after)
     assert list(found) == ["vectors", "kernels", "rest"]  # the order of the groups

@@ -23,7 +23,6 @@ from opt_core.errors import TreeMismatchError
 from opt_core.extend import (
     NamedState,
     Names,
-    Permissions,
     Plan,
     Request,
     Rule,
@@ -175,7 +174,7 @@ def plan_restore(
             "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
             f"`NamedState`; found {type(checkpoint).__name__}"
         )
-    request = Request(Permissions.make(allow, rules), error=PlanError)
+    request = Request.make(allow, rules, error=PlanError)
     plan: Plan[_Target] = make_plan(checkpoint, view_of(target), request, placement)
     return plan
 

@@ -27,15 +27,27 @@ from opt_core._description import (
     TransformationDescription,
 )
 from opt_core._gradients import check_gradients
-from opt_core._groups.describe import GroupRow, GroupTable, describe
+from opt_core._groups.describe import (
+    ClipMetrics,
+    GroupNorms,
+    GroupRow,
+    GroupTable,
+    clip_metrics,
+    describe,
+    group_metrics,
+)
 from opt_core._groups.division import GroupStates
-from opt_core._groups.metrics import ClipMetrics, GroupNorms, clip_metrics, group_metrics
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._plan.plan import Plan
-from opt_core._report import Mismatch, MismatchKind, RestoreReport
-from opt_core._state_dict import restore_state_dict, to_state_dict
+from opt_core._state_dict import (
+    Mismatch,
+    MismatchKind,
+    RestoreReport,
+    restore_state_dict,
+    to_state_dict,
+)
 from opt_core._surgery import freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")

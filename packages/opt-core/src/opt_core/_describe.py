@@ -1,19 +1,4 @@
-"""What a state means: the definition's own description, or one by placeholders, types and shapes.
-
-`init` is run on nodes without leaves in the places of the parameters, as
-`optax.tree_utils.tree_map_params` does with one for all of them. Where one comes out again, what
-the state has there follows its parameter:
-
-  >>> params = {'b': jnp.ones(3), 'w': jnp.ones((2, 3))}
-  >>> init = lambda params: {'n': jnp.zeros(2), 'mu': jax.tree.map(jnp.zeros_like, params)}
-  >>> for leaf in follow(init, params, init(params)):
-  ...     print('/'.join(leaf.path), leaf.parameter)
-  mu/b ('b',)
-  mu/w ('w',)
-  n None
-
-`init` may look at its parameters, or flatten them: then nothing is known here.
-"""
+"""What a state means: a definition's own description, or one by placeholders, types and shapes."""
 
 from __future__ import annotations
 
@@ -36,10 +21,10 @@ from opt_core._description import (
     LeafRole,
     StateDescription,
     TransformationDescription,
+    json_settings,
 )
-from opt_core._json import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
-from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str
+from opt_core._trees import Names, children, flatten_with_paths, named_leaves, path_names, path_str
 from opt_core.errors import DescriptionError, TreeMismatchError
 
 # Descriptions.
@@ -146,7 +131,7 @@ def describe_by_types(
     """Returns a description by placeholders, types and shapes alone."""
     origin = origin_of(type(definition))
     whole = qualified(snake_case(type(definition).__name__), origin)
-    shapes = {names: np.shape(x) for names, x in flatten_with_paths(params) if x is not None}
+    shapes = {names: np.shape(x) for names, x in named_leaves(params)}
     followed = follow(
         lambda tree: definition.init_state(tree).param_states, params, state.param_states
     )
@@ -283,21 +268,13 @@ def around(place: Names, parameter: Names) -> Names:
 
 
 class StateLeaf(NamedTuple):
-    """A leaf of a state, and the parameter that it follows.
+    """A leaf of a state, and the parameter that it follows."""
 
-    Attributes:
-      path: where it is.
-      kinds: the types of the nodes above it.
-      parameter: the path of the parameter that it follows, if any.
-      outer: the path down to where the containers of the parameters begin.
-      inner: the path below the place of its parameter.
-    """
-
-    path: Names
-    kinds: Sequence[type]
-    parameter: Names | None
-    outer: Names
-    inner: Names
+    path: Names  # where it is
+    kinds: Sequence[type]  # the types of the nodes above it
+    parameter: Names | None  # the path of the parameter that it follows, if any
+    outer: Names  # the path down to where the containers of the parameters begin
+    inner: Names  # the path below the place of its parameter
 
     @property
     def field(self) -> Names:
@@ -344,7 +321,7 @@ def _walk(
 
 def follow(init: Callable[[Any], Any], params: Any, state: Any) -> list[StateLeaf]:
     """Returns the leaves of a state that `init` made, with the parameters that they follow."""
-    names = [path for path, leaf in flatten_with_paths(params) if leaf is not None]
+    names = [path for path, _ in named_leaves(params)]
     placed = on_placeholders(init, placeholders(params))
     return leaves_of(state, dict(places(placed, names)))
 
@@ -373,7 +350,7 @@ def axes_of_leaves(paths: Sequence[Names], param_axes: Any) -> list[Any]:
 
 def derive_by_description(optimizer: Optimizer, param_axes: Any) -> tuple[Any, Any]:
     """Returns the axes of the parameters and of `param_states`, in their own containers."""
-    paths = [names for names, leaf in flatten_with_paths(optimizer.target) if leaf is not None]
+    paths = [names for names, _ in named_leaves(optimizer.target)]
     axes = axes_of_leaves(paths, param_axes)
     by_path = dict(zip(paths, axes, strict=True))
     kept = [

@@ -8,7 +8,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from opt_core._paths import Names, children, path_names, path_str
+from opt_core._trees import Names, children, path_names, path_str
 from opt_core.errors import EvaluationError
 
 _SCHEDULE_FREE: Final = frozenset({"b1", "weight_sum", "z"})

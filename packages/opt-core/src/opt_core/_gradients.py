@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._paths import Names, children, path_str
+from opt_core._trees import Names, children, path_str
 from opt_core.errors import TreeMismatchError
 
 _ABSENT: Any = object()

@@ -13,14 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._arrays import strip_weak_type, unalias
+from opt_core._closures import fingerprint
 from opt_core._evaluation import evaluation_params
-from opt_core._fingerprint import fingerprint
-from opt_core._hyper_params import check_missing, hyper_param_names, replace_hyper_params
-from opt_core._paths import flatten_with_paths, path_str
-from opt_core._report import Mismatch, MismatchKind, RestoreReport
-from opt_core._state_dict import restore_state_dict, to_state_dict
-from opt_core.errors import RestoreError
+from opt_core._state_dict import (
+    Mismatch,
+    MismatchKind,
+    RestoreReport,
+    restore_state_dict,
+    to_state_dict,
+)
+from opt_core._trees import listed, named_leaves, path_str, strip_weak_type, unalias
+from opt_core.errors import HyperParamError, RestoreError
 from opt_core.protocols import WrapsTransformation
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ else:
     from typing import ParamSpec, TypeVar
 
     Params, Overrides = TypeVar("Params"), ParamSpec("Overrides")
+
 
 logger = logging.getLogger("opt_core")
 
@@ -245,7 +249,7 @@ class OptimizerDef:
             raise
         optimizer = Optimizer(optimizer_def=self, state=state, target=target)
         if any(_is_placed_shape(leaf) for leaf in jax.tree.leaves(target)):
-            from opt_core._plan.placement import placed_like_params
+            from opt_core._plan.apply import placed_like_params
 
             return placed_like_params(optimizer)
         return optimizer
@@ -491,8 +495,8 @@ def _not_arrays(target: Any) -> list[str]:
     """Lines for the leaves that are not arrays."""
     return [
         f"  {path_str(names)}: a {type(leaf).__name__}"
-        for names, leaf in flatten_with_paths(target)
-        if leaf is not None and not hasattr(leaf, "shape") and not isinstance(leaf, int | float)
+        for names, leaf in named_leaves(target)
+        if not hasattr(leaf, "shape") and not isinstance(leaf, int | float)
     ]
 
 
@@ -515,3 +519,33 @@ def _negative(step: Any) -> int | None:
     if not is_known or isinstance(step, jax.core.Tracer) or np.shape(step) != ():
         return None
     return int(step) if jnp.issubdtype(step.dtype, np.integer) and int(step) < 0 else None
+
+
+# Hyper-parameters are frozen dataclasses; overriding one makes a new dataclass.
+
+
+def replace_hyper_params(hyper_params: Any, **overrides: Any) -> Any:
+    """Returns `hyper_params` with some fields replaced."""
+    if not overrides:
+        return hyper_params
+    names = hyper_param_names(hyper_params)
+    unknown = [name for name in overrides if name not in names]
+    if unknown:
+        raise HyperParamError(
+            f"no such hyper-parameter: {listed(unknown)}; this optimizer has "
+            f"{listed(names, none='none to override')}"
+        )
+    return dataclasses.replace(hyper_params, **overrides)
+
+
+def hyper_param_names(hyper_params: Any) -> tuple[str, ...]:
+    """Returns the field names of a dataclass instance; none for anything else."""
+    if not dataclasses.is_dataclass(hyper_params):
+        return ()
+    return tuple(field.name for field in dataclasses.fields(hyper_params))
+
+
+def check_missing(missing: str) -> None:
+    """Raises a `HyperParamError` for anything but `'error'` and `'ignore'`."""
+    if missing not in ("error", "ignore"):
+        raise HyperParamError(f"`missing` must be 'error' or 'ignore'; got {missing!r}")

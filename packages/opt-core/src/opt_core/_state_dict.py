@@ -1,12 +1,12 @@
-"""Pytrees as nested dicts with string keys, and back with every deviation reported.
+"""Pytrees as nested dicts with string keys, as in Flax and T5X, and back with every deviation.
 
-The layout is Flax's and T5X's: tuples and lists become `'0'`, `'1'`, ...; named tuples and
-dataclasses their field names; dict keys their `str`. Keys are not joined or split, so they may
-contain `/`. Each level of the pytree is one level of the dict, whatever the kind of node.
+Each level of the pytree is one level of the dict. Keys are not joined, so they may contain `/`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +14,91 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._arrays import committed_sharding, convert_held, held_dtype, strip_weak_type
-from opt_core._paths import children, path_str
-from opt_core._report import Mismatch, MismatchKind, RestoreReport
+from opt_core._trees import (
+    children,
+    committed_sharding,
+    convert_held,
+    held_dtype,
+    path_str,
+    strip_weak_type,
+)
 from opt_core.errors import StateDictError
 
 _ABSENT: Any = object()
 _LISTED_KEYS = 20
 _TOO_DEEP = "the tree is nested too deeply for Python: some 300 levels are possible"
 _SCALARS = (bool, int, float, complex)
+
+
+class MismatchKind(enum.Enum):
+    """How a path of a state dict deviates from the reference."""
+
+    MISSING = "missing"
+    EXTRA = "extra"
+    CONTAINER = "container"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    VALUE = "value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """One deviation.
+
+    Attributes:
+      path: `/`-joined names from the root of the state dict.
+      kind: how it deviates.
+      expected: the value in the reference, as text.
+      found: the value in the state dict, as text.
+    """
+
+    path: str
+    kind: MismatchKind
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.kind.value}: expected {self.expected}, found {self.found}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreReport:
+    """Every deviation of a state dict from the reference it is restored into.
+
+    Attributes:
+      mismatches: in the order of the reference, extra paths after their siblings.
+      matched: number of leaves that fit.
+      state_matched: number of those that belong to the optimizer's own state, without `step`.
+    """
+
+    mismatches: tuple[Mismatch, ...]
+    matched: int
+    state_matched: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the state dict fits exactly."""
+        return not self.mismatches
+
+    @property
+    def _is_other_optimizer(self) -> bool:
+        kinds = {m.kind for m in self.mismatches if m.path.startswith("state/param_states")}
+        same_layout = kinds <= {MismatchKind.SHAPE, MismatchKind.DTYPE}
+        return not same_layout and not self.state_matched
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"the state dict fits: {self.matched} leaves"
+        n = len(self.mismatches)
+        head = f"the state dict does not fit the optimizer: {n} deviation{'s' * (n > 1)}"
+        if self._is_other_optimizer:
+            head += "; nothing under `state/param_states` fits: another optimizer's state, or none"
+        advice = (
+            "Restore into an optimizer built as the saved one was, correct the dict, or pass "
+            "`strict=False` to take the "
+            f"{self.matched} leaves that fit and keep the rest as they are."
+        )
+        return "\n".join([head, *(f"  {m}" for m in self.mismatches), advice])
 
 
 def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:

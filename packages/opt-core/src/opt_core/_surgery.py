@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from opt_core._groups.multi_optimizer import MultiOptimizer, leaf_groups
-from opt_core._groups.patterns import Except, Rest, pattern_str, positions_of
-from opt_core._groups.table import FROZEN, Group
+from opt_core._groups.table import FROZEN, Except, Group, Rest, pattern_str, positions_of
 from opt_core._optimizer import Optimizer, OptimizerDef, Params
-from opt_core._paths import Names, listed, path_str
-from opt_core._plan.leaves import HeldState, View, named_leaves, named_state
-from opt_core._plan.match import Request, Schedules, make_plan
-from opt_core._plan.plan import Plan
-from opt_core._plan.rules import Permissions, Rule, check_allowances
-from opt_core._plan.sides import Side, counts_updates, is_recorded, source_side
+from opt_core._plan.leaves import HeldState, View, named_view
+from opt_core._plan.match import make_plan
+from opt_core._plan.pairing import Side, source_side
+from opt_core._plan.plan import Plan, Request, Schedules, check_allowances
+from opt_core._plan.rules import Rule
+from opt_core._trees import Names, listed, named_leaves, path_str
 from opt_core.errors import GroupError, LeafError
 
 
@@ -80,7 +79,7 @@ def regroup(
       >>> len(plan.initialised), len(plan.dropped)
       (0, 1)
     """
-    request = Request(Permissions.make(allow, rules), _checked(schedules))
+    request = Request.make(allow, rules, schedules=_checked(schedules))
     return _carried_out(_held(optimizer), _created(optimizer, definition), request, placement)
 
 
@@ -110,8 +109,8 @@ def freeze(
         numbers computed from all parameters would continue.
     """
     target = _created_with(optimizer, Group(name, pattern, FROZEN))
-    permissions = Permissions.make(check_allowances(allow) | {"drop"}, ())
-    return _carried_out(_held(optimizer), target, Request(permissions, discards_state=True))
+    request = Request.make(check_allowances(allow) | {"drop"}, discards_state=True)
+    return _carried_out(_held(optimizer), target, request)
 
 
 def unfreeze(
@@ -142,7 +141,7 @@ def unfreeze(
       GroupError: the pattern matches nothing, or leaves that are not frozen; lists these.
     """
     target = _created_with(optimizer, Group(name, pattern, definition))
-    request = Request(Permissions.make((), ()), _checked(schedules))
+    request = Request.make((), schedules=_checked(schedules))
     return _carried_out(_held(optimizer), target, request, placement)
 
 
@@ -175,7 +174,7 @@ def reset(
         for i, leaf in enumerate(side.leaves)
         if leaf.group[: len(names)] == names and not _stays(side, i)
     }
-    request = Request(Permissions.make({"drop"}, ()), anew=anew, discards_state=True)
+    request = Request.make({"drop"}, anew=anew, discards_state=True)
     # The shapes are those of the state: nothing else is created, nor traced.
     target = optimizer.replace(state=_shapes(optimizer.state))
     return _carried_out(held, target, request, placement)
@@ -184,23 +183,18 @@ def reset(
 def _stays(side: Side, i: int) -> bool:
     """Whether a leaf records the progress or a setting of the training, not what it has learnt."""
     leaf = side.leaves[i]
-    transformation = side.transformation(leaf.kept_by)
-    is_time = leaf.role == "schedule_count" or counts_updates(leaf, transformation)
-    return is_time or is_recorded(leaf, transformation)
+    is_time = leaf.role == "schedule_count" or side.counts_updates(leaf)
+    return is_time or side.is_recorded(leaf)
 
 
 def _created_with(optimizer: Optimizer, group: Group) -> Optimizer:
     """`_created` of the definition with another group before the others."""
-    # The table of a nested `MultiOptimizer` can be carved. That of one in a chain cannot: functions
-    # have captured it.
     definition = with_group(optimizer, group)
     definition.select(optimizer.target)
     try:
         return _created(optimizer, definition)
-    except GroupError as error:
+    except GroupError as error:  # of a `MultiOptimizer` in a chain, which functions have captured
         lines = [line for line in str(error).splitlines() if line.startswith("  ")]
-        if not lines:
-            raise
         raise GroupError(
             "all parameters of a group inside a transformation would leave it, and such a "
             "group cannot be removed:\n"
@@ -238,7 +232,7 @@ def _held(optimizer: Optimizer) -> HeldState:
         )
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise LeafError("`optimizer`: an array has been deleted, as a step does that donates it")
-    named = named_state(optimizer)
+    named = named_view(View(optimizer))
     return HeldState(named.leaves, named.schema)
 
 
@@ -266,7 +260,7 @@ def with_group(optimizer: Optimizer, group: Group) -> MultiOptimizer:
     chosen = _matching_leaves(definition, target, pattern)
     if not group.is_frozen:
         _check_frozen(optimizer, definition, chosen)
-    groups = _carved(definition, target, pattern, chosen)
+    groups = _carved(definition, target, chosen, pattern)
     names = {group.name for group in groups}
     numbers = (group.name, *(f"{group.name}_{n}" for n in range(2, len(names) + 2)))
     name = next(name for name in numbers if name not in names)
@@ -320,52 +314,39 @@ def _shown(definition: MultiOptimizer, names: Names) -> str:
 
 
 def _carved(
-    definition: MultiOptimizer, target: Any, pattern: Any, chosen: frozenset[int]
+    definition: MultiOptimizer, target: Any, chosen: frozenset[int], pattern: Any
 ) -> list[Group]:
     """The table without the chosen leaves; empty groups other than the rest are removed."""
-    members = definition.select(target).members
+    division = definition.select(target)
     groups = []
     for group in definition.groups:
-        taken = chosen.intersection(members[group.name])
-        if not taken or isinstance(group.pattern, Rest):
-            groups.append(_carve_inside(group, definition, target, taken))
-        elif len(taken) < len(members[group.name]):
-            inside = _carve_inside(group, definition, target, taken)
-            groups.append(dataclasses.replace(inside, pattern=Except(group.pattern, pattern)))
+        members, is_rest = division.members[group.name], isinstance(group.pattern, Rest)
+        taken = chosen.intersection(members)
+        if taken and len(taken) == len(members) and not is_rest:
+            continue
+        if taken and isinstance(nested := group.definition, MultiOptimizer):
+            inside = frozenset(members.index(i) for i in taken)
+            # It does not see the chosen leaves: its patterns stay as they are.
+            inner = _carved(nested, division.cut(group.name, target), inside, None)
+            group = dataclasses.replace(group, definition=nested.with_groups(inner))
+        if taken and not is_rest and pattern is not None:
+            group = dataclasses.replace(group, pattern=Except(group.pattern, pattern))
+        groups.append(group)
     return groups
-
-
-def _carve_inside(
-    group: Group, definition: MultiOptimizer, target: Any, taken: frozenset[int]
-) -> Group:
-    """The group; a nested definition loses the groups without leaves."""
-    nested = group.definition
-    if not isinstance(nested, MultiOptimizer) or not taken:
-        return group
-    outer = definition.select(target)
-    part = outer.cut(group.name, target)
-    own = frozenset(outer.members[group.name].index(i) for i in taken)
-    kept = []
-    for inner in nested.groups:
-        members = frozenset(nested.select(part).members[inner.name])
-        if members - own or isinstance(inner.pattern, Rest):
-            kept.append(_carve_inside(inner, nested, part, members & own))
-    return dataclasses.replace(group, definition=nested.with_groups(kept))
 
 
 def group_of(definition: OptimizerDef, group: str) -> Names:
     """Returns the names along `outer/inner`; a `GroupError` unless that group has a state."""
     names = tuple(group.split("/"))
-    for depth, name in enumerate(names):
-        known = definition.group_names if isinstance(definition, MultiOptimizer) else ()
-        if not isinstance(definition, MultiOptimizer) or name not in known:
-            frozen = isinstance(definition, MultiOptimizer) and any(
-                g.name == name for g in definition.groups
-            )
+    for depth, name in enumerate(names, 1):
+        groups = definition.groups if isinstance(definition, MultiOptimizer) else ()
+        trained = {row.name: row.definition for row in groups if not row.is_frozen}
+        if name not in trained:
+            is_frozen = any(row.name == name for row in groups)
             raise GroupError(
-                f"`{'/'.join(names[: depth + 1])}` "
-                + ("is frozen and has no state to reset" if frozen else "is not a group")
-                + f"; the groups with a state are {listed(known)}"
+                f"`{'/'.join(names[:depth])}` "
+                + ("is frozen and has no state to reset" if is_frozen else "is not a group")
+                + f"; the groups with a state are {listed(trained)}"
             )
-        definition = definition.sub_optimizers[known.index(name)]
+        definition = trained[name]
     return names

@@ -1,21 +1,4 @@
-"""The errors of the optimizer contract.
-
-```
-OptimizerError
-├── DescriptionError (ValueError)   data that do not describe this state
-├── EvaluationError (ValueError)    two averages of a parameter, or one of none
-├── GroupError (ValueError)         groups that do not partition the parameters
-├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
-├── LeafError (ValueError)          a leaf that cannot be named, converted or placed
-├── RestoreError (ValueError)       a state dict that does not fit; carries the report
-├── StateDictError (ValueError)     a tree that has no faithful state dict
-├── SurgeryError (ValueError)       trained state that would be lost or misread; carries the plan
-├── StateChangedError (TypeError)   an update that would change the shape or structure of the state
-└── TreeMismatchError (ValueError)  gradients that do not match the parameters
-```
-
-Each is also the builtin that callers of Flax and T5X already catch.
-"""
+"""The errors of the contract, each also the builtin that callers of Flax and T5X already catch."""
 
 from __future__ import annotations
 
@@ -23,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opt_core._plan.plan import Plan
-    from opt_core._report import RestoreReport
+    from opt_core._state_dict import RestoreReport
 
 __all__ = [
     "DescriptionError",

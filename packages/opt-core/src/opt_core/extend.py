@@ -1,148 +1,68 @@
 """What packages that build on opt-core use of it; may change with any release, as `jax.extend`."""
 
-from opt_core._arrays import (
-    placed,
-    strip_weak_type,
-    unalias,
-)
-from opt_core._closures import (
-    closure_vars,
-    code_of,
-    definer_of,
-    factory_of,
-    opened,
-    origin_of,
-    own_name,
-    package_of,
-    qualified,
-    reached,
-    snake_case,
-    unwrapped,
-)
-from opt_core._describe import (
-    StateLeaf,
-    around,
-    is_placeholder,
-    is_plain,
-    leaves_of,
-    on_placeholders,
-    placeholders,
-    places,
-    role_by_type,
-)
-from opt_core._description import TransformationKey
-from opt_core._fingerprint import fingerprint
-from opt_core._groups.multi_optimizer import leaf_groups
-from opt_core._hyper_params import replace_hyper_params
-from opt_core._json import json_settings, read_record, record_data
-from opt_core._paths import (
-    Names,
-    aligned,
-    children,
-    flatten_with_paths,
-    listed,
-    path_names,
-    path_str,
-    split_path,
-)
-from opt_core._plan.leaves import (
-    LeafInfo,
-    NamedState,
-    Schema,
-    Source,
-    View,
-    count_of,
-    is_wide,
-    leaf_info,
-    local,
-    named_leaves,
-    named_state,
-    named_view,
-    shown,
-    update_counts,
-)
-from opt_core._plan.match import Request, make_plan
-from opt_core._plan.plan import Plan, Row, leaf_bytes
-from opt_core._plan.rules import (
-    KINDS,
-    Map,
-    Pad,
-    Permissions,
-    Rename,
-    Rule,
-    Stack,
-    Unstack,
-    abstract,
-    key_kind,
-)
-
-__all__ = [
-    "KINDS",
-    "LeafInfo",
-    "Map",
-    "NamedState",
-    "Names",
-    "Pad",
-    "Permissions",
-    "Plan",
-    "Rename",
-    "Request",
-    "Row",
-    "Rule",
-    "Schema",
-    "Source",
-    "Stack",
-    "StateLeaf",
-    "TransformationKey",
-    "Unstack",
-    "View",
-    "abstract",
-    "aligned",
-    "around",
-    "children",
-    "closure_vars",
-    "code_of",
-    "count_of",
-    "definer_of",
-    "factory_of",
-    "fingerprint",
-    "flatten_with_paths",
-    "is_placeholder",
-    "is_plain",
-    "is_wide",
-    "json_settings",
-    "key_kind",
-    "leaf_bytes",
-    "leaf_groups",
-    "leaf_info",
-    "leaves_of",
-    "listed",
-    "local",
-    "make_plan",
-    "named_leaves",
-    "named_state",
-    "named_view",
-    "on_placeholders",
-    "opened",
-    "origin_of",
-    "own_name",
-    "package_of",
-    "path_names",
-    "path_str",
-    "placed",
-    "placeholders",
-    "places",
-    "qualified",
-    "reached",
-    "read_record",
-    "record_data",
-    "replace_hyper_params",
-    "role_by_type",
-    "shown",
-    "snake_case",
-    "split_path",
-    "strip_weak_type",
-    "unalias",
-    "unwrapped",
-    "update_counts",
-]
+from opt_core._closures import closure_vars as closure_vars
+from opt_core._closures import code_of as code_of
+from opt_core._closures import definer_of as definer_of
+from opt_core._closures import factory_of as factory_of
+from opt_core._closures import fingerprint as fingerprint
+from opt_core._closures import opened as opened
+from opt_core._closures import origin_of as origin_of
+from opt_core._closures import own_name as own_name
+from opt_core._closures import package_of as package_of
+from opt_core._closures import qualified as qualified
+from opt_core._closures import reached as reached
+from opt_core._closures import snake_case as snake_case
+from opt_core._closures import unwrapped as unwrapped
+from opt_core._describe import StateLeaf as StateLeaf
+from opt_core._describe import around as around
+from opt_core._describe import is_placeholder as is_placeholder
+from opt_core._describe import is_plain as is_plain
+from opt_core._describe import leaves_of as leaves_of
+from opt_core._describe import on_placeholders as on_placeholders
+from opt_core._describe import placeholders as placeholders
+from opt_core._describe import places as places
+from opt_core._describe import role_by_type as role_by_type
+from opt_core._description import TransformationKey as TransformationKey
+from opt_core._description import json_settings as json_settings
+from opt_core._description import read_record as read_record
+from opt_core._description import record_data as record_data
+from opt_core._groups.multi_optimizer import leaf_groups as leaf_groups
+from opt_core._optimizer import replace_hyper_params as replace_hyper_params
+from opt_core._plan.leaves import LeafInfo as LeafInfo
+from opt_core._plan.leaves import NamedState as NamedState
+from opt_core._plan.leaves import Schema as Schema
+from opt_core._plan.leaves import Source as Source
+from opt_core._plan.leaves import View as View
+from opt_core._plan.leaves import abstract as abstract
+from opt_core._plan.leaves import count_of as count_of
+from opt_core._plan.leaves import is_wide as is_wide
+from opt_core._plan.leaves import key_kind as key_kind
+from opt_core._plan.leaves import leaf_info as leaf_info
+from opt_core._plan.leaves import local as local
+from opt_core._plan.leaves import named_view as named_view
+from opt_core._plan.leaves import shown as shown
+from opt_core._plan.leaves import update_counts as update_counts
+from opt_core._plan.match import make_plan as make_plan
+from opt_core._plan.plan import KINDS as KINDS
+from opt_core._plan.plan import Plan as Plan
+from opt_core._plan.plan import Request as Request
+from opt_core._plan.plan import Row as Row
+from opt_core._plan.plan import leaf_bytes as leaf_bytes
+from opt_core._plan.rules import Map as Map
+from opt_core._plan.rules import Pad as Pad
+from opt_core._plan.rules import Rename as Rename
+from opt_core._plan.rules import Rule as Rule
+from opt_core._plan.rules import Stack as Stack
+from opt_core._plan.rules import Unstack as Unstack
+from opt_core._trees import Names as Names
+from opt_core._trees import aligned as aligned
+from opt_core._trees import children as children
+from opt_core._trees import flatten_with_paths as flatten_with_paths
+from opt_core._trees import listed as listed
+from opt_core._trees import named_leaves as named_leaves
+from opt_core._trees import path_names as path_names
+from opt_core._trees import path_str as path_str
+from opt_core._trees import placed as placed
+from opt_core._trees import split_path as split_path
+from opt_core._trees import strip_weak_type as strip_weak_type
+from opt_core._trees import unalias as unalias

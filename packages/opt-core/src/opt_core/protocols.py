@@ -43,7 +43,6 @@ class DescribesFields(Protocol):
         * `'passes_on'`: true if it at most clips updates, averages them over a window or holds them
           back, so that moments mean the same with and without it.
         """
-        ...
 
 
 @runtime_checkable
@@ -60,7 +59,6 @@ class HoldsEvalParams(Protocol):
         Args:
           params: the parameters.
         """
-        ...
 
 
 class Storage(Protocol):
@@ -72,12 +70,10 @@ class Storage(Protocol):
     @property
     def name(self) -> str:
         """What plans call it, e.g. `'dynamic8'`."""
-        ...
 
     @property
     def dtype(self) -> str:
         """The dtype of the leaf."""
-        ...
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -85,16 +81,13 @@ class Storage(Protocol):
 
         None for what is kept besides a parameter.
         """
-        ...
 
     @property
     def is_exact(self) -> bool:
         """Whether it loses nothing of a float32."""
-        ...
 
     def to_data(self) -> Mapping[str, Any]:
         """Returns it as JSON data: `'package'` is the module whose `read_storage` reads that."""
-        ...
 
     def decode(self, *arrays: jax.Array) -> jax.Array:
         """Returns the leaf, on the device.
@@ -102,11 +95,9 @@ class Storage(Protocol):
         Args:
           *arrays: as in `fields`; or the parameter, and what is kept besides it.
         """
-        ...
 
     def encode(self, values: jax.Array) -> Sequence[jax.Array]:
         """Returns the arrays of other values, each rounded to nearest."""
-        ...
 
 
 @runtime_checkable
@@ -118,7 +109,6 @@ class StoresLeaf(Protocol):
 
     def leaf_storage(self) -> Storage:
         """Returns what its arrays mean."""
-        ...
 
 
 @runtime_checkable
@@ -133,7 +123,6 @@ class StoresParams(Protocol):
 
         The field is a tree like the parameters, with nodes without leaves for other parameters.
         """
-        ...
 
 
 @runtime_checkable
@@ -143,12 +132,10 @@ class Transformation(Protocol):
     @property
     def init(self) -> Callable[..., Any]:
         """A function from parameters to state."""
-        ...
 
     @property
     def update(self) -> Callable[..., Any]:
         """A function from gradients, state and parameters to updates and state."""
-        ...
 
 
 @runtime_checkable
@@ -161,7 +148,6 @@ class WrapsTransformation(Protocol):
 
     def __call__(self, tx: Any) -> Any:
         """Returns the transformation around `tx`."""
-        ...
 
 
 @runtime_checkable
@@ -180,4 +166,3 @@ class UpdatesParams(Protocol):
           grads: the gradients, like the parameters.
           **extra_args: arguments of the transformation's `update`, such as `value`.
         """
-        ...

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from opt_core._arrays import held_dtype
 from opt_core._optimizer import OptimizerState
-from opt_core._paths import children
+from opt_core._trees import children, held_dtype
 
 __all__ = ["lenient_references"]
 

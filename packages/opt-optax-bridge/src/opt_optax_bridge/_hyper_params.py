@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 from opt_core import MultiOptimizer, Optimizer
 from opt_core.errors import HyperParamError
 
-from opt_optax_bridge._arguments import field_values
 from opt_optax_bridge._overrides import Update, ask
+from opt_optax_bridge._recipe import field_values
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 

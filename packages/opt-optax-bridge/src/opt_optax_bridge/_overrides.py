@@ -1,34 +1,32 @@
-"""Updates with arguments that are known only at run time.
+"""Updates with arguments that are known only at run time: built, traced and run with scalars.
 
-The transformation is built and traced with the numbers as weakly typed scalars, like the Python
-floats that Optax expects, so that nothing is promoted. The traced program shows whether an override
-has an effect at all, and is then run:
-
-    update = Update(opt_optax_bridge.adamw(1e-3), grads, state.param_states, params)
-    updates, param_states = update.run({'learning_rate': traced})
+These are weakly typed, like the Python floats that Optax expects, so that nothing is promoted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from opt_core import OptimizerState
-from opt_core.errors import HyperParamError, OptimizerError
-from opt_core.extend import listed
+from opt_core.errors import HyperParamError, OptimizerError, StateChangedError
+from opt_core.extend import flatten_with_paths, listed, path_str, strip_weak_type
 
-from opt_optax_bridge._arguments import changed_fields, field_values, is_number
-from opt_optax_bridge._program import Program, named, weakly_typed
+from opt_optax_bridge._recipe import field_values, is_number
 from opt_optax_bridge._signatures import accepted_keywords
-from opt_optax_bridge._stable_state import check_shapes
 
 if TYPE_CHECKING:
     from opt_optax_bridge._wrapper import OptaxWrapper
+
 
 T = TypeVar("T")
 
@@ -159,29 +157,6 @@ class Update:
         return HyperParamError("; ".join(lines) + f". Of this optimizer these may be: {allowed}")
 
 
-def resolve(
-    definition: OptaxWrapper,
-    hyper_params: Any,
-    params: Any,
-    state: OptimizerState,
-    extra_args: Mapping[str, Any],
-) -> Any:
-    """Returns hyper-parameters with schedules as numbers; see `resolve_hyper_params`."""
-    changed = changed_fields(definition.built_with, hyper_params)
-    values, resolved = field_values(hyper_params), {}
-    schedules = {name: value for name, value in values.items() if callable(value)}
-    if schedules or changed or extra_args:
-        resolved = ask(
-            lambda update: update.schedule_values(changed, schedules),
-            definition,
-            params,
-            state,
-            extra_args,
-        )
-    numbers = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if k not in schedules}
-    return dataclasses.replace(hyper_params, **numbers, **resolved)
-
-
 def ask(
     question: Callable[[Update], T],
     definition: OptaxWrapper,
@@ -223,7 +198,8 @@ def _numbers(overrides: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {k: weakly_typed(jnp.asarray(v, dtype)) for k, v in overrides.items() if not callable(v)}
 
 
-def _float_dtype(value: Any) -> Any:
+def float_dtype(value: Any) -> Any:
+    """Returns the floating-point dtype in which a hyper-parameter is told."""
     dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", np.dtype(float)))
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
 
@@ -241,3 +217,179 @@ def _nan_unless_equal(value: Any, again: Any) -> Any:
 
 def _naming(name: str, schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda count: named(name, schedule(count))
+
+
+# A state keeps structure, shapes, dtypes and weak types, so that a step compiles once.
+
+
+def keep_avals(old: Any, new: Any) -> Any:
+    """Returns the state after an update with the dtypes of the one before it, all strong."""
+    check_shapes(old, new)
+
+    def cast(before: Any, after: Any) -> Any:
+        if getattr(after, "dtype", None) != before.dtype:
+            return jnp.asarray(after, before.dtype)
+        return strip_weak_type(after)
+
+    return jax.tree.map(cast, old, new)
+
+
+def same_shapes(old: Any, new: Any) -> bool:
+    """Whether two pytrees have the same structure and their leaves the same shapes."""
+    structures: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (old, new)]
+    return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
+
+
+def check_shapes(old: Any, new: Any) -> None:
+    """Raises a `StateChangedError` if structure or a shape differs; leaves may be abstract."""
+    if same_shapes(old, new):
+        return
+    before, after = (
+        {path_str(names): str(np.shape(leaf)) for names, leaf in flatten_with_paths(state)}
+        for state in (old, new)
+    )
+    lines = [
+        f"  {path}: was {before.get(path, 'absent')}, became {after.get(path, 'absent')}"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path)
+    ]
+    raise StateChangedError(
+        "the transformation changed the structure or the shapes of its state:\n"
+        + "\n".join(lines or [f"  {jax.tree.structure(old)} became {jax.tree.structure(new)}"])
+        + "\nSuch a step cannot be compiled once, scanned or restored. Use a transformation that "
+        "initialises its whole state, and gradients with the shapes of the parameters."
+    )
+
+
+# Traced functions whose dependencies can be inspected, and of which parts can be run.
+
+
+_PREFIX = "opt_optax_bridge/"
+_Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or positions of inputs
+
+
+def named(name: str, value: Any) -> Any:
+    """Returns `value`, marked with a name by which it is found in the traced program."""
+    return checkpoint_name(value, _PREFIX + name)
+
+
+def weakly_typed(number: jax.Array) -> Any:
+    """Returns a weakly typed scalar: like a Python number it does not promote others."""
+    return convert_element_type_p.bind(
+        number, new_dtype=number.dtype, weak_type=True, sharding=None
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function."""
+
+    function: Callable[..., Any]  # compiled as part of its caller
+    jaxpr: ClosedJaxpr  # its inputs are the leaves of the operands
+    operands: Any  # the structure of the tuple of operands
+    output: Any  # the structure of the result
+
+    @classmethod
+    def trace(cls, function: Callable[..., Any], *operands: Any) -> Program:
+        """Traces `function` on operands."""
+        jitted = jax.jit(function)
+        traced = jitted.trace(*operands)
+        jaxpr, output = traced.jaxpr, traced.out_info
+        structure: Any = jax.tree.structure(operands)
+        if len(jaxpr.in_avals) != structure.num_leaves:
+            # It captures values of a trace around it, as a loss function does: JAX made inputs of
+            # them. Here they are constants.
+            jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
+        return cls(jitted, jaxpr, structure, jax.tree.structure(output))
+
+    def reached(self) -> set[str]:
+        """Returns the keys of the first operand, a dict, that the output depends on."""
+        inputs: dict[str, Any] = jax.tree.unflatten(self.operands, self.jaxpr.jaxpr.invars)[0]
+        needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars, inputs.values())
+        return {name for name, variable in inputs.items() if variable in needed}
+
+    def run(self, *operands: Any) -> Any:
+        """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
+        # In a caller that is being traced the program becomes one call, which XLA inlines:
+        # repeating its equations one by one takes half as long as tracing them. Otherwise it runs
+        # operation by operation: each update is a new function, and would be compiled every time.
+        if is_staged(operands):
+            return self.function(*operands)
+        return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
+
+    def values(self, name: str, *operands: Any) -> list[Any]:
+        """Returns all values of that name, computing nothing else."""
+        # They may be inside branches, compiled functions or loops; of a loop the first pass counts.
+        leaves = jax.tree.leaves(operands)
+        return list(_find(self.jaxpr, name, lambda places: [leaves[i] for i in places]))
+
+
+def is_staged(operands: Any) -> bool:
+    """Whether a caller that is being traced into a program will compile what is done with these."""
+    return any(isinstance(leaf, DynamicJaxprTracer) for leaf in jax.tree.leaves(operands))
+
+
+def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
+    cast = [
+        leaf if isinstance(leaf, jax.Array) and leaf.shape else jnp.asarray(leaf, aval.dtype)
+        for leaf, aval in zip(leaves, program.in_avals, strict=True)
+    ]
+    return list(jaxpr_as_fun(program)(*cast))
+
+
+def _find(program: ClosedJaxpr, name: str, inputs: _Values) -> Iterator[Any]:
+    """Yields the values of a name, reading only the inputs that they need."""
+    jaxpr = program.jaxpr
+
+    def values(outvars: Sequence[Any]) -> Sequence[Any]:
+        needed = _needed(program, outvars)
+        places = [i for i, v in enumerate(jaxpr.invars) if v in needed]
+        part = jaxpr.replace(
+            invars=[jaxpr.invars[i] for i in places],
+            outvars=list(outvars),
+            eqns=[eqn for eqn in jaxpr.eqns if any(out in needed for out in eqn.outvars)],
+            debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+        )
+        return _run(ClosedJaxpr(part, program.consts), inputs(places))
+
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == _PREFIX + name:
+            yield strip_weak_type(jnp.asarray(values(equation.invars)[0]))
+        for body in _bodies(equation):
+            yield from _find(body, name, functools.partial(_of_body, body, equation, values))
+
+
+def _of_body(body: ClosedJaxpr, equation: Any, values: _Values, places: Sequence[int]) -> Any:
+    """Inputs of a body, which are the last operands of its equation."""
+    operands = equation.invars[len(equation.invars) - len(body.jaxpr.invars) :]
+    if any(operands[i].aval.shape != body.in_avals[i].shape for i in places):
+        raise LookupError(equation.primitive.name)
+    return values([operands[i] for i in places])
+
+
+def _bodies(equation: Any) -> Iterator[ClosedJaxpr]:
+    for value in equation.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(body, ClosedJaxpr):
+                yield body
+            elif isinstance(body, Jaxpr):
+                yield ClosedJaxpr(body, ())
+
+
+def _needed(
+    program: ClosedJaxpr, outputs: Sequence[Any], asked: Iterable[Any] | None = None
+) -> set[Any]:
+    """Returns the variables that `outputs` depend on; if some are asked for, at least of those."""
+    needed = {out for out in outputs if not isinstance(out, Literal)}
+    # A rate is found after the last few equations of an update, which has a dozen for each leaf.
+    left = None if asked is None else set(asked) - needed
+    for equation in reversed(program.jaxpr.eqns):
+        if left is not None and not left:
+            break
+        if not needed.isdisjoint(equation.outvars):
+            read = [v for v in equation.invars if not isinstance(v, Literal)]
+            needed.update(read)
+            if left is not None:
+                left.difference_update(read)
+    return needed

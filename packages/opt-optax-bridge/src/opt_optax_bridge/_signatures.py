@@ -1,8 +1,6 @@
 """The extra arguments of a transformation's update, such as `value`.
 
-A chain accepts any keyword and passes it on to its parts. What counts is whether one of them names
-it, as a parameter or a key of its `**extra_args`, or by `extra_arg_names`: the functions and
-objects that `update` has captured are read, no update is called.
+A chain accepts any keyword: what its parts take is read off what `update` has captured.
 """
 
 from __future__ import annotations

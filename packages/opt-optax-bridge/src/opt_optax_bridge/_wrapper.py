@@ -21,20 +21,31 @@ from opt_core import (
     to_state_dict,
 )
 from opt_core.errors import HyperParamError
-from opt_core.extend import fingerprint, listed, reached, unalias
+from opt_core.extend import fingerprint, listed, reached, strip_weak_type, unalias
 from opt_core.protocols import Transformation, UpdatesParams, WrapsTransformation
 
-from opt_optax_bridge._arguments import changed_fields, field_values, make_hyper_params
 from opt_optax_bridge._description.describe import describe_optax
-from opt_optax_bridge._opaque import dumps, how_to_override
-from opt_optax_bridge._overrides import Update, overridable_in_general, resolve
-from opt_optax_bridge._recipe import Recipe
+from opt_optax_bridge._overrides import (
+    Update,
+    ask,
+    float_dtype,
+    keep_avals,
+    overridable_in_general,
+    same_shapes,
+)
+from opt_optax_bridge._recipe import (
+    Recipe,
+    changed_fields,
+    dumps,
+    field_values,
+    how_to_override,
+    make_hyper_params,
+)
 from opt_optax_bridge._signatures import (
     missing_keywords,
     taken_keywords,
     takes_any_keyword,
 )
-from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 from opt_optax_bridge._transformation import initial_state, updated
 
 _BUILT = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
@@ -180,7 +191,7 @@ class OptaxWrapper(OptimizerDef):
         captured = [value for value in reached(init) if isinstance(value, jax.Array)]
         param_states = unalias(init(params), apart_from=captured)
         return OptimizerState(
-            step=jnp.zeros((), jnp.int32), param_states=stable_leaves(param_states)
+            step=jnp.zeros((), jnp.int32), param_states=jax.tree.map(_strong, param_states)
         )
 
     def init(self, params: Any) -> Any:
@@ -375,7 +386,21 @@ class OptaxWrapper(OptimizerDef):
 
         Takes the arguments of `apply_gradient` but for the gradients.
         """
-        return resolve(self, self._acting(hyper_params), params, state, extra_args)
+        hyper_params = self._acting(hyper_params)
+        changed, values = changed_fields(self.built_with, hyper_params), field_values(hyper_params)
+        schedules = {name: value for name, value in values.items() if callable(value)}
+        resolved: dict[str, Any] = {}
+        if schedules or changed or extra_args:
+            resolved = ask(
+                lambda update: update.schedule_values(changed, schedules),
+                self,
+                params,
+                state,
+                extra_args,
+            )
+        for name in values.keys() - schedules.keys():
+            resolved[name] = jnp.asarray(values[name], float_dtype(values[name]))
+        return dataclasses.replace(hyper_params, **resolved)
 
     def _overridable(self) -> str:
         return listed(overridable_in_general(self))
@@ -457,6 +482,12 @@ class OptaxWrapper(OptimizerDef):
     def __repr__(self) -> str:
         content = self.hyper_params if self.recipe else self.optax_optimizer
         return f"{type(self).__name__}({content})"
+
+
+def _strong(leaf: Any) -> Any:
+    """A leaf as later updates return it: a JAX array without a weak type."""
+    is_number = isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic)
+    return strip_weak_type(jnp.array(leaf) if is_number else leaf)
 
 
 def _load(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:

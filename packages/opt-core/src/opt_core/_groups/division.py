@@ -1,8 +1,4 @@
-"""Which leaves belong to which group, and the states of the groups, which carry that along.
-
-It is decided once, in `create`: patterns that read shapes would answer otherwise where parameters
-are stacked or sharded. From then on it is static data of the state, part of its treedef.
-"""
+"""Which leaves belong to which group, and the states of the groups, which carry that along."""
 
 from __future__ import annotations
 
@@ -15,7 +11,9 @@ import flax.serialization
 import jax
 from jax.tree_util import DictKey
 
-from opt_core._paths import Names, flatten_with_paths, parts_at, path_str
+from opt_core._optimizer import Optimizer, OptimizerDef
+from opt_core._state_dict import to_state_dict
+from opt_core._trees import Names, named_leaves, parts_at, path_str
 from opt_core.errors import GroupError
 
 MARKER = ()
@@ -24,25 +22,18 @@ MARKER = ()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Division:
-    """A tree of parameters, divided into groups.
+    """A tree of parameters, divided into groups."""
 
-    Attributes:
-      names: of all groups, in the order of the table.
-      trained: of those that are not frozen.
-      owners: for every leaf the position of its group in `names`.
-      treedef: the containers of the parameters.
-    """
-
-    names: tuple[str, ...]
-    trained: tuple[str, ...]
-    owners: tuple[int, ...]
-    treedef: Any
+    names: tuple[str, ...]  # of all groups, in the order of the table
+    trained: tuple[str, ...]  # of those that are not frozen
+    owners: tuple[int, ...]  # for every leaf the position of its group in `names`
+    treedef: Any  # the containers of the parameters
 
     @functools.cached_property
     def paths(self) -> tuple[Names, ...]:
         """The names along the path of every leaf."""
-        positions = flatten_with_paths(self.treedef.unflatten(range(len(self.owners))))
-        return tuple(names for names, position in positions if position is not None)
+        positions = named_leaves(self.treedef.unflatten(range(len(self.owners))))
+        return tuple(names for names, _ in positions)
 
     @functools.cached_property
     def members(self) -> Mapping[str, tuple[int, ...]]:
@@ -83,7 +74,7 @@ class Division:
 
     def _mismatch(self, tree: Any) -> str:
         expected = {path_str(names) for names in self.paths}
-        paths = {path_str(names) for names, leaf in flatten_with_paths(tree) if leaf is not None}
+        paths = {path_str(names) for names, _ in named_leaves(tree)}
         lines = [f"  `{path}`: in the state, not in the tree" for path in sorted(expected - paths)]
         lines += [f"  `{path}`: in the tree, not in the state" for path in sorted(paths - expected)]
         lines = lines or [f"  expected {self.treedef}", f"  found {jax.tree.structure(tree)}"]
@@ -181,3 +172,88 @@ flax.serialization.register_serialization_state(
         groups.division,
     ),
 )
+
+
+# State dicts: one tree with an entry per parameter, as Flax and T5X wrote it, or one per group.
+
+
+def written_states(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the `param_states` of a state dict, under that name; nothing if there are none."""
+    if (merged := _merged(optimizer)) is not None:
+        return {"param_states": to_state_dict(merged)}
+    entries = {name: _written(part) for name, part in _split(optimizer).items()}
+    entries = {
+        name: entry for name, entry in entries.items() if entry or not isinstance(entry, Mapping)
+    }
+    return {"param_states": entries} if entries else {}
+
+
+def to_layout(optimizer: Optimizer) -> Any:
+    """Returns the states in the containers of a state dict."""
+    if (merged := _merged(optimizer)) is not None:
+        return merged
+    states: dict[str, Any] = {}
+    for name, part in _split(optimizer).items():
+        if isinstance(part.state.param_states, GroupStates):
+            states[name] = to_layout(part)
+        elif _restores_itself(part.optimizer_def):
+            states[name] = _written(part)
+        else:
+            states[name] = part.state.param_states
+    return GroupStates(states, optimizer.state.param_states.division)
+
+
+def from_layout(optimizer: Optimizer, layout: Any) -> GroupStates:
+    """Returns the states of which `to_layout` made a layout, which has been restored."""
+    division = optimizer.state.param_states.division
+    is_grouped = isinstance(layout, GroupStates)
+    states: dict[str, Any] = {}
+    for name, part in _split(optimizer).items():
+        states[name] = layout[name] if is_grouped else division.cut(name, layout)
+        if isinstance(part.state.param_states, GroupStates):
+            states[name] = from_layout(part, states[name])
+        elif _restores_itself(part.optimizer_def):
+            step, entry = (to_state_dict(x) for x in (part.state.step, states[name]))
+            written = {"step": step, "param_states": entry}
+            whole = {"target": to_state_dict(part.target), "state": written}
+            _, restored = part.optimizer_def.restore_state(part.target, part.state, whole)
+            states[name] = restored.param_states
+    return GroupStates(states, division)
+
+
+def _merged(optimizer: Optimizer) -> Any:
+    """The states as one tree with an entry per parameter; `None` where that is not so."""
+    definition: Any = optimizer.optimizer_def
+    division = definition.division(optimizer.state)
+    positions = division.treedef.unflatten(range(len(division.owners)))
+    entries: list[Any] = [None] * len(division.owners)
+    for name, part in _split(optimizer).items():
+        states = part.state.param_states
+        if isinstance(states, GroupStates):
+            states = _merged(part)
+        elif _writes_itself(part.optimizer_def) or _restores_itself(part.optimizer_def):
+            return None  # it has a layout of its own
+        structure: Any = jax.tree.structure(division.cut(name, positions))
+        if states is None or parts_at(structure, states) is None:
+            return None
+        division.paste(name, states, entries)
+    return division.treedef.unflatten(entries)
+
+
+def _split(optimizer: Optimizer) -> dict[str, Optimizer]:
+    definition: Any = optimizer.optimizer_def
+    parts: dict[str, Optimizer] = definition.split(optimizer)
+    return parts
+
+
+def _written(part: Optimizer) -> Any:
+    state = part.optimizer_def.state_dict(part.target, part.state)["state"]
+    return state.get("param_states", {})
+
+
+def _writes_itself(definition: OptimizerDef) -> bool:
+    return type(definition).state_dict is not OptimizerDef.state_dict
+
+
+def _restores_itself(definition: OptimizerDef) -> bool:
+    return type(definition).restore_state is not OptimizerDef.restore_state

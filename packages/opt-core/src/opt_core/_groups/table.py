@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+from flax import traverse_util
 
 from opt_core._groups.division import Division
-from opt_core._groups.patterns import (
-    REST,
-    Leaf,
-    LogicalAxes,
-    Rest,
-    check_pattern,
-    described,
-    matched,
-    pattern_str,
-)
 from opt_core._optimizer import OptimizerDef
-from opt_core._paths import Names, flatten_with_paths
+from opt_core._state_dict import to_state_dict
+from opt_core._trees import Names, flatten_with_paths, named_leaves, path_names, path_str
 from opt_core.errors import GroupError
 from opt_core.protocols import Transformation
 
@@ -126,39 +120,33 @@ def groups_of_pairs(
         pairs = list(pairs[0])
     if not pairs:
         raise GroupError("there is no group: pass `(pattern, definition)` pairs")
-    for pair in pairs:
-        if not _has_two(pair):
-            raise TypeError(
-                f"a group is a pair `(pattern, definition)`; got a {type(pair).__name__}"
-            )
-        if not isinstance(pair[1], OptimizerDef):
-            raise TypeError(
-                f"a group is a pair `(pattern, definition)`; got {_no_definition(pair[1])}"
-            )
-    names = [str(i) for i in range(len(pairs))] if names is None else list(names)
+    if names is None:
+        return groups_of_rules(pairs, rest)
     if len(names) != len(pairs):
         raise GroupError(f"`names` has {len(names)} names for {len(pairs)} groups; give one each")
-    rows = [Group(name, *pair) for name, pair in zip(names, pairs, strict=True)]
-    return [*rows, Group("rest", REST, rest)]
+    rows = groups_of_rules(pairs, rest)
+    named = zip(rows, [*names, "rest"], strict=True)
+    return [dataclasses.replace(row, name=name) for row, name in named]
 
 
 def _is_pair(value: Any) -> bool:
     """Whether it is a pair, right or wrong, and not a sequence of pairs."""
-    is_definition = _has_two(value) and isinstance(value[1], OptimizerDef)
-    return is_definition or (_has_two(value) and not _has_two(value[0]))
+    has_two = isinstance(value, tuple | list) and len(value) == 2
+    return has_two and (isinstance(value[1], OptimizerDef) or not _is_row(value[0]))
 
 
-def _has_two(pair: Any) -> bool:
-    return isinstance(pair, tuple | list) and len(pair) == 2
+def _is_row(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) in (2, 3)
 
 
 def groups_of_rules(rules: Iterable[Any], rest: OptimizerDef | None) -> list[Group]:
     """Returns the table of `(pattern, definition)` or `(name, pattern, definition)` rows."""
     groups = []
     for position, row in enumerate(rules):
-        if not isinstance(row, tuple | list) or len(row) not in (2, 3):
+        if not _is_row(row):
             raise TypeError(
-                f"rule {position} must be `(pattern, definition)` or `(name, pattern, definition)`"
+                f"group {position} must be `(pattern, definition)` or `(name, pattern, "
+                f"definition)`; got a {type(row).__name__}"
             )
         groups.append(Group(*row) if len(row) == 3 else Group(str(position), *row))
     return groups if rest is None else [*groups, Group("rest", REST, rest)]
@@ -176,16 +164,16 @@ def check_groups(groups: Sequence[Group]) -> None:
             raise GroupError(f"two groups are called `{group.name}`; rename one")
         check_pattern(group.pattern)
         if not isinstance(group.definition, OptimizerDef):
-            raise TypeError(f"group {group} has {_no_definition(group.definition)}")
+            raise _no_definition(group, group.definition)
 
 
-def _no_definition(value: Any) -> str:
-    is_transformation = isinstance(value, Transformation)
+def _no_definition(group: Group, value: Any) -> TypeError:
     hint = (
         " (wrap it: `opt_optax_bridge.OptaxWrapper(tx)`; or write `opt_optax_bridge.adamw(...)` "
         "for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` for `optax.chain(...)`)"
     )
-    return f"a {type(value).__name__} for a definition{hint * is_transformation}"
+    found = f"{type(value).__name__} for a definition{hint * isinstance(value, Transformation)}"
+    return TypeError(f"group {group} has a {found}")
 
 
 def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> list[Group]:
@@ -233,3 +221,213 @@ def _nested(paths: Iterable[Names], axes: Mapping[Names, Any]) -> Any:
             node = node.setdefault(name, {})
         node[names[-1]] = axes[names]
     return root
+
+
+# Patterns select leaves by paths, shapes, dtypes and logical axes, never by values.
+
+
+LogicalAxes: TypeAlias = Mapping[Names, frozenset[str]]
+
+
+class Rest(enum.Enum):
+    """The type of `REST`."""
+
+    REST = "rest"
+
+
+REST = Rest.REST
+"""In place of a pattern: the leaves that no other group selects."""
+
+
+@runtime_checkable
+class Traversal(Protocol):
+    """An object that selects leaves of a tree, like the traversals of `flax.traverse_util`."""
+
+    def iterate(self, inputs: Any) -> Iterable[Any]:
+        """Yields the selected parts of `inputs`."""
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        """Returns `inputs` with `fn` applied to the selected parts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Except:
+    """The leaves that one pattern matches and another does not."""
+
+    pattern: Any
+    excluded: Any
+
+    def __str__(self) -> str:
+        return f"{pattern_str(self.pattern)} but not {pattern_str(self.excluded)}"
+
+
+def has_shape(leaf: Any) -> bool:
+    """Whether it is an array, abstract or not."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+class Leaf:
+    """What a pattern may read of a leaf: its path, and `info`, its shape and dtype if known."""
+
+    __slots__ = ("info", "names", "path")
+
+    def __init__(self, names: Names, value: Any) -> None:
+        self.names, self.path = names, path_str(names)
+        self.info: Any
+        if has_shape(value):
+            self.info = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        elif isinstance(value, bool | int | float | complex):
+            self.info = jax.ShapeDtypeStruct((), jnp.result_type(value))
+        else:
+            self.info = _NotAnArray(self.path, type(value).__name__)
+
+
+class _NotAnArray:
+    """Stands for a leaf of which only the path can be asked."""
+
+    __slots__ = ("_kind", "_path")
+
+    def __init__(self, path: str, kind: str) -> None:
+        self._path, self._kind = path, kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise GroupError(
+            f"a pattern asks for `{name}` of `{self._path}`, which is not an array but a "
+            f"{self._kind}: decide by the path"
+        )
+
+
+def pattern_str(pattern: Any) -> str:
+    """Returns a pattern as text."""
+    match pattern:
+        case Except():
+            return str(pattern)
+        case str():
+            return repr(pattern)
+        case re.Pattern():
+            return repr(pattern.pattern)
+        case Rest():
+            return "the rest"
+        case Set():
+            return f"axes {', '.join(sorted(pattern))}"
+    name = getattr(pattern, "__name__", None) if callable(pattern) else None
+    return name if isinstance(name, str) else type(pattern).__name__
+
+
+def check_pattern(pattern: Any) -> None:
+    """Raises a `TypeError` unless `pattern` is one, a `GroupError` for an invalid expression."""
+    match pattern:
+        case str():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise GroupError(
+                    f"{pattern!r} is not a valid regular expression: {error}"
+                ) from None
+            return
+        case re.Pattern() if isinstance(pattern.pattern, bytes):
+            raise GroupError(f"{pattern.pattern!r}: paths are text, not bytes; compile a text")
+        case Set():
+            if not pattern or not all(isinstance(name, str) for name in pattern):
+                raise GroupError("a set of logical axes needs one name or more, all of them text")
+            return
+    if not (isinstance(pattern, re.Pattern | Rest | Except | Traversal) or callable(pattern)):
+        raise TypeError(
+            "a pattern is a regular expression for the whole path, a function of `(path, leaf)`, "
+            f"a set of logical axes, or a traversal; got a {type(pattern).__name__}"
+        )
+
+
+def described(tree: Any) -> tuple[list[Leaf], Any]:
+    """Returns what patterns may read of every leaf, in order, and the structure."""
+    _check_names(tree)
+    treedef: Any = jax.tree.structure(tree)
+    return [Leaf(*pair) for pair in named_leaves(tree)], treedef
+
+
+def _check_names(tree: Any) -> None:
+    """Raises a `GroupError` if two nodes of the tree have one path."""
+    known: dict[Names, Any] = {}
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+        names = path_names(keys)
+        for n in range(1, len(names) + 1):
+            other = known.setdefault(names[:n], keys[:n])
+            if other != keys[:n]:
+                both = " and ".join(f"`{jax.tree_util.keystr(path)}`" for path in (other, keys[:n]))
+                raise GroupError(
+                    f"{both} have the same path, `{path_str(names[:n])}`, and could not be "
+                    "distinguished; rename one of the keys"
+                )
+
+
+def positions_of(pattern: Any, tree: Any, axes: LogicalAxes | None) -> frozenset[int]:
+    """Returns the positions of the leaves of `tree` that a pattern matches."""
+    leaves, treedef = described(tree)
+    return matched(pattern, treedef, leaves, axes)
+
+
+def matched(
+    pattern: Any, treedef: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
+) -> frozenset[int]:
+    """Returns the positions of the leaves that a pattern, any but `REST`, matches."""
+    match pattern:
+        case Except(inner, excluded):
+            return matched(inner, treedef, leaves, axes) - matched(excluded, treedef, leaves, axes)
+        case str() | re.Pattern():
+            expression = re.compile(pattern)
+            return frozenset(i for i, x in enumerate(leaves) if expression.fullmatch(x.path))
+        case Set():
+            if axes is None:
+                raise GroupError(
+                    f"{pattern_str(pattern)}: the logical axes are not known. Pass `param_axes=` "
+                    "to `from_rules`, or call `set_param_axes` first."
+                )
+            if without := [f"`{x.path}`" for x in leaves if x.names not in axes]:
+                raise GroupError(
+                    f"{pattern_str(pattern)}: `param_axes` have nothing for "
+                    f"{', '.join(without)}. Give one `PartitionSpec`, or `None`, for every "
+                    "parameter."
+                )
+            return frozenset(i for i, x in enumerate(leaves) if set(pattern) <= axes[x.names])
+    try:
+        if isinstance(pattern, Traversal):
+            return _traversed(pattern, treedef, leaves)
+        return frozenset(i for i, x in enumerate(leaves) if _answer(pattern, x))
+    except GroupError:
+        raise
+    except Exception as error:  # of the pattern's own code
+        raise GroupError(
+            f"{pattern_str(pattern)}: {error}. A pattern is a function of `(path, leaf)`, and sees "
+            "the shape and dtype of a leaf, never its values."
+        ) from error
+
+
+def _answer(pattern: Callable[[str, Any], Any], leaf: Leaf) -> bool:
+    answer = pattern(leaf.path, leaf.info)
+    if isinstance(answer, str | bytes):
+        raise GroupError(
+            f"{pattern_str(pattern)} returns {answer!r} for `{leaf.path}`: a pattern says whether "
+            "a leaf is of its group, not which group a leaf is of"
+        )
+    return bool(answer)
+
+
+def _traversed(traversal: Traversal, treedef: Any, leaves: Sequence[Leaf]) -> frozenset[int]:
+    tree = treedef.unflatten([leaf.info for leaf in leaves])
+    if isinstance(traversal, traverse_util.ModelParamTraversal):
+        # It knows nested dicts alone.
+        positions = to_state_dict(treedef.unflatten(range(len(leaves))))
+        tree = jax.tree.map(lambda i: leaves[i].info, positions)
+    selected = {id(leaf) for part in traversal.iterate(tree) for leaf in jax.tree.leaves(part)}
+    return frozenset(i for i, x in enumerate(leaves) if id(x.info) in selected)
+
+
+def logical_axes_by_path(param_axes: Any) -> dict[Names, frozenset[str]]:
+    """Returns the names of the logical axes of every leaf."""
+    by_path: dict[Names, frozenset[str]] = {}
+    for names, spec in flatten_with_paths(param_axes):
+        parts = [part if isinstance(part, tuple) else (part,) for part in tuple(spec or ())]
+        by_path[names] = frozenset(name for part in parts for name in part if name is not None)
+    return by_path

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import FrozenDict
 from jax.sharding import NamedSharding, Sharding
 
-from opt_core._arrays import committed_sharding
 from opt_core._describe import describe_state
 from opt_core._description import TransformationDescription, TransformationKey
 from opt_core._groups.multi_optimizer import leaf_groups
 from opt_core._optimizer import Optimizer
-from opt_core._paths import Names, flatten_with_paths, path_str
-from opt_core._storage import PlainOptimizer, storages
+from opt_core._trees import Names, committed_sharding, named_leaves, path_str
 from opt_core.errors import LeafError
-from opt_core.protocols import Storage
+from opt_core.protocols import Storage, StoresLeaf, StoresParams
+
+if TYPE_CHECKING:
+    from opt_core._plan.stored import PlainOptimizer
 
 Kind: TypeAlias = Literal["params", "state", "extra"]
 
@@ -82,6 +83,24 @@ class LeafInfo:
         """The transformation that keeps it."""
         name, _, number = self.transformation.partition("#")
         return TransformationKey(self.group, name, int(number or 1))
+
+
+def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a leaf, with a sharding."""
+    # A Python scalar has no dtype of arrays; the result for it is not used.
+    if leaf.dtype == "python":
+        return jax.ShapeDtypeStruct((), jnp.int32)
+    dtype: Any = key_kind(leaf.dtype)[1] if leaf.is_key else jnp.dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+
+def key_kind(name: str) -> tuple[str, Any]:
+    """Returns the implementation and the dtype of typed PRNG keys such as `'key<fry>'`."""
+    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+        found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
+        if str(found) == name:
+            return impl, found
+    raise LeafError(f"`{name}` is not a type of PRNG keys of this JAX")
 
 
 def shown(leaf: Any) -> str:
@@ -148,11 +167,6 @@ class Source(Protocol):
     def same(self, names: Iterable[str]) -> bool | None:
         """Whether leaves of one shape and dtype are the same; `None` if arrays must be read."""
 
-
-@runtime_checkable
-class HasShardings(Protocol):
-    """A source that knows where its leaves were."""
-
     def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
         """Returns the shardings of those leaves of which one is known, by name."""
 
@@ -164,23 +178,18 @@ def _as_it_is(optimizer: Optimizer, others: Mapping[Names, Any]) -> Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A target as the planner sees it.
+    """A target as the planner sees it."""
 
-    Attributes:
-      optimizer: parameters, state and step, with what updates them.
-      put_back: makes a target of the given kind from an optimizer and other leaves.
-      others: leaves of the model that the optimizer does not update, by path.
-      unsaved: fields of the target that are neither: they are kept as they are.
-      stored: what `optimizer` is the plain one of, where the target stores leaves differently.
-      placement: what the target knows of where its leaves lie, as `params` and `state`.
-    """
-
-    optimizer: Optimizer
+    optimizer: Optimizer  # parameters, state and step, with what updates them
+    # makes a target of the given kind from an optimizer and other leaves
     put_back: Callable[[Optimizer, Mapping[Names, Any]], Any] = _as_it_is
+    # leaves of the model that the optimizer does not update, by path
     others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
+    # fields of the target that are neither: they are kept as they are
     unsaved: tuple[str, ...] = ()
+    # what `optimizer` is the plain one of, where the target stores leaves differently
     stored: PlainOptimizer | None = None
-    placement: Any = None
+    placement: Any = None  # what the target knows of where its leaves lie, as `params` and `state`
 
     def leaves(self) -> list[Any]:
         """Returns the leaves in the order of rows: parameters, others, step and state."""
@@ -286,72 +295,91 @@ def is_wide(dtype: Any) -> bool:
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
-def named_state(
-    optimizer: Optimizer, others: Mapping[Names, Any] = FrozenDict(), param_axes: Any = None
-) -> NamedState:
-    """Returns the leaves by name: parameters, others of the model by path, then the state."""
-    params = named_leaves(optimizer.target)
-    stored = storages(optimizer.state.param_states)
-    infos = [*_model_infos(params), *_state_infos(optimizer, stored)]
-    if param_axes is not None:
-        infos = _with_axes(infos, optimizer, param_axes)
-    infos[len(params) : len(params)] = _model_infos(others.items())
-    _check_unique(infos)
-    values = [leaf for _, leaf in params] + [*others.values(), *jax.tree.leaves(optimizer.state)]
-    infos = [
-        dataclasses.replace(info, value=count_of(leaf))
-        for info, leaf in zip(infos, values, strict=True)
-    ]
-    schema = Schema(
-        leaves=tuple(infos),
-        optimizer=describe_state(optimizer).transformations,
-        groups=_groups(optimizer),
-        storage={str(how): how.to_data() for how in stored if how is not None},
-    )
-    return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
-
-
 def named_view(view: View, *, param_axes: Any = None) -> NamedState:
     """Returns the leaves of what the planner sees: parameters, then others, then the state."""
-    return named_state(view.optimizer, view.others, param_axes)
-
-
-def _model_infos(leaves: Iterable[tuple[Names, Any]]) -> list[LeafInfo]:
-    return [leaf_info(x, ("params", *at), "params", parameter=at) for at, x in leaves]
-
-
-def _state_infos(optimizer: Optimizer, storages: Sequence[Storage | None]) -> Iterator[LeafInfo]:
-    for step in jax.tree.leaves(optimizer.state.step):
-        yield leaf_info(step, ("state", "step"), "state")
-    leaves = jax.tree.leaves(optimizer.state.param_states)
-    known_leaves = describe_state(optimizer).leaves
-    for leaf, known, stored in zip(leaves, known_leaves, storages, strict=True):
-        yield LeafInfo(
-            path=(*state_path(known.kept_by), *known.field, *(known.parameter or ())),
-            shape=tuple(np.shape(leaf)),
-            dtype=_dtype(leaf),
-            kind="state",
+    optimizer, states = view.optimizer, view.optimizer.state.param_states
+    described, stored = describe_state(optimizer), _storages(states)
+    axes = iter(_axes(optimizer, param_axes))
+    infos = [
+        leaf_info(leaf, ("params", *at), "params", parameter=at, axes=next(axes))
+        for at, leaf in named_leaves(optimizer.target)
+    ]
+    infos += [
+        leaf_info(leaf, ("params", *at), "params", parameter=at) for at, leaf in view.others.items()
+    ]
+    infos += [
+        leaf_info(leaf, ("state", "step"), "state", axes=next(axes))
+        for leaf in jax.tree.leaves(optimizer.state.step)
+    ]
+    infos += [
+        leaf_info(
+            leaf,
+            (*state_path(known.kept_by), *known.field, *(known.parameter or ())),
+            "state",
             parameter=known.parameter,
             group=known.group,
             transformation=str(known.kept_by._replace(group=())),
             role=known.role,
             dimensions=known.dimensions,
-            stored=str(stored or ""),
+            axes=next(axes),
+            stored=str(how or ""),
         )
+        for leaf, known, how in zip(jax.tree.leaves(states), described.leaves, stored, strict=True)
+    ]
+    _check_unique(infos)
+    schema = Schema(
+        leaves=tuple(infos),
+        optimizer=described.transformations,
+        groups=_groups(optimizer),
+        storage={str(how): how.to_data() for how in stored if how is not None},
+    )
+    return NamedState(dict(zip((i.name for i in infos), view.leaves(), strict=True)), schema)
 
 
-def leaf_info(leaf: Any, path: Names, kind: Kind, *, parameter: Names | None = None) -> LeafInfo:
-    """Returns what a leaf is that does not belong to a transformation."""
-    return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, parameter)
+def leaf_info(leaf: Any, path: Names, kind: Kind, **about: Any) -> LeafInfo:
+    """Returns the record of a leaf: its shape and dtype, its value if it is a single integer."""
+    shape, dtype = tuple(np.shape(leaf)), _dtype(leaf)
+    return LeafInfo(path, shape, dtype, kind, value=count_of(leaf), **about)
 
 
 def _dtype(leaf: Any) -> str:
     return str(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
-def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
-    """Returns the leaves of a tree with their paths, in the order of JAX."""
-    return [(names, leaf) for names, leaf in flatten_with_paths(tree) if leaf is not None]
+def _storages(tree: Any) -> list[Storage | None]:
+    """Returns for each array of a state how it is stored; `None` for leaves as they are."""
+    nodes, ways, _ = stored_nodes(tree)
+    rows = zip(nodes, ways, strict=True)
+    return [how for node, how in rows for _ in jax.tree.leaves(node)]
+
+
+def _is_stored_leaf(node: Any) -> bool:
+    # `stored_nodes` has numbers in place of leaves: to check the protocol would take long
+    return type(node) is not int and isinstance(node, StoresLeaf)
+
+
+def is_params_store(node: Any) -> bool:
+    """Whether a node holds more of the parameters than these can."""
+    return type(node) is not int and isinstance(node, StoresParams)
+
+
+def stored_nodes(states: Any) -> tuple[list[Any], list[Storage | None], Any]:
+    """Returns the nodes of a state in the place of leaves, how each is stored, the structure."""
+    structure: Any = jax.tree.structure(states)
+    numbers = structure.unflatten(range(structure.num_leaves))
+    extras: dict[Any, Storage] = {}
+    for store in jax.tree.leaves(numbers, is_leaf=is_params_store):
+        if not isinstance(store, int):
+            field, how = store.params_storage()
+            extras |= dict.fromkeys(jax.tree.leaves(getattr(store, field)), how)
+    tree: Any = jax.tree.structure(numbers, is_leaf=_is_stored_leaf)
+    places = tree.flatten_up_to(numbers)
+    nodes: list[Any] = tree.flatten_up_to(states)
+    ways = [
+        extras.get(place) if isinstance(place, int) else node.leaf_storage()
+        for place, node in zip(places, nodes, strict=True)
+    ]
+    return nodes, ways, tree
 
 
 def _check_unique(infos: list[LeafInfo]) -> None:
@@ -389,15 +417,16 @@ def local(leaf: Any) -> np.ndarray[Any, Any]:
     return np.asarray(leaf)
 
 
-def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> list[LeafInfo]:
+def _axes(optimizer: Optimizer, param_axes: Any) -> Iterator[tuple[Any, ...] | None]:
+    """The logical axes of the leaves of an optimizer, in their order; `None` if not known."""
+    if param_axes is None:
+        yield from itertools.repeat(None)
+        return
     axes = optimizer.optimizer_def.derive_logical_axes(optimizer, param_axes)
     ours, theirs = ((o.target, o.state.step, o.state.param_states) for o in (optimizer, axes))
     structure: Any = jax.tree.structure(ours)
-    flat = structure.flatten_up_to(theirs)  # `None` stands for no axes, and for no leaf
-    return [
-        dataclasses.replace(info, axes=None if spec is None else tuple(spec))
-        for info, spec in zip(infos, flat, strict=True)
-    ]
+    for spec in structure.flatten_up_to(theirs):  # `None` stands for no axes, and for no leaf
+        yield None if spec is None else tuple(spec)
 
 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from opt_core._describe import describe_state
 from opt_core._description import TransformationDescription, TransformationKey
-from opt_core._paths import Names, path_str, split_path
-from opt_core._plan.apply import unlike_initial
-from opt_core._plan.conversions import Sliced
+from opt_core._plan.apply import unlike_initial, with_placement
 from opt_core._plan.leaves import (
     LeafInfo,
     NamedState,
@@ -24,9 +22,16 @@ from opt_core._plan.leaves import (
     named_view,
     state_path,
 )
-from opt_core._plan.pairing import STEP, Pair, pair_leaves
-from opt_core._plan.placement import with_placement
-from opt_core._plan.plan import Plan, Problem, Row, fitted
+from opt_core._plan.pairing import (
+    STEP,
+    Pair,
+    Pairing,
+    Side,
+    frozen,
+    is_concatenated,
+    source_side,
+)
+from opt_core._plan.plan import Plan, Problem, Request, Row, fitted
 from opt_core._plan.policy import (
     Move,
     begins_untrained,
@@ -35,54 +40,24 @@ from opt_core._plan.policy import (
     setting_notes,
     structural_notes,
 )
-from opt_core._plan.rules import (
-    Action,
-    Pad,
-    Permissions,
-    Rename,
-    Taking,
-    sources_of,
-)
-from opt_core._plan.sides import Side, frozen, is_concatenated, source_side
+from opt_core._plan.rules import Action, Pad, Rename, Sliced, Taking, sources_of
 from opt_core._plan.stored import plain_sides, with_ways
 from opt_core._plan.values import RuledRows
-from opt_core.errors import SurgeryError
-
-Schedules = Literal["continue", "restart"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What the caller of a door says besides source and target.
-
-    Attributes:
-      permissions: what is admitted, and rules for single leaves.
-      schedules: whether new schedules continue from the step, or restart at 0.
-      anew: names of leaves that begin anew, as the caller has asked.
-      discards_state: whether the caller has asked to discard the state of parameters.
-      error: what a refused plan raises.
-    """
-
-    permissions: Permissions
-    schedules: Schedules = "continue"
-    anew: Collection[str] = frozenset()
-    discards_state: bool = False
-    error: type[SurgeryError] = SurgeryError
+from opt_core._trees import Names, path_str, split_path
 
 
 def make_plan(source: Source, view: View, request: Request, placement: Any = None) -> Plan[Any]:
     """Returns what becomes of every leaf of a source in a target; see `plan_restore`."""
-    permissions = request.permissions
     view = with_placement(view, placement)
     named = named_view(view)
     if any(leaf.stored for leaf in (*source.schema.leaves, *named.schema.leaves)):
-        source, view = plain_sides(source, view, named, permissions)
+        source, view = plain_sides(source, view, named, request)
         named = named_view(view)
     matcher = _Matcher(source, view, named, request)
     rows, move = matcher.rows()
     if view.stored is not None:
-        rows = with_ways(rows, source, view.stored, permissions)
-    _check_rules(permissions, rows, source)
+        rows = with_ways(rows, source, view.stored, request)
+    _check_rules(request, rows, source)
     found = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
     if source.schema.optimizer is None:  # transformations cannot be compared, only leaves
         found = [problem for problem in found if problem.needs is None]
@@ -92,7 +67,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     dropped = matcher.dropped(rows, move)
     rows += [_with_problem(row, old, "drop it by a rule") for row in dropped]
     changes = [p for p in found if p.old is None and p.new is None]
-    refused = [p for p in changes if p.needs is None or p.needs not in permissions.allow]
+    refused = [p for p in changes if p.needs is None or p.needs not in request.allow]
     admitted = [p.text for p in changes if p not in refused]
     structural = [] if source.schema.optimizer is None else [*structural_notes(move)]
     said = {problem.setting for problem in changes}
@@ -102,7 +77,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
         refused_changes=tuple(refused),
         notes=tuple(dict.fromkeys((*admitted, *structural, *settings, *suggested_renames(move)))),
         is_same_optimizer=not structural and not changes,
-        allow=permissions.allow,
+        allow=request.allow,
         source=source,
         view=view,
         error=request.error,
@@ -119,9 +94,7 @@ class _Matcher:
     """One walk over the leaves of a target."""
 
     def __init__(self, source: Source, view: View, named: NamedState, request: Request) -> None:
-        permissions = request.permissions
-        self.source, self.request = source, request
-        self.named, self.permissions = named, permissions
+        self.source, self.named, self.request = source, named, request
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self._view = view
@@ -140,8 +113,8 @@ class _Matcher:
             for j, leaf in enumerate(leaves)
             if (row := self._by_rule.get(leaf.name)) is not None
         }
-        self.pairing = pair_leaves(self.old, self.new, given, self.origins)
-        self.pairs = list(self.pairing.pairs)
+        self.pairing = Pairing(self.old, self.new, given, self.origins)
+        self.pairs = self.pairing.pairs
         if request.schedules == "restart":
             self.pairs = _restarted(self.old, self.new, self.pairs)
 
@@ -150,13 +123,13 @@ class _Matcher:
         """The rows of leaves that a rule makes."""
         schema = self.named.schema
         unlike_init = functools.partial(unlike_initial, self._view, schema)
-        return RuledRows(self.source.schema, schema, self.permissions, unlike_init)
+        return RuledRows(self.source.schema, schema, self.request, unlike_init)
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
         """The parameters of the checkpoint that each of the target's comes from."""
         for leaf in self.named.schema.leaves:
             if leaf.kind == "params":
-                found = self.permissions.rule(leaf.name)
+                found = self.request.rule(leaf.name)
                 names: tuple[str, ...] = (leaf.name,)
                 if found is not None and isinstance(found[1], Taking):
                     names = sources_of(found[1], found[2], leaf.shape)
@@ -173,7 +146,7 @@ class _Matcher:
             elif pair is not None and pair.note:
                 row = dataclasses.replace(row, note=", ".join(filter(None, (row.note, pair.note))))
             found.append(row)
-        found = list(_with_notes(self._refuse_fresh_counts(found)))
+        found = list(self._refuse_fresh_counts(found))
         # Which new leaves begin where training has gone on is known once all are paired.
         move, of_state = self._move(found), iter(range(len(found)))
         return [
@@ -185,8 +158,9 @@ class _Matcher:
         """A row of a state with what has to be admitted for a leaf that begins anew."""
         if row.action != "initialised" or not begins_untrained(move, j):
             return row
-        is_admitted = "initialise" in self.permissions.allow
-        return dataclasses.replace(row, kinds=("initialise",), is_admitted=is_admitted)
+        note = row.note or move.at_a_count.get(row.leaf.kept_by, "")
+        is_admitted = "initialise" in self.request.allow
+        return dataclasses.replace(row, kinds=("initialise",), note=note, is_admitted=is_admitted)
 
     def _move(self, rows: Sequence[Row]) -> Move:
         """Which leaf comes from which, as the policy sees it."""
@@ -204,7 +178,7 @@ class _Matcher:
         let_go = {
             i
             for i, leaf in enumerate(self.old.leaves)
-            if self.permissions.rule(leaf.name, drop=True) is not None
+            if self.request.rule(leaf.name, drop=True) is not None
             or (leaf.parameter is not None and self._begins_anew(leaf.name))
         }
         idle = frozen(self.named.schema)
@@ -215,7 +189,7 @@ class _Matcher:
 
     def _action(self, name: str) -> Action | None:
         """The action of the rule for a leaf of the target, if any."""
-        found = self.permissions.rule(name)
+        found = self.request.rule(name)
         return None if found is None else found[1]
 
     def _is_fresh(self, name: str) -> bool:
@@ -244,7 +218,7 @@ class _Matcher:
 
     def _row_by_rule(self, leaf: LeafInfo) -> Row | None:
         """The row of a leaf whose source a rule states."""
-        found = self.permissions.rule(leaf.name)
+        found = self.request.rule(leaf.name)
         if leaf.name in self.request.anew:
             return self._initialised(leaf, "")
         if found is None:
@@ -271,7 +245,7 @@ class _Matcher:
             if name in self.saved and self.saved[name].shape == leaf.shape:
                 why = f" ({pair.note})" if pair.note else ""
                 note = f"a new count, which continues from `{name}`{why}"
-                return fitted(leaf, self.saved[name], (), note, self.permissions.allow)
+                return fitted(leaf, [self.saved[name]], (), note, self.request.allow)
         if not sources and pair.lookalike is not None:
             like = self.old.leaves[pair.lookalike]
             had, kept = self.ruled.had.shapes, self.ruled.kept.shapes
@@ -296,19 +270,18 @@ class _Matcher:
         action = self._action(leaf.name)
         if isinstance(action, Pad):
             row = self.ruled.padded(leaf, action, sources[0], kinds, note)
-        elif why := self._why_not_carried(leaf, sources[0]):
+            is_own = row.sources == (sources[0].name,)
+            names = tuple(source.name for source in sources)
+            return dataclasses.replace(row, sources=names) if is_own else row
+        if why := self._why_not_carried(leaf, sources[0]):
             return self._initialised(leaf, why)
-        else:
-            admitted = self.permissions.allow | ({action} if isinstance(action, str) else set())
-            row = fitted(leaf, sources[0], kinds, note, admitted)
-        is_own = row.sources == (sources[0].name,)
-        names = tuple(source.name for source in sources)
-        return dataclasses.replace(row, sources=names) if is_own else row
+        allow = self.request.allow | ({action} if isinstance(action, str) else set())
+        return fitted(leaf, sources, kinds, note, allow)
 
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
         """The row of a leaf that begins anew; for states see `_require_initialise`."""
         kinds = () if leaf.transformation else ("initialise",)
-        admitted = is_ruled or {*kinds} <= self.permissions.allow
+        admitted = is_ruled or {*kinds} <= self.request.allow
         is_missing = leaf.kind == "params" and _is_abstract(self.named[leaf.name])
         problem = "the checkpoint lacks it: give arrays for new parameters" if is_missing else ""
         return Row(
@@ -344,12 +317,11 @@ class _Matcher:
     def dropped(self, rows: Sequence[Row], move: Move) -> list[Row]:
         """The leaves of the source, and slices of leaves, that are not used."""
         used = {name for row in rows for name in row.sources}
-        places = {leaf.name: i for i, leaf in enumerate(self.old.leaves)}
         found = []
         for leaf in self.saved.values():
             if leaf.name in used:
                 continue
-            i = places.get(leaf.name)
+            i = self._places.get(leaf.name)
             is_free = i is not None and not is_trained(move.old, i)
             is_let_go = leaf.name in self.request.anew or self._begins_anew(leaf.name)
             note = _EVALUATED.get(leaf.kept_by.name, "") if leaf.role == "params_copy" else ""
@@ -359,8 +331,8 @@ class _Matcher:
     def _dropped_row(
         self, leaf: LeafInfo, name: str, note: str = "", *, is_free: bool = False
     ) -> Row:
-        by_rule = self.permissions.rule(name, drop=True) is not None
-        admitted = is_free or by_rule or "drop" in self.permissions.allow
+        by_rule = self.request.rule(name, drop=True) is not None
+        admitted = is_free or by_rule or "drop" in self.request.allow
         kinds = () if is_free else ("drop",)
         return Row(leaf, "dropped", kinds=kinds, note=note, is_admitted=admitted)
 
@@ -404,11 +376,11 @@ def _restarted(old: Side, new: Side, pairs: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def _check_rules(permissions: Permissions, rows: Sequence[Row], source: Source) -> None:
+def _check_rules(request: Request, rows: Sequence[Row], source: Source) -> None:
     """Raises a `ValueError` for a rule that matches nothing."""
     names = [row.leaf.name for row in rows]
     saved = [leaf.name for leaf in source.schema.leaves]
-    for pattern, action in permissions.rules:
+    for pattern, action in request.rules:
         where = saved if action == "drop" else names
         if not any(pattern.fullmatch(name) for name in where):
             side = "checkpoint" if action == "drop" else "target"
@@ -418,28 +390,12 @@ def _check_rules(permissions: Permissions, rows: Sequence[Row], source: Source) 
             )
 
 
-def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
-    """Notes on leaves that are initialised although their count continues."""
-    rows = list(rows)
-    counts: dict[TransformationKey, str] = {}
-    for row in rows:
-        leaf = row.leaf
-        if row.sources and leaf.transformation and leaf.parameter is None and row.value:
-            counts.setdefault(leaf.kept_by, f"`{leaf.path[-1]}` continues from {row.value}")
-    for row in rows:
-        count = counts.get(row.leaf.kept_by)
-        is_new = row.action == "initialised" and row.leaf.parameter is not None and not row.note
-        if is_new and count is not None:
-            row = dataclasses.replace(row, note=f"as `init` makes it, while {count}")
-        yield row
-
-
 def suggested_renames(move: Move) -> Iterator[str]:
     """Yields the `Rename` that would keep a state instead of dropping and initialising it."""
     # Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
     # Two known transformations are not the same: Adam's moments are not Adamax's.
     initial = {j for j, found in enumerate(move.sources) if not found and j not in move.ruled}
-    gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, initial)
+    gone, new = _looks(move.old, move.dropped), _looks(move.new, initial)
     for after, look in new.items():
         like = [old for old, other in gone.items() if other == look and old.group == after.group]
         is_one = len(like) == 1 and [*new.values()].count(look) == 1

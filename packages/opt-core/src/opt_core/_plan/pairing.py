@@ -1,27 +1,201 @@
-"""Matching the leaves of a new state with those of an old one, by their descriptions.
-
-A leaf that follows a parameter is found by transformation, field and parameter. State that a group
-keeps for all its parameters is taken from the groups that these come from, if they agree.
-"""
+"""Matching the leaves of a new state with those of an old one, by their descriptions."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
-import jax.numpy as jnp
+from opt_core._description import TransformationDescription, TransformationKey, dimensions_text
+from opt_core._plan.leaves import LeafInfo, Schema, Source
+from opt_core._trees import Names, split_path
 
-from opt_core._description import TransformationDescription, TransformationKey
-from opt_core._paths import Names
-from opt_core._plan.leaves import LeafInfo
-from opt_core._plan.sides import (
-    Side,
-    counts_updates,
-    holds_parameters,
-    is_recorded,
+TRAINED: Final = frozenset(
+    {"moment", "second_moment", "accumulator", "params_copy", "factored", "statistic"}
 )
+"""Roles of leaves whose values training determines."""
+
+
+# A raw PRNG key has up to four words, a typed one is a scalar.
+_FEW: Final = 4
+
+
+class Side:
+    """The source of a plan, or its target: what the leaves of transformations are.
+
+    Args:
+      source: what holds the leaves.
+      leaves: those of transformations.
+      transformations: in the order in which they act.
+      paths: where the leaves are in `param_states`, of a target.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        leaves: Sequence[LeafInfo],
+        transformations: Sequence[TransformationDescription],
+        paths: Sequence[Names] = (),
+    ) -> None:
+        self.source, self.leaves, self.paths = source, leaves, paths
+        self.transformations = transformations
+        self.names = [leaf.name for leaf in leaves]
+        self.owners = _owners(source.schema)
+        self._positions: dict[TransformationKey, list[int]] = {}
+        self._index: dict[Any, int] = {}
+        self._groups: dict[Any, dict[Names, None]] = {}
+        for i, leaf in enumerate(leaves):
+            name, parameter = leaf.kept_by.name, leaf.parameter
+            self._positions.setdefault(leaf.kept_by, []).append(i)
+            self._index[(*leaf.kept_by, leaf.field, parameter)] = i
+            for what in ((name, parameter), (name,), (parameter,)):
+                self._groups.setdefault(what, {})[leaf.group] = None
+        self._by_key = {transformation.key: transformation for transformation in transformations}
+        self._alike: dict[Any, list[TransformationDescription]] = {}
+        for x in sorted(transformations, key=lambda x: x.number):
+            self._alike.setdefault((x.group, x.name), []).append(x)
+
+    def same(self, positions: Sequence[int]) -> bool | None:
+        """Whether leaves have the same value bit for bit; `None` if that needs reading arrays."""
+        # Counts are in the schema; the source compares others of up to four elements.
+        if len(positions) == 1:
+            return True
+        leaves = [self.leaves[i] for i in positions]
+        values = {leaf.value for leaf in leaves}
+        if None not in values:
+            return len(values) == 1
+        if len({(leaf.shape, leaf.dtype) for leaf in leaves}) > 1:
+            return False
+        if any(leaf.parameter is not None or math.prod(leaf.shape) > _FEW for leaf in leaves):
+            return None
+        return self.source.same([leaf.name for leaf in leaves])
+
+    def find(self, leaf: LeafInfo, group: Names, number: int) -> int | None:
+        """Returns the position of the corresponding leaf in a group, whatever its dimensions."""
+        return self._index.get((group, leaf.kept_by.name, number, leaf.field, leaf.parameter))
+
+    def groups(self, *what: Any) -> Sequence[Names]:
+        """Returns the groups in which a transformation, a parameter, or both, have leaves."""
+        return list(self._groups.get(what, ()))
+
+    def alike(self, group: Names, name: str) -> Sequence[TransformationDescription]:
+        """Returns the transformations of one name in a group, by number."""
+        return self._alike.get((group, name), ())
+
+    def keeper(self, leaf: LeafInfo) -> TransformationDescription:
+        """Returns the transformation that keeps a leaf."""
+        return self.transformation(leaf.kept_by)
+
+    def transformation(self, key: TransformationKey) -> TransformationDescription:
+        """Returns a transformation; only its name if it is not described."""
+        return self._by_key.get(key) or TransformationDescription(key.name, key.number, key.group)
+
+    def before(self, key: TransformationKey) -> Sequence[TransformationDescription]:
+        """Returns the transformations before one, in enclosing and nested groups too."""
+        earlier: list[TransformationDescription] = []
+        for transformation in self.transformations:
+            if transformation.key == key:
+                return earlier
+            if is_around(transformation.group, key.group):
+                earlier.append(transformation)
+        return []
+
+    def leaves_of(self, key: TransformationKey) -> Sequence[int]:
+        """Returns the positions of a transformation's leaves."""
+        return self._positions.get(key, ())
+
+    def followed(self, key: TransformationKey) -> Sequence[Names]:
+        """Returns the parameters that leaves of a transformation follow."""
+        params = (self.leaves[i].parameter for i in self.leaves_of(key))
+        return list(dict.fromkeys(param for param in params if param is not None))
+
+    def is_recorded(self, leaf: LeafInfo) -> bool:
+        """Whether a leaf is a setting recorded in the state, rather than a result of training."""
+        # Of a transformation that nobody has described, a number may be learnt whatever its name.
+        is_number = leaf.parameter is None and leaf.role == "other"
+        keeper = self.keeper(leaf)
+        return is_number and keeper.source != "types" and leaf.field[-1] in keeper.settings
+
+    def holds_parameters(self, leaf: LeafInfo) -> bool:
+        """Whether a leaf belongs to parameters by their order; entries of a list may."""
+        is_unknown = leaf.parameter is None and leaf.role == "other"
+        is_entry = is_unknown and leaf.field[-1:] != () and leaf.field[-1].isdigit()
+        return is_concatenated(leaf) or (is_entry and self.keeper(leaf).source == "types")
+
+    def counts_updates(self, leaf: LeafInfo) -> bool:
+        """Whether a leaf counts the updates emitted by a window of mini-steps."""
+        bearings = self.keeper(leaf).bearing.values()
+        windows = {bearing.count for bearing in bearings if bearing.effect == "window"}
+        is_count = leaf.parameter is None and leaf.role == "count"
+        return bool(windows) and is_count and leaf.field not in windows
+
+
+def is_around(group: Names, other: Names) -> bool:
+    """Whether groups are the same, or one of them is inside of the other."""
+    shared = min(len(group), len(other))
+    return group[:shared] == other[:shared]
+
+
+def is_concatenated(leaf: LeafInfo) -> bool:
+    """Whether a leaf is a vector of all parameters, as in `optax.flatten`."""
+    is_array = bool(leaf.dimensions) and leaf.role in TRAINED and leaf.role != "statistic"
+    return leaf.parameter is None and is_array
+
+
+def has_window(transformation: TransformationDescription) -> bool:
+    """Whether it holds partial results until the end of a window or a cycle."""
+    return any(bearing.effect == "window" for bearing in transformation.bearing.values())
+
+
+def source_side(source: Source, like: Schema) -> Side:
+    """Returns the side of a source; leaves of no known transformation are those of their names."""
+    leaves = []
+    for leaf in source.schema.leaves:
+        known = like.by_name.get(leaf.name)
+        if leaf.kind == "state" and leaf.transformation:
+            leaves.append(leaf)
+        elif leaf.kind == "state" and known is not None:
+            leaves.append(
+                dataclasses.replace(known, shape=leaf.shape, dtype=leaf.dtype, value=leaf.value)
+            )
+    return Side(source, leaves, source.schema.transformations)
+
+
+def _owners(schema: Schema) -> dict[Names, Names]:
+    """The group of every parameter that is trained."""
+    if not schema.groups:
+        return {leaf.path[1:]: () for leaf in schema.leaves if leaf.kind == "params"}
+    return {param: group for param, groups in _training(schema).items() for group in groups}
+
+
+def _training(schema: Schema) -> dict[Names, set[Names]]:
+    """The groups of every parameter in which transformations act; none of a frozen one."""
+    acting = {t.group[:n] for t in schema.transformations for n in range(1, len(t.group) + 1)}
+    groups: dict[Names, set[Names]] = {}
+    for name, params in schema.groups.items():
+        for param in params:
+            groups.setdefault(param, set()).update({split_path(name)} & acting)
+    return groups
+
+
+def frozen(schema: Schema) -> set[Names]:
+    """Returns the parameters known not to be trained: `FROZEN`, or `set_to_zero`."""
+    last = {transformation.group: transformation.name for transformation in schema.transformations}
+    groups = _training(schema)
+    for leaf in schema.leaves:
+        if leaf.kind == "state" and leaf.parameter is not None and leaf.group:
+            groups.setdefault(leaf.parameter, set()).add(leaf.group)
+    # `optax.partition` does not say which parameters are in a group without state for each.
+    unknown = {group for group in last if group} - set().union(*groups.values())
+    idle = {param for param, training in groups.items() if not training}
+    for leaf in schema.leaves:
+        if leaf.kind == "params":
+            training = groups.get(leaf.path[1:]) or unknown
+            if {last[group] for group in training if group in last} == {"set_to_zero"}:
+                idle.add(leaf.path[1:])
+    return idle
+
 
 UPDATE: Final = "update"
 """The setting that names the factory of the update function if another one made the state."""
@@ -42,14 +216,10 @@ def like_numbers(
         if is_like is None:
             is_clear = not (left and free) or len(left) == len(free)
         for one in left:
-            like = [x for x in free if is_like is None or is_like(x, one)]
             # Different functions may update states made by the same one.
-            like = [
-                x
-                for x in like
-                if x.settings.get(UPDATE) == one.settings.get(UPDATE)
-                or (is_like is None and is_one)
-            ]
+            update, may_differ = one.settings.get(UPDATE), is_like is None and is_one
+            like = [x for x in free if may_differ or x.settings.get(UPDATE) == update]
+            like = [x for x in like if is_like is None or is_like(x, one)]
             if like:
                 params = _acted_on(new, one)
                 best = next((x for x in like if params & _acted_on(old, x)), like[0])
@@ -67,39 +237,6 @@ def shared_settings(
 ) -> Sequence[str]:
     """Returns the settings that both have; the writer of a checkpoint may have known fewer."""
     return sorted(old.settings.keys() & new.settings.keys())
-
-
-def switched(
-    old: TransformationDescription, new: TransformationDescription
-) -> Iterator[tuple[str, bool | str, bool | str]]:
-    """Yields changed words, and changed switches in records, of user-defined transformations."""
-    # Numbers may change: it is not known which of them give the state its meaning.
-    if (old.source, new.source) != ("types", "types"):
-        return
-    before, after = (dict(_switches(made)) for made in (old, new))
-    for name in sorted(before.keys() & after.keys()):
-        if before[name] != after[name]:
-            yield name, before[name], after[name]
-
-
-def _switches(made: TransformationDescription) -> Iterator[tuple[str, bool | str]]:
-    left = [(name, value, False) for name, value in made.settings.items()]
-    for name, value, is_inside in left:
-        is_word = isinstance(value, str) and not _is_derived(value)
-        if (is_word and name not in made.bearing) or (isinstance(value, bool) and is_inside):
-            yield name, value
-        elif isinstance(value, Mapping) and "function" not in value:
-            left += [(f"{name}.{key}", child, True) for key, child in value.items()]
-
-
-def _is_derived(text: str) -> bool:
-    """Whether a string stands for a dtype (which leaves show), an array or an opaque object."""
-    if re.match(r"<|\w+\[", text):
-        return True
-    try:
-        return bool(jnp.dtype(text).name == text)
-    except Exception:  # NumPy parses the text
-        return False
 
 
 def setting_text(value: Any) -> str:
@@ -125,102 +262,57 @@ STEP: Final = "step"
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The source of one leaf of the new state.
+    """The source of one leaf of the new state."""
 
-    Attributes:
-      sources: positions in the old state; several if groups agree, none if it is new.
-      note: why it is new, or a remark.
-      lookalike: for a new leaf, the position of an old leaf of the same name but another meaning.
-      counts: for a schedule's new count, the leaf that it continues from.
-    """
-
+    # positions in the old state; several if groups agree, none if it is new
     sources: tuple[int, ...] = ()
-    note: str = ""
+    note: str = ""  # why it is new, or a remark
+    # for a new leaf, the position of an old leaf of the same name but another meaning
     lookalike: int | None = None
+    # for a schedule's new count, the leaf that it continues from
     counts: int | Literal["step"] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairing:
-    """The sources of all leaves of a new state.
-
-    Attributes:
-      pairs: one per leaf of the new state.
-      reinitialised: the transformations that are reinitialised, with the reason.
-      unclear: ambiguities, as text.
-    """
-
-    pairs: tuple[Pair, ...]
-    reinitialised: Mapping[TransformationKey, str]
-    unclear: tuple[str, ...]
-
-
-def pair_leaves(
-    old: Side,
-    new: Side,
-    given: Mapping[int, Sequence[int]],
-    origins: Mapping[Names, Sequence[Names]],
-) -> Pairing:
-    """Returns the source of every leaf of a new state."""
-    # A setting recorded in the state, such as an injected learning rate, keeps its saved value,
-    # which may have been set at run time, unless the new definition has changed the setting: then
-    # its number acts. `given` are sources that the caller has decided, by position; `origins` the
-    # old parameters that new ones are made of.
-    return _Walk(old, new, given, origins).pairing()
-
-
 @dataclasses.dataclass
-class _Walk:
-    """One walk over the leaves of a new state."""
+class Pairing:
+    """The source of every leaf of a new state: `pairs`; what is `reinitialised`, or `unclear`."""
 
     old: Side
     new: Side
-    given: Mapping[int, Sequence[int]]
-    origins: Mapping[Names, Sequence[Names]]
+    given: Mapping[int, Sequence[int]]  # sources that the caller has decided, by position
+    origins: Mapping[Names, Sequence[Names]]  # the old parameters that new ones are made of
 
     def __post_init__(self) -> None:
         self._numbers: dict[tuple[Names, Names, str], Mapping[int, int]] = {}
-        self._unclear: list[str] = []
-
-    def pairing(self) -> Pairing:
+        self.unclear: list[str] = []
         leaves = self.new.leaves
         free = [i for i in range(len(leaves)) if i not in self.given]
-        pairs = {i: self._own(leaves[i]) for i in free if leaves[i].parameter is not None}
-        pairs |= {i: Pair(tuple(found)) for i, found in self.given.items()}
+        pairs = {i: self._of_parameter(leaves[i]) for i in free if leaves[i].parameter is not None}
+        pairs |= {i: Pair(tuple(places)) for i, places in self.given.items()}
         self._pairs = pairs
         shared = {i: self._shared(leaves[i]) for i in free if leaves[i].parameter is None}
-        reinitialised = dict(self._reinitialised(shared))
+        self.reinitialised = dict(self._reinitialised(shared))
         for i in free:
-            pairs[i] = self._decided(i, pairs.get(i), shared.get(i, ()), reinitialised)
+            pairs[i] = self._decided(leaves[i], pairs.get(i), shared.get(i, ()))
         self._give_keys_once(shared)
         for i, leaf in enumerate(leaves):
             if leaf.role == "schedule_count" and not pairs[i].sources and i in shared:
                 pairs[i] = dataclasses.replace(pairs[i], counts=self._updates(i))
-        ordered = [pairs[i] for i in range(len(leaves))]
-        found = tuple(self._with_notes(ordered))
-        return Pairing(found, reinitialised, tuple(self._unclear))
+        self.pairs = list(self._with_notes([pairs[i] for i in range(len(leaves))]))
 
-    def _decided(
-        self,
-        i: int,
-        own: Pair | None,
-        shared: Sequence[int],
-        reinitialised: Mapping[TransformationKey, str],
-    ) -> Pair:
-        leaf = self.new.leaves[i]
+    def _decided(self, leaf: LeafInfo, own: Pair | None, shared: Sequence[int]) -> Pair:
         is_free = leaf.role in ("schedule_count", "key")
-        if own is None and is_recorded(leaf, self.new.transformation(leaf.kept_by)):
+        if own is None and self.new.is_recorded(leaf):
             return self._recorded(leaf, shared)
         if own is None and leaf.role == "schedule_count":
-            why = self._unlike(shared, leaf)
-            return Pair(note=why) if why else Pair(tuple(shared))
-        if not is_free and (why := reinitialised.get(leaf.kept_by, "")):
+            return self._agreed(shared, leaf)
+        if not is_free and (why := self.reinitialised.get(leaf.kept_by, "")):
             return Pair(note=why)
         if own is None and shared and self._holds_others(leaf, self.old.leaves[shared[0]]):
             return Pair(note="it concatenates parameters, and these are not the same")
         return Pair(tuple(shared)) if own is None else own
 
-    def _own(self, leaf: LeafInfo) -> Pair:
+    def _of_parameter(self, leaf: LeafInfo) -> Pair:
         """The old leaf for one that follows a parameter."""
         sources = self.old.groups(leaf.kept_by.name, leaf.parameter)
         if leaf.group not in sources and len(sources) > 1:
@@ -231,18 +323,11 @@ class _Walk:
             is_other = leaf.group in sources and self._number(leaf.group, leaf) is None
             return Pair(note="no other has its settings" if is_other else "")
         source = self.old.leaves[found]
-        one, other = self.old.transformation(source.kept_by), self.new.transformation(leaf.kept_by)
+        is_same = source.dimensions == leaf.dimensions
         if None in (source.dimensions, leaf.dimensions):
             # Their dimensions are not known: only equal settings ensure equal dimensions.
-            is_same = _is_alike(one, other)
-        else:
-            is_same = source.dimensions == leaf.dimensions
-        was, now = (
-            "?"
-            if side.dimensions is None
-            else ",".join("-" if dim is None else str(dim) for dim in side.dimensions)
-            for side in (source, leaf)
-        )
+            is_same = _is_alike(self.old.keeper(source), self.new.keeper(leaf))
+        was, now = (dimensions_text(x.dimensions) for x in (source, leaf))
         why = f"had the dimensions {was} of its parameter, has {now}"
         return Pair((found,)) if is_same else Pair(note=why, lookalike=found)
 
@@ -261,7 +346,7 @@ class _Walk:
             self._numbers[key], is_clear = like_numbers(self.old, self.new, name, group, leaf.group)
             if not is_clear:
                 many = f"{len(before)} `{name}` the {len(after)} are"
-                self._unclear.append(f"it is not clear which of {many}")
+                self.unclear.append(f"it is not clear which of {many}")
         return self._numbers[key].get(leaf.kept_by.number)
 
     def _shared(self, leaf: LeafInfo) -> Sequence[int]:
@@ -290,7 +375,7 @@ class _Walk:
 
     def _holds_others(self, leaf: LeafInfo, source: LeafInfo) -> bool:
         """Whether a leaf concatenates other parameters, or these in another order."""
-        if not holds_parameters(leaf, self.new.transformation(leaf.kept_by)):
+        if not self.new.holds_parameters(leaf):
             return False
         now = [list(self._of(param)) for param in _params(self.new, leaf)]
         return now != [[param] for param in _params(self.old, source)]
@@ -317,7 +402,7 @@ class _Walk:
             leaf = self.new.leaves[i]
             where = leaf.kept_by
             is_free = leaf.role in ("schedule_count", "key")
-            if is_free or not found or is_recorded(leaf, self.new.transformation(where)):
+            if is_free or not found or self.new.is_recorded(leaf):
                 continue
             if why := self._unlike(found, leaf):
                 yield where, f"reinitialised: {why}"
@@ -330,27 +415,25 @@ class _Walk:
         field = "/".join(leaf.field)
         if is_same is None:
             return f"nothing says whether its groups agree about `{field}`"
-        values = [("/".join(self.old.leaves[i].group), self.old.leaves[i].value) for i in found]
-        shown_values = ", ".join(
-            f"`{group}` {value}" if group else f"no group {value}"
-            for group, value in values
-            if value is not None
-        )
-        return (
-            f"its groups do not agree about `{field}`{f': {shown_values}' if shown_values else ''}"
-        )
+        known = [x for i in found if (x := self.old.leaves[i]).value is not None]
+        groups = [f"`{'/'.join(x.group)}`" if x.group else "no group" for x in known]
+        values = ", ".join(f"{group} {x.value}" for group, x in zip(groups, known, strict=True))
+        return f"its groups do not agree about `{field}`{f': {values}' if values else ''}"
 
     def _recorded(self, leaf: LeafInfo, found: Sequence[int]) -> Pair:
         """A value that was set at run time continues, unless the setting has changed."""
         name = leaf.field[-1]
-        setting = self.new.transformation(leaf.kept_by).settings.get(name)
-        before = [self.old.transformation(self.old.leaves[i].kept_by).settings for i in found]
+        setting = self.new.keeper(leaf).settings.get(name)
+        before = [self.old.keeper(self.old.leaves[i]).settings for i in found]
         if not all(name in settings for settings in before):
             return Pair(tuple(found), f"saved; nothing says what the code gave as `{name}`")
         for was in (settings[name] for settings in before):
             if was != setting:
                 changed = f"`{name}` was {setting_text(was)}, is {setting_text(setting)}"
                 return Pair(note=f"{changed} in the code, which acts")
+        return self._agreed(found, leaf)
+
+    def _agreed(self, found: Sequence[int], leaf: LeafInfo) -> Pair:
         why = self._unlike(found, leaf)
         return Pair(note=why) if why else Pair(tuple(found))
 
@@ -399,7 +482,7 @@ class _Walk:
             yield dataclasses.replace(pair, note=", ".join(notes))
 
     def _without_effect(self, leaf: LeafInfo, source: LeafInfo) -> Iterator[str]:
-        one, other = self.old.transformation(source.kept_by), self.new.transformation(leaf.kept_by)
+        one, other = self.old.keeper(source), self.new.keeper(leaf)
         for name, bearing in other.bearing.items():
             if bearing.effect == "initial" and name in one.settings:
                 was, now = one.settings[name], other.settings.get(name)
@@ -412,7 +495,7 @@ def _counts_around(side: Side, i: int, inner: int) -> bool:
     leaf, other = side.leaves[i], side.leaves[inner]
     place: Names = side.paths[i][: len(side.paths[i]) - len(leaf.field)]
     return (
-        counts_updates(leaf, side.transformation(leaf.kept_by))
+        side.counts_updates(leaf)
         and side.paths[inner][: len(place)] == place
         and other.transformation != leaf.transformation
         and leaf.group == other.group[: len(leaf.group)]
@@ -421,7 +504,7 @@ def _counts_around(side: Side, i: int, inner: int) -> bool:
 
 def _params(side: Side, leaf: LeafInfo) -> Sequence[Names]:
     """The parameters of the transformation of a leaf, or else of its group."""
-    if (known := side.transformation(leaf.kept_by).parameters) is not None:
+    if (known := side.keeper(leaf).parameters) is not None:
         return known
     inside = [p for p in side.owners if leaf.group in side.groups(p)]
     return inside or [p for p, owner in side.owners.items() if owner == leaf.group[: len(owner)]]

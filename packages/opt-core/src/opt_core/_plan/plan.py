@@ -5,27 +5,83 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import jax.numpy as jnp
 
 from opt_core._description import TransformationKey
-from opt_core._paths import aligned
-from opt_core._plan.conversions import Conversion, Sliced
 from opt_core._plan.leaves import LeafInfo, Source, View, shown
 from opt_core._plan.rules import (
-    FREE,
-    KINDS,
-    Allowance,
+    Action,
+    Conversion,
     Map,
     Pad,
-    Rename,
-    Stack,
-    Unstack,
+    Rule,
+    Sliced,
+    Taking,
+    compiled,
     function_name,
 )
+from opt_core._trees import aligned
 from opt_core.errors import SurgeryError
+
+Allowance: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
+"""A word of `allow=`: a change that the caller admits.
+
+`initialise`: state that begins anew where training has gone on, or a parameter that the source
+lacks. `drop`: trained state, or a parameter, without a successor. `cast`: another dtype, if every
+value fits. `reshape`: another shape of the same size. `regroup`: a leaf whose parameter is in
+another group, which is always admitted. `optimizer`: moments that go on under other mathematics.
+"""
+
+KINDS: Final = frozenset(get_args(Allowance))
+FREE: Final = frozenset({"regroup"})
+"""What needs no leave, and is a word all the same."""
+
+
+def check_allowances(allow: Iterable[str]) -> frozenset[str]:
+    """Returns the allowed changes as a set."""
+    if isinstance(allow, str):
+        raise TypeError(
+            f"`allow` must be a set of words; found the string {allow!r}: give `{{{allow!r}}}`"
+        )
+    if unknown := sorted(frozenset(allow) - KINDS):
+        raise ValueError(f"`allow`: expected words among {sorted(KINDS)}, found {unknown}")
+    return frozenset(allow)
+
+
+Schedules: TypeAlias = Literal["continue", "restart"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the caller of a door says besides source and target."""
+
+    allow: frozenset[str]  # the changes that are admitted
+    # patterns (regular expressions that match a whole name) with actions for single leaves; the
+    # first that matches decides
+    rules: tuple[tuple[re.Pattern[str], Action], ...] = ()
+    # whether new schedules continue from the step, or restart at 0
+    schedules: Schedules = "continue"
+    anew: Collection[str] = frozenset()  # names of leaves that begin anew, as the caller has asked
+    discards_state: bool = False  # whether the caller has asked to discard the state of parameters
+    error: type[SurgeryError] = SurgeryError  # what a refused plan raises
+
+    @classmethod
+    def make(cls, allow: Iterable[str], rules: Sequence[Rule] = (), **settings: Any) -> Request:
+        """Checks and compiles."""
+        return cls(check_allowances(allow), tuple(map(compiled, rules)), **settings)
+
+    def rule(self, name: str, *, drop: bool = False) -> tuple[int, Action, re.Match[str]] | None:
+        """The first rule for a name of the target, or, with `drop`, of the checkpoint."""
+        for i, (pattern, action) in enumerate(self.rules):
+            found = pattern.fullmatch(name) if (action == "drop") == drop else None
+            if found is not None:
+                return i, action, found
+        return None
+
 
 Outcome: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
 """What becomes of a leaf; see `Row`."""
@@ -59,7 +115,7 @@ class Row:
     action: Outcome
     sources: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
-    by: Rename | Stack | Unstack | Map | Pad | Literal["keep"] | None = None
+    by: Taking | Pad | Literal["keep"] | None = None
     how: Conversion | None = None
     note: str = ""
     problem: str = ""
@@ -76,20 +132,13 @@ Setting: TypeAlias = tuple[TransformationKey, str]
 
 
 class Problem(NamedTuple):
-    """Something that stands in the way.
+    """Something that stands in the way."""
 
-    Attributes:
-      text: what, and why.
-      needs: the word of `allow` that admits it; `None` if none does.
-      old: the position of the old leaf that would be lost, if it is one.
-      new: the position of the new leaf that cannot be made, if it is one.
-      setting: the transformation and the name of the setting that has changed, if it is one.
-    """
-
-    text: str
-    needs: Allowance | None = None
-    old: int | None = None
-    new: int | None = None
+    text: str  # what, and why
+    needs: Allowance | None = None  # the word of `allow` that admits it; `None` if none does
+    old: int | None = None  # the position of the old leaf that would be lost, if it is one
+    new: int | None = None  # the position of the new leaf that cannot be made, if it is one
+    # the transformation and the name of the setting that has changed, if it is one
     setting: Setting | None = None
 
     @property
@@ -297,45 +346,53 @@ class Plan(Generic[_Target]):
 
 def fitted(
     leaf: LeafInfo,
-    source: LeafInfo,
+    sources: Sequence[LeafInfo],
     kinds: tuple[str, ...],
     note: str,
-    admitted: frozenset[str],
+    allow: frozenset[str],
+    *,
+    by: Taking | Pad | None = None,
+    how: Conversion | None = None,
+    dtype: str | None = None,
 ) -> Row:
-    """Returns the row of a leaf that comes from one other."""
-    problem = ""
-    if source.shape != leaf.shape:
+    """Returns the row of a leaf that comes from another, from several that agree, or by `how`."""
+    source, problem, notes = sources[0], "", [note]
+    if how is None and source.shape != leaf.shape:
         if math.prod(source.shape) == math.prod(leaf.shape):
             kinds = (*kinds, "reshape")
-            note = f"{list(source.shape)} -> {list(leaf.shape)}"
+            notes.append(f"{list(source.shape)} -> {list(leaf.shape)}")
         else:
             problem = f"expected {list(leaf.shape)}, found {list(source.shape)}"
-    casts, wrong = cast_kinds(source.dtype, leaf.dtype)
-    if casts and not wrong:
-        note = f"{source.dtype} -> {leaf.dtype}"
+    dtype = source.dtype if dtype is None else dtype
+    casts, wrong = cast_kinds(dtype, leaf.dtype) if dtype else ((), "")
+    if casts:
+        notes.append(f"{dtype} -> {leaf.dtype}")
     kinds, problem = (*kinds, *casts), problem or wrong
     action: Outcome = "renamed" if kinds or source.name != leaf.name else "kept"
-    if problem or {"cast", "reshape"} & {*kinds}:
+    if how is not None or problem or {"cast", "reshape"} & {*kinds}:
         action = "converted"
+    free = FREE | ({"cast"} if _is_free_cast(leaf, dtype) else set())
     return Row(
         leaf,
         action,
-        (source.name,),
+        tuple(source.name for source in sources),
         kinds,
-        note=note,
+        by=by,
+        how=how,
+        note=", ".join(filter(None, notes)),
         problem=problem,
-        is_admitted=set(kinds) <= admitted | FREE | _free_casts(leaf, source),
-        value=source.value,
+        is_admitted=KINDS & {*kinds} <= allow | free,
+        value=source.value if how is None else None,
     )
 
 
-def _free_casts(leaf: LeafInfo, source: LeafInfo) -> frozenset[str]:
-    """`cast` where state that is computed from updates goes on in another float dtype."""
-    is_state = bool(leaf.transformation) and not leaf.is_key and not source.is_key
+def _is_free_cast(leaf: LeafInfo, source: str) -> bool:
+    """Whether state that is computed from updates goes on in another float dtype."""
+    dtypes = [source, leaf.dtype]
+    if not leaf.transformation or "" in dtypes or any(x.startswith("key<") for x in dtypes):
+        return False
     kinds = (jnp.floating, jnp.complexfloating)
-    dtypes = [jnp.dtype(x.dtype) for x in (leaf, source)] if is_state else []
-    is_float = any(dtypes and all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
-    return frozenset({"cast"}) if is_float else frozenset()
+    return any(all(jnp.issubdtype(jnp.dtype(x), kind) for x in dtypes) for kind in kinds)
 
 
 def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -39,23 +40,19 @@ from opt_core._description import (
     TransformationDescription,
     TransformationKey,
 )
-from opt_core._paths import Names, listed, path_str
 from opt_core._plan.leaves import LeafInfo
 from opt_core._plan.pairing import (
-    UPDATE,
-    like_numbers,
-    setting_text,
-    shared_settings,
-    switched,
-)
-from opt_core._plan.plan import Problem, Setting
-from opt_core._plan.sides import (
     TRAINED,
+    UPDATE,
     Side,
     has_window,
     is_around,
-    is_recorded,
+    like_numbers,
+    setting_text,
+    shared_settings,
 )
+from opt_core._plan.plan import Problem, Setting
+from opt_core._trees import Names, listed, path_str
 
 _IN_UNITS_OF_UPDATES: Final = frozenset({"moment", "second_moment", "factored", "statistic"})
 _INJECTED: Final = "injected"
@@ -71,28 +68,20 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """An old state, a new one, and which leaf comes from which.
+    """An old state, a new one, and which leaf comes from which."""
 
-    Attributes:
-      old: the existing state.
-      new: the state to make.
-      sources: of each leaf of the new state, positions in the old one.
-      ruled: positions of new leaves for which the caller has given a rule.
-      let_go: positions of old leaves that a rule of the caller drops.
-      idle: parameters that are no longer trained, whose open windows do not matter.
-      origins: the old parameters that new ones are made of, where they differ.
-      discards_state: whether the caller has asked to discard state. The contents of an open window
-        may then be lost, but not the values to which perturbed parameters (`optax.contrib.sam`)
-        must return.
-    """
-
-    old: Side
-    new: Side
-    sources: Sequence[tuple[int, ...]]
+    old: Side  # the existing state
+    new: Side  # the state to make
+    sources: Sequence[tuple[int, ...]]  # of each leaf of the new state, positions in the old one
+    # positions of new leaves for which the caller has given a rule
     ruled: Collection[int] = frozenset()
-    let_go: Collection[int] = frozenset()
+    let_go: Collection[int] = frozenset()  # positions of old leaves that a rule of the caller drops
+    # parameters that are no longer trained, whose open windows do not matter
     idle: Collection[Names] = frozenset()
+    # the old parameters that new ones are made of, where they differ
     origins: Mapping[Names, Sequence[Names]] = dataclasses.field(default_factory=dict)
+    # whether the caller has asked to discard state. The contents of an open window may then be
+    # lost, but not the values to which perturbed parameters (`optax.contrib.sam`) must return.
     discards_state: bool = False
 
     def came_from(self, param: Names) -> Sequence[Names]:
@@ -105,28 +94,27 @@ class Move:
         # Counts of schedules and recorded settings are not considered.
         found: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
         for j, (sources, leaf) in enumerate(zip(self.sources, self.new.leaves, strict=True)):
-            is_number = is_recorded(leaf, self.new.transformation(leaf.kept_by))
-            if leaf.role != "schedule_count" and not is_number:
+            if leaf.role != "schedule_count" and not self.new.is_recorded(leaf):
                 for i in sources:
                     found.setdefault((self.old.leaves[i].kept_by, leaf.kept_by), []).append((i, j))
         return found
 
     @functools.cached_property
-    def at_a_count(self) -> frozenset[TransformationKey]:
+    def at_a_count(self) -> Mapping[TransformationKey, str]:
         """The transformations that go on at a count, where Adam does not correct zero moments."""
         # A leaf that begins anew in one of them would make steps several times too long.
-        counts = [
-            (leaf, sources[0])
-            for leaf, sources in zip(self.new.leaves, self.sources, strict=True)
-            if leaf.role == "count" and sources
-        ]
-        return frozenset(leaf.kept_by for leaf, i in counts if self.old.leaves[i].value != 0)
+        found: dict[TransformationKey, str] = {}
+        for leaf, sources in zip(self.new.leaves, self.sources, strict=True):
+            value = self.old.leaves[sources[0]].value if sources else 0
+            if leaf.role == "count" and value != 0:
+                count = f"`{'/'.join(leaf.field)}` continues{f' from {value}' if value else ''}"
+                found.setdefault(leaf.kept_by, f"as `init` makes it, while {count}")
+        return found
 
     @functools.cached_property
-    def dropped(self) -> list[int]:
+    def dropped(self) -> Set[int]:
         """The positions of the old leaves without a successor."""
-        used = {i for sources in self.sources for i in sources}
-        return [i for i in range(len(self.old.leaves)) if i not in used]
+        return {*range(len(self.old.leaves))}.difference(*self.sources)
 
 
 def problems(move: Move) -> Iterator[Problem]:
@@ -134,8 +122,7 @@ def problems(move: Move) -> Iterator[Problem]:
     found: dict[Problem, None] = {}
     for (before, after), pairs in move.continued.items():
         old, new = move.old.transformation(before), move.new.transformation(after)
-        found |= dict.fromkeys(_redefined(move, old, new, pairs))
-        found |= dict.fromkeys(_interrupted(move, old, new, pairs))
+        found |= dict.fromkeys(_of_bearing(move, old, new, pairs))
         is_ruled = all(j in move.ruled for _, j in pairs)
         if not is_ruled and any(is_trained(move.new, j) for _, j in pairs):
             found |= dict.fromkeys(_switches(old, new))
@@ -150,12 +137,12 @@ def problems(move: Move) -> Iterator[Problem]:
 def is_trained(side: Side, i: int) -> bool:
     """Whether training determines a leaf; counts and the contents of windows do not count."""
     leaf = side.leaves[i]
-    transformation = side.transformation(leaf.kept_by)
+    transformation = side.keeper(leaf)
     if transformation.passes_on and leaf.parameter is None:
         return False  # what a guard has seen
     if leaf.role in TRAINED:
         return not has_window(transformation)
-    if leaf.role != "other" or is_recorded(leaf, transformation):
+    if leaf.role != "other" or side.is_recorded(leaf):
         return False
     if leaf.parameter is not None:
         return leaf.dimensions != (None,)  # that stands in for a factor that does not exist
@@ -189,22 +176,29 @@ def _is_left_by_its_count(move: Move, j: int) -> bool:
     return any(move.sources[k] for k in move.new.leaves_of(where) if is_trained(move.new, k))
 
 
-def _redefined(
+def _of_bearing(
     move: Move, old: TransformationDescription, new: TransformationDescription, pairs: Pairs
 ) -> Iterator[Problem]:
-    """Changed settings that give the saved state its meaning."""
+    """Changed settings that give the saved state its meaning, and other lengths of open windows."""
     for name in sorted({**old.bearing, **new.bearing}):
+        bearing = bearing_of(name, old, new)
         was, now = old.settings.get(name), new.settings.get(name)
         # A setting that the checkpoint lacks may have been the same.
         is_told = (name in old.settings and name in new.settings) or name == UPDATE
-        is_meaning = bearing_of(name, old, new).effect == "refused"
-        if is_meaning and is_told and was != now and not _is_ruled(move, name, pairs):
+        is_redefined = bearing.effect == "refused" and is_told and was != now
+        if is_redefined and not _is_ruled(move, name, pairs):
             yield Problem(
                 f"`{name}` of `{new.key}` was {setting_text(was)}, is {setting_text(now)}: the "
                 "saved state means something else under it. Restore the setting, or give rules "
                 "for the leaves",
                 setting=(new.key, name),
             )
+        elif bearing.effect == "window" and (why := _other_length(name, was, now)):
+            for i, j in pairs:
+                is_progress = move.old.leaves[i].field == bearing.count
+                if is_progress and (count := _progress(move.old, i, bearing)):
+                    is_open = f"a window is open, `{move.new.names[j]}` is {count}"
+                    yield Problem(f"{is_open}: {why}; complete it first")
 
 
 def bearing_of(
@@ -223,14 +217,35 @@ def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
 
 def _switches(old: TransformationDescription, new: TransformationDescription) -> Iterator[Problem]:
     """Settings that make updates use the same state differently, such as `nesterov`."""
-    for name in shared_settings(old, new):
-        was, now = old.settings[name], new.settings[name]
-        is_switch = isinstance(was, bool) or isinstance(now, bool)
-        if is_switch and was != now and bearing_of(name, old, new).effect == "nothing":
-            texts = (str(x) if isinstance(x, bool) else "not a boolean" for x in (was, now))
-            yield _changed(new, name, f"was {', is '.join(texts)}")
-    for name, was, now in switched(old, new):
-        yield _changed(new, name, f"was {was}, is {now}")
+    before, after = _switches_of(old), _switches_of(new)
+    for name in sorted(before.keys() & after.keys()):
+        if before[name] != after[name] and bearing_of(name, old, new).effect == "nothing":
+            yield _changed(new, name, f"was {before[name]}, is {after[name]}")
+
+
+def _switches_of(transformation: TransformationDescription) -> dict[str, bool | str]:
+    """Its booleans; of a user's transformation words too, and what is in records."""
+    # Numbers may change: it is not known which of them give the state its meaning.
+    is_users = transformation.source == "types"
+    switches: dict[str, bool | str] = {}
+    left = [*transformation.settings.items()]
+    for name, value in left:
+        is_word = is_users and isinstance(value, str) and not _is_derived(value)
+        if isinstance(value, bool) or is_word:
+            switches[name] = value
+        elif is_users and isinstance(value, Mapping) and "function" not in value:
+            left += [(f"{name}.{key}", child) for key, child in value.items()]
+    return switches
+
+
+def _is_derived(text: str) -> bool:
+    """Whether a string stands for a dtype (which leaves show), an array or an opaque object."""
+    if re.match(r"<|\w+\[", text):
+        return True
+    try:
+        return bool(jnp.dtype(text).name == text)
+    except Exception:  # NumPy parses the text
+        return False
 
 
 def _changed(new: TransformationDescription, name: str, change: str, where: str = "") -> Problem:
@@ -243,7 +258,7 @@ def _changed(new: TransformationDescription, name: str, change: str, where: str 
 def _is_in_units(side: Side, j: int) -> bool:
     """Whether a leaf is made of updates, as they are when they reach its transformation."""
     leaf = side.leaves[j]
-    if has_window(side.transformation(leaf.kept_by)):
+    if has_window(side.keeper(leaf)):
         return False
     is_own = leaf.role == "other" and leaf.parameter is not None and is_trained(side, j)
     return leaf.role in _IN_UNITS_OF_UPDATES or is_own
@@ -334,31 +349,14 @@ def _is_sum(leaf: LeafInfo) -> bool:
 # Windows: partial results that wait for their end.
 
 
-def _interrupted(
-    move: Move, old: TransformationDescription, new: TransformationDescription, pairs: Pairs
-) -> Iterator[Problem]:
-    """Open windows that would go on with another length."""
-    for name in sorted({**old.bearing, **new.bearing}):
-        bearing = bearing_of(name, old, new)
-        why = _other_length(name, old.settings.get(name), new.settings.get(name))
-        if bearing.effect != "window" or not why:
-            continue
-        for i, j in pairs:
-            is_progress = move.old.leaves[i].field == bearing.count
-            if is_progress and (count := _progress(move.old, i, bearing)):
-                is_open = f"a window is open, `{move.new.names[j]}` is {count}"
-                yield Problem(f"{is_open}: {why}; complete it first")
-
-
 def _lost_windows(move: Move) -> Iterator[Problem]:
     """Open windows of which a part would be lost or begin anew."""
     goes_on: dict[TransformationKey, list[TransformationKey]] = {}
     for before, after in move.continued:
         goes_on.setdefault(before, []).append(after)
-    dropped = frozenset(move.dropped)
     for where, at, count in _open_windows(move.old):
         is_open = f"a window is open, `{move.old.names[at]}` is {count}"
-        for i in _lost_contents(move, where, at, dropped):
+        for i in _lost_contents(move, where, at):
             if i not in move.let_go:
                 what = "its contents" if i == at else f"`{move.old.names[i]}`"
                 yield Problem(f"{is_open}, and {what} would be lost; complete it first", old=i)
@@ -374,37 +372,32 @@ def _lost_windows(move: Move) -> Iterator[Problem]:
 def _open_windows(side: Side) -> Iterator[tuple[TransformationKey, int, int]]:
     """Yields transformations inside a window, with the leaf that says so and its value."""
     for transformation in side.transformations:
-        where = transformation.key
-        bearing = next((b for b in transformation.bearing.values() if b.effect == "window"), None)
-        if bearing is None:
-            continue
-        for i in side.leaves_of(where):
-            is_progress = side.leaves[i].field == bearing.count
-            if is_progress and (count := _progress(side, i, bearing)):
-                yield where, i, count
+        for bearing in transformation.bearing.values():
+            for i in side.leaves_of(transformation.key):
+                is_progress = bearing.effect == "window" and side.leaves[i].field == bearing.count
+                if is_progress and (count := _progress(side, i, bearing)):
+                    yield transformation.key, i, count
 
 
-def _lost_contents(
-    move: Move, where: TransformationKey, at: int, dropped: Collection[int]
-) -> list[int]:
+def _lost_contents(move: Move, where: TransformationKey, at: int) -> list[int]:
     """The leaves of an open window that would be lost; its count stands for all of them."""
-    if at in dropped and not move.discards_state:
+    lost = [i for i in move.old.leaves_of(where) if i in move.dropped]
+    if at in lost and not move.discards_state:
         return [at]
-    return [i for i in move.old.leaves_of(where) if i in dropped and _waits(move, i, at, dropped)]
-
-
-def _waits(move: Move, i: int, at: int, dropped: Collection[int]) -> bool:
-    """Whether a dropped leaf holds part of an open window."""
-    leaf = move.old.leaves[i]
-    if move.discards_state or leaf.parameter in move.idle:
-        return leaf.role == "params_copy"
-    return at not in dropped and leaf.role in _HELD and leaf.parameter is not None
+    contents = []
+    for i in lost:
+        leaf = move.old.leaves[i]
+        is_discarded = move.discards_state or leaf.parameter in move.idle
+        is_held = leaf.role in _HELD and leaf.parameter is not None
+        if leaf.role == "params_copy" if is_discarded else is_held:
+            contents.append(i)
+    return contents
 
 
 def _progress(side: Side, i: int, bearing: Bearing) -> int | None:
     """How far a window has come; `None` if the count has no value."""
     value = side.leaves[i].value
-    length = side.transformation(side.leaves[i].kept_by).settings.get(bearing.modulo or "")
+    length = side.keeper(side.leaves[i]).settings.get(bearing.modulo or "")
     return value if value is None or not isinstance(length, int) else value % max(length, 1)
 
 

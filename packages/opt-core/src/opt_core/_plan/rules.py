@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, TypeAlias, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-
-from opt_core._plan.leaves import LeafInfo
-from opt_core.errors import LeafError
-
-Allowance: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
-"""A word of `allow=`: a change that the caller admits.
-
-`initialise`: state that begins anew where training has gone on, or a parameter that the source
-lacks. `drop`: trained state, or a parameter, without a successor. `cast`: another dtype, if every
-value fits. `reshape`: another shape of the same size. `regroup`: a leaf whose parameter is in
-another group, which is always admitted. `optimizer`: moments that go on under other mathematics.
-"""
-
-KINDS: Final = frozenset(get_args(Allowance))
-FREE: Final = frozenset({"regroup"})
-"""What needs no leave, and is a word all the same."""
-
-
-def check_allowances(allow: Iterable[str]) -> frozenset[str]:
-    """Returns the allowed changes as a set."""
-    if isinstance(allow, str):
-        raise TypeError(
-            f"`allow` must be a set of words; found the string {allow!r}: give `{{{allow!r}}}`"
-        )
-    if unknown := sorted(frozenset(allow) - KINDS):
-        raise ValueError(f"`allow`: expected words among {sorted(KINDS)}, found {unknown}")
-    return frozenset(allow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +30,7 @@ class Stack:
     r"""Stacks leaves of the checkpoint into one, e.g. those of layers under `nn.scan`.
 
     A leaf of the state is stacked along the dimension that follows the new axis of its parameter.
-    Where the stacked parameter is factored the other way round, rows come from columns. An
-    accumulator of `sm3` becomes the maximum over the layers.
+    Where the stacked parameter is factored the other way round, rows come from columns.
 
     Attributes:
       source: the names in the checkpoint; `{i}` counts from 0 to the size of the axis.
@@ -77,9 +48,8 @@ class Stack:
 class Unstack:
     r"""Takes a slice of a leaf of the checkpoint.
 
-    A leaf of the state is sliced along the dimension that follows the axis of its parameter. The
-    accumulators of `sm3` are refused: they cover all slices together. Slices that are not used are
-    dropped, with a line each: `params/layers/k[3]`.
+    A leaf of the state is sliced along the dimension that follows the axis of its parameter. Slices
+    that are not used are dropped, with a line each: `params/layers/k[3]`.
 
     Attributes:
       source: the name in the checkpoint.
@@ -164,35 +134,8 @@ Rule: TypeAlias = tuple[str, Action]
 _WORDS = frozenset({"initialise", "keep", "drop", "cast", "reshape"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Permissions:
-    """What is admitted: kinds, and rules for single leaves.
-
-    Attributes:
-      allow: kinds of changes.
-      rules: patterns (regular expressions that match a whole name) with actions; the first that
-        matches decides.
-    """
-
-    allow: frozenset[str]
-    rules: tuple[tuple[re.Pattern[str], Action], ...]
-
-    @classmethod
-    def make(cls, allow: Iterable[str], rules: Sequence[Rule]) -> Permissions:
-        """Checks and compiles."""
-        allow = check_allowances(allow)
-        return cls(allow, tuple(_compiled(rule) for rule in rules))
-
-    def rule(self, name: str, *, drop: bool = False) -> tuple[int, Action, re.Match[str]] | None:
-        """The first rule for a name of the target, or, with `drop`, of the checkpoint."""
-        for i, (pattern, action) in enumerate(self.rules):
-            found = pattern.fullmatch(name) if (action == "drop") == drop else None
-            if found is not None:
-                return i, action, found
-        return None
-
-
-def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
+def compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
+    """Returns a rule with its pattern compiled; raises a `TypeError` or a `ValueError`."""
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise TypeError(f"`rules`: expected pairs of a pattern and an action, found {rule!r}")
     pattern, action = rule
@@ -253,24 +196,113 @@ def expanded(found: re.Match[str], template: str) -> str:
         ) from None
 
 
-def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a leaf, with a sharding."""
-    # A Python scalar has no dtype of arrays; the result for it is not used.
-    if leaf.dtype == "python":
-        return jax.ShapeDtypeStruct((), jnp.int32)
-    dtype: Any = key_kind(leaf.dtype)[1] if leaf.is_key else jnp.dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-
-def key_kind(name: str) -> tuple[str, Any]:
-    """Returns the implementation and the dtype of typed PRNG keys such as `'key<fry>'`."""
-    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
-        found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
-        if str(found) == name:
-            return impl, found
-    raise LeafError(f"`{name}` is not a type of PRNG keys of this JAX")
-
-
 def function_name(fn: Any) -> str:
     """Returns the name of a function for messages."""
     return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+# How the values of a leaf are made from leaves of the source, and how both are sharded.
+
+
+Spec = list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """A way to make a leaf."""
+
+    word: str  # what `Row.kinds` has for it.
+
+    def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        """Returns the leaf, of that shape."""
+        raise NotImplementedError
+
+    def source_spec(self, spec: Spec) -> Spec:
+        """Returns how to shard a source for a leaf with a spec."""
+        return spec
+
+    def leaf_spec(self, spec: Spec) -> Spec:
+        """Returns how the leaf is sharded if a source has a spec, as far as that has entries."""
+        return spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(Conversion):
+    """The sources along a new axis."""
+
+    axis: int
+
+    def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        return jnp.stack(sources, self.axis)
+
+    def source_spec(self, spec: Spec) -> Spec:
+        return _without(spec, self.axis)
+
+    def leaf_spec(self, spec: Spec) -> Spec:
+        return _with(spec, self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliced(Conversion):
+    """One entry along an axis of the source."""
+
+    axis: int
+    index: int
+
+    def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        return jax.lax.index_in_dim(sources[0], self.index, self.axis, keepdims=False)
+
+    def source_spec(self, spec: Spec) -> Spec:
+        return _with(spec, self.axis)
+
+    def leaf_spec(self, spec: Spec) -> Spec:
+        return _without(spec, self.axis)
+
+    def __str__(self) -> str:
+        return f"[{', '.join([*[':'] * self.axis, str(self.index)])}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded(Conversion):
+    """The source with more entries along an axis: a value, or those of a second, longer leaf."""
+
+    axis: int
+    value: float | complex
+
+    def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        old, size = sources[0], shape[self.axis]
+        if len(sources) == 2:
+            new = jax.lax.slice_in_dim(sources[1], old.shape[self.axis], size, axis=self.axis)
+        else:
+            missing = (*shape[: self.axis], size - old.shape[self.axis], *shape[self.axis + 1 :])
+            new = jnp.full(missing, self.value, old.dtype)
+        return jnp.concatenate([old, new], self.axis)
+
+    def source_spec(self, spec: Spec) -> Spec:
+        return _with(_without(spec, self.axis), self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped(Conversion):
+    """What a function makes of the sources."""
+
+    fn: Callable[..., Any]  # takes them one by one
+    is_alike: bool = True  # whether its result is sharded as they are, as far as that divides
+    is_opaque: bool = False  # whether it needs values, so nothing is known of its result
+
+    def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        return self.fn(*sources)
+
+    def source_spec(self, spec: Spec) -> Spec:
+        return spec if self.is_alike else []
+
+    def leaf_spec(self, spec: Spec) -> Spec:
+        return spec if self.is_alike else []
+
+
+def _with(spec: Spec, axis: int) -> Spec:
+    return [*spec[:axis], None, *spec[axis:]]
+
+
+def _without(spec: Spec, axis: int) -> Spec:
+    return [*spec[:axis], *spec[axis + 1 :]]

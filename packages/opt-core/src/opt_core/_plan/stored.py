@@ -1,35 +1,34 @@
-"""Restores between ways of storing one state: everything as it would be in plain float32.
+"""Restores between ways of storing one state: both are planned as they would be in plain float32.
 
-Where a checkpoint and a target store leaves differently, both are planned without that: arrays
-are the leaf that they stand for, a parameter with what is kept besides it is one of float32. Rules,
-groups and other transformations then work as ever. What both store alike is carried bit by bit.
+What both store alike is carried bit by bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from opt_core._arrays import placed
+from opt_core._groups.multi_optimizer import leaf_groups
 from opt_core._optimizer import Optimizer
-from opt_core._paths import path_str
 from opt_core._plan.leaves import (
-    HasShardings,
     LeafInfo,
     NamedState,
     Schema,
     Source,
     View,
+    abstract,
+    is_params_store,
+    stored_nodes,
 )
-from opt_core._plan.plan import Plan, Row
-from opt_core._plan.rules import Permissions, abstract
-from opt_core._storage import PlainOptimizer, read_storage
+from opt_core._plan.plan import Request, Row
+from opt_core._trees import committed_sharding, is_abstract, path_str, placed
+from opt_core.errors import LeafError
 from opt_core.protocols import Storage
 
 
@@ -102,8 +101,6 @@ class PlainSource:
 
     def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
         """Returns where the leaves were, by name: those of codes are where the codes were."""
-        if not isinstance(self._source, HasShardings):
-            return {}
         first = {name: self.parts[name].names[0] if name in self.parts else name for name in names}
         found = self._source.shardings(first.values())
         return {name: found[part] for name, part in first.items() if part in found}
@@ -125,22 +122,32 @@ class PlainSource:
 
 
 def _read_storages(schema: Schema) -> dict[str, Storage]:
-    """How leaves are stored, by the words of `LeafInfo.stored`; an error names a leaf."""
+    """How leaves are stored, by the words of `LeafInfo.stored`, read by the packages that wrote."""
     first: dict[str, str] = {}
     for leaf in schema.leaves:
         if leaf.stored:
             first.setdefault(leaf.stored, leaf.name)
-    return {
-        how: read_storage(schema.storage[how], f"`{name}` is stored as {how!r}")
-        for how, name in first.items()
-    }
+    storages: dict[str, Storage] = {}
+    for how, name in first.items():
+        data, what = schema.storage[how], f"`{name}` is stored as {how!r}"
+        package = data["package"]
+        try:
+            storages[how] = importlib.import_module(package).read_storage(data)
+        except (ImportError, AttributeError) as error:
+            raise LeafError(
+                f"{what}, which only `{package}` can decode: install "
+                f"`{package.replace('_', '-')}`, in a release that has `read_storage`"
+            ) from error
+        except ValueError as error:
+            raise LeafError(f"{what}: {error}") from error
+    return storages
 
 
 def plain_sides(
-    source: Source, view: View, named: NamedState, permissions: Permissions
+    source: Source, view: View, named: NamedState, request: Request
 ) -> tuple[Source, View]:
     """Returns both sides as they would be in float32; as they are where they store leaves alike."""
-    if _ways(source.schema) == _ways(named.schema) and not permissions.rules:
+    if _ways(source.schema) == _ways(named.schema) and not request.rules:
         return source, view
     stored = PlainOptimizer(view.optimizer)
     return PlainSource(source), dataclasses.replace(view, optimizer=stored.optimizer, stored=stored)
@@ -151,26 +158,17 @@ def _ways(schema: Schema) -> set[tuple[str, str]]:
     return {(leaf.name, leaf.stored) for leaf in schema.leaves if leaf.stored}
 
 
-def stored_again(plan: Plan[Any], optimizer: Optimizer) -> Optimizer:
-    """Returns what was restored, stored as the target stores it."""
-    source, stored = plan.source, plan.view.stored
-    if stored is None or not isinstance(source, PlainSource):
-        return optimizer
-    carry = [functools.partial(source.carried, row) for row in plan.target_rows]
-    return stored.stored_again(optimizer, carry)
-
-
 def with_ways(
-    rows: Sequence[Row], source: Source, stored: PlainOptimizer, permissions: Permissions
+    rows: Sequence[Row], source: Source, stored: PlainOptimizer, request: Request
 ) -> list[Row]:
     """Says of each leaf how it was stored and is now; what loses digits has to be admitted."""
     if not isinstance(source, PlainSource):
         return [*rows]
     pairs = zip(rows, stored.ways(len(rows)), strict=True)
-    return [_with_way(row, how, source, permissions) if row.sources else row for row, how in pairs]
+    return [_with_way(row, how, source, request) if row.sources else row for row, how in pairs]
 
 
-def _with_way(row: Row, how: Storage | None, source: PlainSource, permissions: Permissions) -> Row:
+def _with_way(row: Row, how: Storage | None, source: PlainSource, request: Request) -> Row:
     known = [source.parts[name].how for name in row.sources if name in source.parts]
     was = known[0] if known else None
     if was == how:
@@ -184,9 +182,130 @@ def _with_way(row: Row, how: Storage | None, source: PlainSource, permissions: P
     kinds, is_admitted = row.kinds, row.is_admitted
     if is_cast and "cast" not in kinds:
         kinds = (*kinds, "cast")
-        rule = permissions.rule(row.leaf.name)
-        is_admitted &= "cast" in permissions.allow or (rule is not None and rule[1] == "cast")
+        rule = request.rule(row.leaf.name)
+        is_admitted &= "cast" in request.allow or (rule is not None and rule[1] == "cast")
     notes = ", ".join(filter(None, (row.note, note)))
     return dataclasses.replace(
         row, kinds=kinds, action="converted", note=notes, is_admitted=is_admitted
     )
+
+
+# The plain optimizer of a target, and the way back.
+
+
+def _is_childless(node: Any) -> bool:
+    return not jax.tree.leaves(node)
+
+
+class PlainOptimizer:
+    """An optimizer with every leaf as it would be in plain float32, and the way back.
+
+    Args:
+      optimizer: of any definition.
+
+    Attributes:
+      optimizer: without codes, scales, and what is kept besides parameters. Leaves that stand for
+        others are `jax.ShapeDtypeStruct`s of these.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._params, params = jax.tree.flatten(optimizer.target)
+        states = optimizer.state.param_states
+        self._nodes, self._ways, self._tree = stored_nodes(states)
+        places = _extras_of_params(optimizer)
+        self._extras = {i: (how, at) for i, at in places if (how := self._ways[at]) is not None}
+        plain = list(self._params)
+        for i, (how, at) in self._extras.items():
+            arrays = [plain[i], self._nodes[at]]
+            plain[i] = _plain(how, arrays, has_value=not is_abstract(plain[i]))
+        state = optimizer.state.replace(param_states=self.plain_state(states))
+        self.optimizer: Optimizer = optimizer.replace(
+            target=jax.tree.unflatten(params, plain), state=state
+        )
+
+    def ways(self, count: int) -> list[Storage | None]:
+        """Returns how each of so many leaves was stored: parameters first, states last."""
+        first = [self._extras.get(i, (None, 0))[0] for i in range(len(self._params))]
+        last = [how for how in self._ways if not _is_of_params(how)]
+        return [*first, *[None] * (count - len(first) - len(last)), *last]
+
+    def plain_state(self, states: Any) -> Any:
+        """Returns `param_states`, or those of a group, with leaves in place of arrays for them."""
+        nodes, ways, tree = stored_nodes(states)
+        return tree.unflatten(map(_plain_node, nodes, ways))
+
+    def stored_again(self, plain: Optimizer, rows: Sequence[Row], source: PlainSource) -> Optimizer:
+        """Returns an optimizer that stores its leaves, and places them, as the given one does."""
+        target, tree = jax.tree.flatten(plain.target)
+        nodes = list(self._nodes)
+        for i, (how, at) in self._extras.items():
+            were = [self._params[i], nodes[at]]
+            target[i], nodes[at] = _stored(how, were, target[i], rows[i], source)
+        states = jax.tree.leaves(plain.state.param_states)
+        leaves = iter(zip(states, rows[len(rows) - len(states) :], strict=True))
+        for at, (node, way) in enumerate(zip(self._nodes, self._ways, strict=True)):
+            if not _is_of_params(way):
+                nodes[at], row = next(leaves)
+                if way is not None:
+                    arrays = _stored(way, jax.tree.leaves(node), nodes[at], row, source)
+                    nodes[at] = jax.tree.unflatten(jax.tree.structure(node), arrays)
+        state = plain.state.replace(param_states=self._tree.unflatten(nodes))
+        again: Optimizer = plain.replace(target=jax.tree.unflatten(tree, target), state=state)
+        return again
+
+
+def _is_of_params(how: Storage | None) -> bool:
+    return how is not None and not how.fields
+
+
+def _extras_of_params(optimizer: Optimizer) -> Iterator[tuple[int, int]]:
+    """Positions of parameters, with those of what is kept besides them among the state's nodes."""
+    nodes, _, tree = stored_nodes(optimizer.state.param_states)
+    numbers: Any = jax.tree.structure(optimizer.target)
+    tags = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(optimizer.target)]
+    number = {id(tag): i for i, tag in enumerate(tags)}
+    states = tree.unflatten(range(len(nodes)))
+    state = optimizer.state.replace(param_states=states)
+    for _, part in leaf_groups(optimizer.replace(target=numbers.unflatten(tags), state=state)):
+        params = jax.tree.leaves(part.target, is_leaf=_is_childless)
+        for store in jax.tree.leaves(part.state.param_states, is_leaf=is_params_store):
+            if is_params_store(store):
+                kept = getattr(store, store.params_storage()[0])
+                found = jax.tree.leaves(kept, is_leaf=_is_childless)
+                for tag, at in zip(params, found, strict=True):
+                    if not _is_childless(at):
+                        yield number[id(tag)], at
+
+
+def _plain(how: Storage, arrays: Sequence[Any], *, has_value: bool) -> Any:
+    """The leaf that arrays stand for, or its shape."""
+    if has_value:
+        return how.decode(*arrays)
+    first = arrays[0]
+    return jax.ShapeDtypeStruct(first.shape, how.dtype, sharding=committed_sharding(first))
+
+
+def _plain_node(node: Any, how: Storage | None) -> Any:
+    """What a plain state has in the place of a node."""
+    if how is None:
+        return node
+    arrays = jax.tree.leaves(node)
+    if _is_of_params(how):
+        return ()
+    return _plain(how, arrays, has_value=isinstance(arrays[0], jax.core.Tracer))
+
+
+def _stored(
+    how: Storage, arrays: Sequence[Any], value: Any, row: Row, source: PlainSource
+) -> Iterator[Any]:
+    """The arrays of a value, where those of another are."""
+    places = _places(arrays, value)
+    carried = source.carried(row, how, places)
+    return map(placed, how.encode(value) if carried is None else carried, places)
+
+
+def _places(leaves: Sequence[Any], value: Any) -> list[Any]:
+    """Where arrays are to lie: their own places, else those of the value that they stand for."""
+    like: Any = committed_sharding(value)
+    whole = like.update(spec=PartitionSpec()) if isinstance(like, NamedSharding) else like
+    return [committed_sharding(x) or (like if x.shape == value.shape else whole) for x in leaves]

@@ -12,24 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._paths import Names, path_str, split_path
-from opt_core._plan.conversions import Conversion, Mapped, Padded, Sliced, Stacked
-from opt_core._plan.leaves import LeafInfo, Schema, is_wide, shown
-from opt_core._plan.plan import Row, cast_kinds, fitted
+from opt_core._plan.leaves import LeafInfo, Schema, abstract, is_wide, shown
+from opt_core._plan.plan import Request, Row, fitted
 from opt_core._plan.rules import (
-    FREE,
+    Conversion,
     Map,
+    Mapped,
     Pad,
-    Permissions,
+    Padded,
     Rename,
+    Sliced,
     Stack,
+    Stacked,
     Taking,
     Unstack,
-    abstract,
     expanded,
     function_name,
     sources_of,
 )
+from opt_core._trees import Names, path_str
 
 _ADVICE = "make it by a `Map` of its own, or initialise it"
 
@@ -41,12 +42,13 @@ class RuledRows:
         self,
         saved: Schema,
         target: Schema,
-        permissions: Permissions,
+        request: Request,
         unlike_init: Callable[[], Mapping[str, str]],
     ) -> None:
         self.had, self.kept = KeptDimensions(saved), KeptDimensions(target)
         self._saved = {leaf.name: leaf for leaf in saved.leaves if leaf.kind != "extra"}
-        self._leaves, self._permissions = target.leaves, permissions
+        self._leaves, self._request = target.leaves, request
+        self._allow = request.allow
         self._unlike_init = functools.cache(unlike_init)
 
     def taken(self, leaf: LeafInfo, action: Taking, match: re.Match[str]) -> Row:
@@ -59,10 +61,7 @@ class RuledRows:
             if not names and isinstance(action, Stack):
                 raise Refused(f"has no axis {action.axis} to stack")
             if isinstance(action, Rename):
-                (source,) = self._given(names)
-                admitted = self._permissions.allow | {"rename"}
-                row = fitted(leaf, source, ("rename",), "", admitted)
-                return dataclasses.replace(row, by=action)
+                return fitted(leaf, self._given(names), ("rename",), "", self._allow, by=action)
             if self.kept.is_placeholder(leaf):
                 return self._placeholder(row)
             if isinstance(action, Stack):
@@ -93,8 +92,6 @@ class RuledRows:
     def _stacked(self, row: Row, axis: int, is_following: bool) -> Row:
         leaf = row.leaf
         kept = self.kept.of(leaf) if is_following else tuple(range(len(leaf.shape)))
-        if is_following and (index := sm3_dimension(leaf)) is not None:
-            return self._stacked_sm3(row, axis, index)
         if axis not in kept:
             raise _refused_as(leaf, kept, f"not dimension {axis}, along which a rule stacks")
         at = kept.index(axis)
@@ -106,26 +103,9 @@ class RuledRows:
         _check_shapes(sources, [*leaf.shape[:at], *leaf.shape[at + 1 :]])
         return self._converted(row, sources, Stacked("stack", at), note=note)
 
-    def _stacked_sm3(self, row: Row, axis: int, index: int) -> Row:
-        """An accumulator covers all entries of its index: the maximum over the layers does too."""
-        before = 0 if index == axis else index - (index > axis)
-        names = [with_dimension(name, index, before) for name in row.sources]
-        sources = self._given(names)
-        for source in sources:
-            if sm3_dimension(source) != before:
-                raise Refused(f"`{source.name}` is not an accumulator of `sm3`")
-        if index == axis:
-            how = Mapped("stack", _maxima, is_alike=False)
-            return self._converted(row, sources, how, note="the maximum of each layer")
-        _check_shapes(sources, list(row.leaf.shape))
-        how = Mapped("stack", _maximum)
-        return self._converted(row, sources, how, note="the maximum over the layers")
-
     def _sliced(self, row: Row, action: Unstack, text: str, is_following: bool) -> Row:
         leaf = row.leaf
         (source,) = self._given(row.sources)
-        if is_following and sm3_dimension(leaf) is not None:
-            raise Refused("`sm3` accumulates over all slices together: initialise it by a rule")
         rank = len(source.shape)
         if is_following and leaf.parameter is not None:
             rank = len(self.kept.shapes[leaf.parameter]) + 1
@@ -171,14 +151,14 @@ class RuledRows:
         how = Mapped("map", action.fn, is_opaque=result is None)
         if result is None:
             note += "; checked when it is applied"
-            return self._converted(row, sources, how, note=note)
+            return self._converted(row, sources, how, note=note, dtype="")
         if result.shape != leaf.shape:
             raise Refused(f"{note} is {list(result.shape)}, expected {list(leaf.shape)}")
         return self._converted(row, sources, how, note=note, dtype=str(result.dtype))
 
     def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
         """Leaves of the same parameter with other dimensions that the same rule makes."""
-        rule = self._permissions.rule(leaf.name)
+        rule = self._request.rule(leaf.name)
         kept = self.kept.of(leaf)
         return [
             other.name
@@ -187,7 +167,7 @@ class RuledRows:
             and not self.kept.is_placeholder(other)
             and (self.kept.is_whole(other) or self.kept.of(other) != kept)
             and rule is not None
-            and (found := self._permissions.rule(other.name)) is not None
+            and (found := self._request.rule(other.name)) is not None
             and found[0] == rule[0]
         ]
 
@@ -198,33 +178,20 @@ class RuledRows:
         how: Conversion,
         kinds: tuple[str, ...] = (),
         *,
-        dtype: str = "",
+        dtype: str | None = None,
         note: str = "",
     ) -> Row:
         """A row whose shapes are checked; checks the dtype."""
-        leaf = row.leaf
-        if how.word != "map":
-            dtype = sources[0].dtype
-            if any(source.dtype != dtype for source in sources):
-                raise Refused(f"`{sources[0].name}` and others of its stack have different dtypes")
-        casts, problem = cast_kinds(dtype, leaf.dtype) if dtype else ((), "")
-        notes = [row.note, note, f"{dtype} -> {leaf.dtype}" if casts else ""]
-        return dataclasses.replace(
-            row,
-            sources=tuple(source.name for source in sources),
-            kinds=(*kinds, how.word, *casts),
-            how=how,
-            note=", ".join(filter(None, notes)),
-            problem=problem,
-            is_admitted={*kinds, *casts} <= self._permissions.allow | FREE,
-        )
+        if dtype is None and any(source.dtype != sources[0].dtype for source in sources):
+            raise Refused(f"`{sources[0].name}` and others of its stack have different dtypes")
+        kinds, by = (*kinds, how.word), None if isinstance(row.by, str) else row.by
+        return fitted(row.leaf, sources, kinds, note, self._allow, by=by, how=how, dtype=dtype)
 
     def padded(
         self, leaf: LeafInfo, action: Pad, source: LeafInfo, kinds: tuple[str, ...], note: str
     ) -> Row:
         """Returns the row of a leaf that a `Pad` matches, given its row without a rule."""
-        allow = self._permissions.allow
-        plain = dataclasses.replace(fitted(leaf, source, kinds, note, allow), by=action)
+        plain = fitted(leaf, [source], kinds, note, self._allow, by=action)
         if leaf.parameter is None:
             return plain
         try:
@@ -235,8 +202,8 @@ class RuledRows:
             (found,), swap = self._keeping([source], kept)
             if axis not in kept:
                 why = swap or f"it does not keep dimension {axis}"
-                plain = fitted(leaf, found, kinds, note, allow)
-                return _as_it_was(dataclasses.replace(plain, by=action), why)
+                plain = fitted(leaf, [found], kinds, note, self._allow, by=action)
+                return _as_it_was(plain, why)
             return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)
         except Refused as why:
             return dataclasses.replace(plain, action="converted", problem=str(why))
@@ -275,12 +242,13 @@ class RuledRows:
             return plain
         if wrong := self._wrong_entries(leaf, action.value):
             raise Refused(wrong)
-        row = dataclasses.replace(plain, action="converted", sources=(source.name,), note=note)
         new = f"with {action.value:g}"
         if leaf.kind == "state":
             new = "as its parameter" if copies_parameter(leaf) else "as `init` makes it"
         grown = f"{size} -> {action.to} along {at} {new}"
-        return self._converted(row, [source], Padded("pad", at, action.value), kinds, note=grown)
+        how = Padded("pad", at, action.value)
+        grown = ", ".join(filter(None, (note, grown)))
+        return self._converted(plain, [source], how, kinds, note=grown)
 
     def _wrong_entries(self, leaf: LeafInfo, value: float | complex) -> str:
         """Why there are no new entries, of a parameter with the value; empty if there are."""
@@ -305,14 +273,6 @@ class RuledRows:
 
 def _first(*sources: Any) -> Any:
     return sources[0]
-
-
-def _maximum(*sources: Any) -> Any:
-    return functools.reduce(jnp.maximum, sources)
-
-
-def _maxima(*sources: Any) -> Any:
-    return jnp.stack([jnp.max(each) for each in sources])
 
 
 _NEED_VALUES: Final = (
@@ -441,27 +401,9 @@ def copies_parameter(leaf: LeafInfo) -> bool:
     return leaf.role == "params_copy" and leaf.parameter is not None and is_whole
 
 
-def sm3_dimension(leaf: LeafInfo) -> int | None:
-    """Returns the dimension of an accumulator of `optax.scale_by_sm3`, `None` for others."""
-    fields = leaf.field
-    is_one = leaf.kept_by.name == "sm3" and len(fields) > 1 and fields[-2] == "mu"
-    return int(fields[-1]) if is_one and fields[-1].isdecimal() else None
-
-
 def dims(kept: Kept) -> str:
     """Returns the dimensions that a leaf keeps as text: `'dimensions 0, 2'`."""
     numbers = [str(i) for i in kept if i is not None]
     if not numbers:
         return "no dimension"
     return f"dimension{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
-
-
-def with_dimension(name: str, index: int, before: int) -> str:
-    """Returns the name of an accumulator of `sm3` with its former dimension."""
-    path = list(split_path(name))
-    for i in range(1, len(path) - 1):
-        is_sm3 = path[i - 1].partition("#")[0] == "sm3"
-        if is_sm3 and path[i : i + 2] == ["mu", str(index)]:
-            path[i + 1] = str(before)
-            return path_str(path)
-    return name

@@ -1,7 +1,6 @@
-"""The state fields of Optax's transformations, their dimensions, and the settings they hang on.
+"""The state fields of Optax's transformations, and the settings they hang on.
 
-A test compares the table with the installed Optax: every exported transformation is listed, with
-every field of its state. `docs/state-meaning.md` shows it, and the harm of ignoring such a change.
+`docs/state-meaning.md` shows the table, and the harm of ignoring such a change.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 from opt_core import Bearing
-from opt_core.extend import Names
 
 Shape: TypeAlias = tuple[int, ...]
 Dims: TypeAlias = tuple[int | None, ...]
@@ -21,17 +18,12 @@ Dims: TypeAlias = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known about one transformation.
+    """What is known about one transformation."""
 
-    Attributes:
-      roles: the role of each field of its state.
-      bearing: the effect of changing a setting; settings not listed may change freely.
-      reshapes: whether nested transformations see parameters of other shapes.
-    """
-
-    roles: Mapping[str, Any]
+    roles: Mapping[str, Any]  # the role of each field of its state
+    # the effect of changing a setting; settings not listed may change freely
     bearing: Mapping[str, Bearing]
-    reshapes: bool = False
+    reshapes: bool = False  # whether nested transformations see parameters of other shapes
 
 
 _REFUSED: Final = Bearing("refused")
@@ -229,32 +221,3 @@ PASS_ON: Final = frozenset(
     }
 )
 """Transformations that at most clip, average over a window or hold back updates."""
-
-
-def stated_dimensions(
-    name: str, settings: Mapping[str, Any], field: Names, shape: Shape, param_shape: Shape
-) -> Dims | None:
-    """Returns the parameter dimensions that a leaf of Optax keeps; `None` if not stated."""
-    # Assumes that enclosing transformations do not reshape parameters.
-    match name, field[0] if field else "":
-        case "factored_rms", ("v_row" | "v_col" | "v") as statistic:
-            averaged = _averaged(settings, param_shape)
-            if (statistic == "v") == bool(averaged):
-                return (None,) * len(shape)  # a placeholder
-            return tuple(i for i in range(len(param_shape)) if i != averaged.get(statistic))
-        case "sm3", "mu":
-            return (int(field[-1]),)  # one vector per dimension
-        case "lbfgs", "diff_params_memory" | "diff_updates_memory":
-            return None, *range(len(param_shape))
-        case "distance_over_gradients", "grad_sum_of_squares":
-            return (None,)
-    return tuple(range(len(shape))) if shape in (param_shape, ()) else None
-
-
-def _averaged(settings: Mapping[str, Any], param_shape: Shape) -> dict[str, int]:
-    """The dimension over which each factor is a mean: columns the largest, rows the second."""
-    if not settings.get("factored", True) or len(param_shape) < 2:
-        return {}
-    row, column = (int(dim) for dim in np.argsort(param_shape)[-2:])  # ties as in Optax
-    is_large = param_shape[row] >= settings["min_dim_size_to_factor"]
-    return {"v_row": column, "v_col": row} if is_large else {}

@@ -1,14 +1,4 @@
-"""What a transformation is made of: the transformations that its functions have captured.
-
->>> import optax
->>> tx = optax.chain(optax.clip(1.0), optax.apply_if_finite(optax.trace(0.9), 3))
->>> for part in open_transformation(tx).walk():
-...     print(part.name or '-', settings_of(part))
-chain {}
-clip {'max_delta': 1.0}
-apply_if_finite {'max_consecutive_errors': 3}
-trace {'accumulator_dtype': None, 'decay': 0.9, 'nesterov': False}
-"""
+"""What a transformation is made of: the transformations that its functions have captured."""
 
 from __future__ import annotations
 
@@ -60,27 +50,19 @@ class _Half(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A transformation with the transformations nested in it.
+    """A transformation with the transformations nested in it."""
 
-    Attributes:
-      tx: the transformation, or a pair of functions.
-      group: the labels of `optax.partition` around it.
-      children: the transformations that it calls.
-      injected: the hyper-parameters that an enclosing `inject_hyperparams` injects.
-      shares_init: whether its `init` is that of its only child.
-      shares_update: whether its update function is that of a child.
-      declared: its own description, if it has one: see `opt_core.protocols.DescribesFields`.
-      is_stateless: whether it keeps no leaves itself.
-    """
-
-    tx: Any
-    group: Names = ()
+    tx: Any  # the transformation, or a pair of functions
+    group: Names = ()  # the labels of `optax.partition` around it.
+    # the transformations that it calls
     children: list[Node] = dataclasses.field(default_factory=list)
+    # the hyper-parameters that an enclosing `inject_hyperparams` injects
     injected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    shares_init: bool = False
-    shares_update: bool = False
+    shares_init: bool = False  # whether its `init` is that of its only child
+    shares_update: bool = False  # whether its update function is that of a child
+    # its own description, if it has one: see `opt_core.protocols.DescribesFields`.
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_stateless: bool = False
+    is_stateless: bool = False  # whether it keeps no leaves itself
 
     @property
     def updates(self) -> Any:
