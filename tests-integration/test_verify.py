@@ -86,7 +86,7 @@ class TestRightSteps:
         assert correct.bytes_per_device("params") == BYTES
         assert correct.bytes_per_device("state") == state
         assert correct.bytes_per_device("state", "output") == state
-        memory = ZERO1(MESHES).lower().compile().memory_analysis()
+        memory: Any = ZERO1(MESHES).lower().compile().memory_analysis()
         assert memory.argument_size_in_bytes == BYTES + state + 4 * BATCH.size // 8
         assert memory.alias_size_in_bytes == BYTES + state
         assert all(leaf.aliased for leaf in correct.leaves if leaf.donated)
