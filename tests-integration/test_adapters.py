@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import opt_precision
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -182,3 +184,22 @@ def test_haliax_names_its_dimensions(haliax: tuple[Any, Any]) -> None:
     assert factored.v_row["w"].array == P("data")
     assert factored.v_col["w"].array == P("model")
     assert plan.params.specs["scale"] == P(None)
+
+
+def test_codes_have_the_names_of_their_parameter(haliax: tuple[Any, Any]) -> None:
+    adapter, hax = haliax
+    axes = hax.Axis("embed", 64), hax.Axis("mlp", 128)
+    values = jax.random.normal(jax.random.key(0), (64, 128))
+    plain = {"w": adapter.Held(values, axes), "b": jnp.ones(8)}  # noise is by path
+    params = {**plain, "w": hax.NamedArray(values, axes)}
+    tx: Any = opt_precision.quantize_state(optax.adam(0.1), opt_precision.dynamic8())
+    named = adapter.for_named_arrays(tx)
+    state, expected = named.init(params), tx.init(plain)
+    for _ in range(2):
+        updates, state = named.update(params, state, params)
+        of_plain, expected = tx.update(plain, expected, plain)
+    mu = state.inner[0].mu["w"]
+    assert mu.codes.axes == axes
+    assert mu.scale.shape == (64, 1)
+    assert updates["w"].axes == axes
+    np.testing.assert_array_equal(updates["w"].array, of_plain["w"].array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -116,7 +117,7 @@ def test_windows_belong_outside() -> None:
 
 @pytest.mark.parametrize("weights", ["stochastic", "remainder8"])
 def test_nnx_optimizers(weights: Any) -> None:
-    """Flax's keeps encoded leaves as mappings, and makes the same steps as ours."""
+    """Flax's makes the same steps as ours."""
     x = jax.random.normal(jax.random.key(1), (8, 64))
     precision = op.Precision(weights=weights, state=op.dynamic8())
 
@@ -140,16 +141,30 @@ def test_nnx_optimizers(weights: Any) -> None:
     assert ours[0][-1] < 0.5 * ours[0][0]
 
 
-def test_scales_that_flax_would_cut_are_an_error_of_init() -> None:
+def test_codes_are_sharded_in_flax_as_the_parameter_is_and_scales_are_not_cut() -> None:
     kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "x"))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         model = nnx.Linear(64, 256, kernel_init=kernel_init, rngs=nnx.Rngs(0))
         tx = op.quantize_state(optax.adamw(1e-2), op.dynamic8())
-        with pytest.raises(op.errors.PrecisionError, match=r"kernel.* has 1 scales.* `opt_nnx.Opt"):
-            nnx.Optimizer(model, tx, wrt=nnx.Param)
-        optimizer = nnx.Optimizer(
-            model, op.quantize_state(optax.adamw(1e-2), op.dynamic8(block=64)), wrt=nnx.Param
-        )
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        step = nnx.jit(lambda m, o: o.update(m, nnx.state(m, nnx.Param)))
         for _ in range(2):
-            nnx.jit(lambda m, o: o.update(m, nnx.state(m, nnx.Param)))(model, optimizer)
+            step(model, optimizer)
+        mu = optimizer.opt_state.inner[0].mu["kernel"]
+        assert isinstance(mu, op.Encoded)
+        specs = nnx.get_partition_spec((mu.codes, mu.scale))
+    assert [tuple(spec) for spec in jax.tree.leaves(specs)] == [(None, "x"), ()]
+    assert mu.codes[...].addressable_shards[0].data.shape == (64, 128)
+
+
+def test_named_arrays_on_a_mesh_are_refused() -> None:
+    named = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("NamedArray", ["array", "axes"]), ["array"], ["axes"]
+    )
+    params = {"w": named(jnp.ones((64, 64)), ("embed", "mlp"))}
+    tx = op.quantize_state(optax.adam(0.1), op.dynamic8())
+    tx.init(params)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(op.errors.PrecisionError, match="`for_named_arrays"):
+        tx.init(params)

@@ -29,6 +29,9 @@ class Case:
 
 OPTAX = ("test/test_optimizers.py",)
 CASES = (
+    Case(
+        "kauldron", "twins", tuple(f"kauldron/optim/_{n}_test.py" for n in ("freeze", "masks")), 2
+    ),
     Case("numpyro", "triples", OPTAX, 30),
     Case("numpyro", "twins", OPTAX, 30),
     Case(

@@ -202,7 +202,22 @@ def muon(
     def labels(params: Any) -> Any:  # an error about overrides finds `muon` by this function
         return labelled(params, matrices, "muon", "adam")
 
-    return optax.partition({"muon": chained, "adam": rest}, labels)
+    partitioned = optax.partition({"muon": chained, "adam": rest}, labels)
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(_bare, partitioned.init(params), is_leaf=_is_variable)
+
+    return partitioned._replace(init=init)
+
+
+def _is_variable(node: Any) -> bool:
+    """Whether a node is a `flax.nnx.Variable`; Flax is not needed to know it."""
+    return hasattr(node, "get_metadata")
+
+
+def _bare(node: Any) -> Any:
+    """What masks a parameter, without the variable around: trainers read the dtype of each."""
+    return node if jax.tree.leaves(node) else optax.MaskedNode()
 
 
 def labelled(params: Any, matrices: Matrices, of_matrices: str, of_rest: str) -> Any:

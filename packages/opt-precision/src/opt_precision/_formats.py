@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import jax
@@ -109,11 +109,6 @@ class Encoded:
 def is_encoded(node: Any) -> bool:
     """Whether a node of a tree is an encoded leaf."""
     return isinstance(node, Encoded)
-
-
-def is_taken_apart(node: Any) -> bool:
-    """Whether a node may be an encoded leaf as `flax.nnx.Optimizer` keeps it after an update."""
-    return isinstance(node, Mapping) and set(node) in ({"codes"}, {"codes", "scale"})
 
 
 def encode(

@@ -19,10 +19,10 @@ from opt_precision._formats import (
     Format,
     constant_codes,
     encode,
-    is_taken_apart,
+    is_encoded,
     scale_shape,
 )
-from opt_precision._place import axis_names, block_spec, explicit_sharding, padded, shards
+from opt_precision._place import block_spec, explicit_sharding, padded
 from opt_precision._program import Atom, Program, feeding_extremes
 from opt_precision._select import Candidate, Choice, KeyPath, Select, find_mirrors, path_str
 from opt_precision._states import WEIGHT_STATES, QuantizedState
@@ -135,39 +135,6 @@ class First:
             leaves.append(new)
         return jax.tree.unflatten(self._state_tree, leaves)
 
-    def check_variables(self, params: Any, plan: Sequence[Planned]) -> None:
-        """Raises for scales that `flax.nnx.Optimizer` could not shard as the parameter is."""
-        variables = jax.tree.leaves(params, is_leaf=_is_variable)
-        if len(variables) != len(self.params) or not all(map(_is_variable, variables)):
-            return
-        for planned in plan:
-            form, mirror = planned.format, planned.mirror
-            if form is None or mirror is None or not form.block:
-                continue
-            metadata = variables[mirror.param].get_metadata()
-            mesh = metadata.get("mesh") or jax.sharding.get_abstract_mesh()
-            lies = metadata.get("out_sharding") or metadata.get("sharding_names") or ()
-            entries = dict(enumerate(getattr(lies, "spec", lies)))
-            names = [name for name in axis_names(entries.get(form.axis)) if name in mesh.shape]
-            blocks, parts = -(-planned.aval.shape[form.axis] // form.block), shards(mesh, names)
-            if blocks % parts:
-                raise PrecisionError(
-                    f"{path_str(planned.path)} has {blocks} scales along dimension {form.axis}, "
-                    f"which `flax.nnx.Optimizer` would cut into {parts} parts as its parameter. "
-                    "Use `opt_nnx.Optimizer`, a `block` of which whole ones lie on each device, or "
-                    "parameters without metadata: `nnx.as_pure(nnx.state(model))`."
-                )
-
-    def put_together(self, plan: Sequence[Planned], state: Any) -> Any:
-        """A state whose encoded leaves became mappings from the names of their arrays."""
-        nodes = [
-            Encoded(node["codes"], node.get("scale"), planned.format)
-            if planned.format is not None and is_taken_apart(node)
-            else node
-            for node, planned in zip(self._state_tree.flatten_up_to(state), plan, strict=True)
-        ]
-        return jax.tree.unflatten(self._state_tree, nodes)
-
     def check_order(self, name: str) -> None:
         """Raises if the state holds that of a wrapper that cannot be inside of this one."""
         is_of_weights = name in ("stochastic_weights", "master_weights")
@@ -210,9 +177,40 @@ def order_message(outer: str, inner: str) -> str:
     return f"`{outer}` is around `{inner}`: parameters can be rounded once only. Keep one of them."
 
 
+def each_in_a_variable(state: Any) -> Any:
+    """Codes and scales in variables of their own, as the names of dimensions are."""
+    return jax.tree.map(_apart, state, is_leaf=_is_variable)
+
+
+def refuse_named(name: str, params: Any, plan: Sequence[Planned]) -> None:
+    """Raises for scales that Haliax would cut as it does the parameter that they belong to."""
+    devices = jax.sharding.get_abstract_mesh().size
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_named):
+        if devices > 1 and _is_named(node) and any(p.format and p.format.block for p in plan):
+            raise PrecisionError(
+                f"`{name}`: {path_str(path)} is a `NamedArray`, and there is a mesh of {devices} "
+                "devices: Haliax would cut scales by the names of the parameter's dimensions. Use "
+                f"`for_named_arrays({name}(...))` of `examples/adapters/haliax_axes.py`, which "
+                "names the codes alone."
+            )
+
+
+def _is_named(node: Any) -> bool:
+    """Whether a node is a `haliax.NamedArray`; Haliax is not needed to know it."""
+    return hasattr(node, "array") and hasattr(node, "axes")
+
+
 def _is_variable(node: Any) -> bool:
     """Whether a node is a `flax.nnx.Variable`; Flax is not needed to know it."""
     return hasattr(node, "get_metadata")
+
+
+def _apart(node: Any) -> Any:
+    if not _is_variable(node) or not is_encoded(leaf := node.get_value()):
+        return node
+    codes = jax.tree.unflatten(jax.tree.structure(node, is_leaf=is_encoded), [leaf.codes])
+    scale = None if leaf.scale is None else type(node)(leaf.scale)
+    return Encoded(codes, scale, leaf.format)
 
 
 def _wide(param: jax.Array) -> jax.Array:

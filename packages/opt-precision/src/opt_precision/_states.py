@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision import _bits
-from opt_precision._formats import is_encoded, is_taken_apart
+from opt_precision._formats import is_encoded
 from opt_precision._select import path_str
 from opt_precision._storage import ParamsStorage, Weights
 from opt_precision.errors import StateError
@@ -175,7 +175,7 @@ def decode(state: Any) -> Any:
       state: a state of this package, or one that holds such states.
 
     Raises:
-      StateError: an encoded leaf is two arrays, as in `flax.nnx.Optimizer` after its first update.
+      StateError: an encoded leaf is a mapping, as in what `nnx.to_pure_dict` makes of a state.
 
     Examples:
       >>> import opt_precision, optax
@@ -190,8 +190,8 @@ def decode(state: Any) -> Any:
             return leaf.leaf_storage().decode(*jax.tree.leaves(leaf))
         if _is_codes_alone(leaf):
             raise StateError(
-                f"{path_str(path)} has codes without their format: `flax.nnx.Optimizer` took the "
-                "leaf apart. Train with `opt_nnx.Optimizer`, which keeps it whole."
+                f"{path_str(path)} has codes without their format, as in a pure dict of Flax. "
+                "Give the state itself: of `opt_nnx.Optimizer`, that of `to_core(model)`."
             )
         return leaf
 
@@ -202,7 +202,8 @@ def decode(state: Any) -> Any:
 
 def _is_codes_alone(node: Any) -> bool:
     """Whether a node has the arrays of an encoded leaf; a parameter may be called `codes`, too."""
-    dtype = getattr(node["codes"], "dtype", None) if is_taken_apart(node) else None
+    is_apart = isinstance(node, Mapping) and set(node) in ({"codes"}, {"codes", "scale"})
+    dtype = getattr(node["codes"], "dtype", None) if is_apart else None
     return dtype is not None and dtype.itemsize == 1
 
 

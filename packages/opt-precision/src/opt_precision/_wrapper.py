@@ -15,8 +15,8 @@ import optax
 
 from opt_precision import _select
 from opt_precision._codecs import identity
-from opt_precision._formats import is_encoded, is_taken_apart
-from opt_precision._init import Codecs, First, Planned
+from opt_precision._formats import is_encoded
+from opt_precision._init import Codecs, First, Planned, each_in_a_variable, refuse_named
 from opt_precision._place import on_host
 from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState, is_masked
 from opt_precision._step import Results, Step
@@ -114,7 +114,7 @@ class Quantized(_Wrapper):
     def init(self, params: Any) -> QuantizedState:
         """Returns the state before the first step."""
         first, plan = self.first(params)
-        first.check_variables(params, plan)
+        refuse_named(self.name, params, plan)
         state = first.state(plan)
         if self.on_host is not None:
             nodes, tree = jax.tree.flatten(state, is_leaf=is_encoded)
@@ -124,19 +124,15 @@ class Quantized(_Wrapper):
                 for node, planned in rows
             ]
             state = jax.tree.unflatten(tree, moved)
-        return QuantizedState(jnp.zeros([], jnp.int32), state)
+        return QuantizedState(jnp.zeros([], jnp.int32), each_in_a_variable(state))
 
     def filled(self, given: Arguments, state: Any) -> Arguments:
-        """See above; encoded leaves that `flax.nnx.Optimizer` took apart are put together."""
+        """See above."""
         _check_kind(state, QuantizedState)
-        inner = state.inner
-        if any(map(is_taken_apart, jax.tree.leaves(inner, is_leaf=is_taken_apart))):
-            first, plan = self.first(given.grads if given.params is None else given.params)
-            inner = first.put_together(plan, inner)
         return dataclasses.replace(
             given,
             tx=self.tx,
-            state=inner,
+            state=state.inner,
             is_coded=True,
             seed=self.seed,
             steps=(given.steps[0], state.step),
