@@ -79,9 +79,9 @@ def adafactor(
     Updates are computed in float32 or wider, whatever the dtype of the gradients, so that float32
     parameters match those of the definition. Equivalent to `optax.adafactor` for parameters of rank
     2 and below, where `beta1` is called `momentum`, `step_offset` `decay_offset`, and `epsilon1`
-    `eps`.
+    `eps`. Arguments are those of `Adafactor`, which documents them and the update rule, except:
 
-    Args: those of `Adafactor`, which documents them and the update rule, except:
+    Args:
       learning_rate: a schedule is called with the count. `None` counts as 1.
       logical_factor_rules: the `FactorDim` of each logical axis name; requires `param_axes`.
       skip_nan_updates: skipped entries get a zero update.
