@@ -24,7 +24,7 @@ MODULES = [
     name if path.stem == "__init__" else f"{name}.{path.stem}"
     for name in PACKAGES
     for path in sorted((FOLDERS[name] / "src" / name).glob("*.py"))
-    if not path.stem.startswith("_") or path.stem == "__init__"
+    if path.stem == "__init__" or not path.stem.startswith(("_", "extend"))
 ]
 ERRORS = [name for name in MODULES if name.endswith(".errors")]
 PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
