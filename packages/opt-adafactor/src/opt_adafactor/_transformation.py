@@ -81,14 +81,13 @@ def adafactor(
     2 and below, where `beta1` is called `momentum`, `step_offset` `decay_offset`, and `epsilon1`
     `eps`. Arguments are those of `Adafactor`, which documents them and the update rule, except:
 
-    Args:
-      learning_rate: a schedule is called with the count. `None` counts as 1.
-      logical_factor_rules: the `FactorDim` of each logical axis name; requires `param_axes`.
-      skip_nan_updates: skipped entries get a zero update.
-      param_axes: the logical axes of the parameters; see `Adafactor.with_param_axes`.
-      weight_decay_mask: which parameters to decay: a tree of booleans with the structure of the
-        parameters or a prefix of it, or a function that returns one for the parameters. `None` for
-        all.
+    - `learning_rate`: a schedule is called with the count. `None` counts as 1.
+    - `logical_factor_rules`: the `FactorDim` of each logical axis name; requires `param_axes`.
+    - `skip_nan_updates`: skipped entries get a zero update.
+    - `param_axes`: the logical axes of the parameters; see `Adafactor.with_param_axes`.
+    - `weight_decay_mask`: which parameters to decay: a tree of booleans with the structure of the
+      parameters or a prefix of it, or a function that returns one for the parameters. `None` for
+      all.
 
     Returns:
       A transformation whose state is an `AdafactorState`. `update` requires the parameters.
