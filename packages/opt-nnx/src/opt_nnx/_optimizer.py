@@ -318,4 +318,12 @@ def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
         ) from cause
 
 
-_wrapped = functools.lru_cache(maxsize=64)(OptaxWrapper)  # its fingerprint takes time
+def _wrapped(tx: Any) -> OptaxWrapper:
+    try:
+        hash(tx)
+    except TypeError:
+        return OptaxWrapper(tx)
+    return _cached_wrapper(tx)
+
+
+_cached_wrapper = functools.lru_cache(maxsize=64)(OptaxWrapper)  # its fingerprint takes time
