@@ -259,7 +259,7 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     title = "mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n"
     assert placement.startswith(title)
     assert re.search(r"\nas expected on 8 cpu devices: .*; \d+ warnings ", placement)  # of the CPU
-    assert "\ncollectives, per device and step\n" in placement
+    assert "\n  collectives, per device and step\n" in placement
 
 
 def test_what_it_prints(whole: Path) -> None:

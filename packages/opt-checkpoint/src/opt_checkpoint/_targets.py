@@ -212,11 +212,13 @@ def _without_schema(target: Any, named: Mapping[str, Any]) -> NamedState:
     """Leaves without a schema: each is what the target has under its name."""
     infos_by_name = named_state(target).schema.by_name
     paths = {name: x.path if (x := infos_by_name.get(name)) else split_path(name) for name in named}
-    infos = [
+    infos = (
         leaf_info(leaf, paths[name], "params" if paths[name][0] == "params" else "state")
         for name, leaf in named.items()
-    ]
-    return NamedState(dict(named), Schema(tuple(infos)))
+    )
+    # Counts have no value: without settings they do not say whether a window is open.
+    uncounted = tuple(dataclasses.replace(info, value=None) for info in infos)
+    return NamedState(dict(named), Schema(uncounted))
 
 
 def view_of(target: Any, *, argument: str = "target") -> View:

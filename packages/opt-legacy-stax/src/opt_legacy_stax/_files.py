@@ -129,7 +129,8 @@ def load(
     `optimizer` of the same name. If either name is missing, an `UnnamedStateWarning` is issued.
 
     Every leaf becomes what the expected leaf is: a JAX array (also for abstract leaves, as all
-    described by `optimizer` and `params` are), NumPy array, Python number or PRNG key. If an
+    described by `optimizer` and `params` are, but for a Python integer, which stays one), NumPy
+    array, Python number or PRNG key. If an
     expected leaf is a `jax.Array` committed to devices, or has a sharding, the loaded leaf is
     placed accordingly. The state has the class of `like`, or the class that `optimizer` creates:
     this module's or JAX's.
@@ -173,7 +174,8 @@ def load(
         )
     if found.optimizer is None or identity is None:
         warnings.warn(_not_compared(found.optimizer, identity), UnnamedStateWarning, stacklevel=2)
-    leaves = [_leaf(*pair) for pair in zip(arrays, likes, strict=True)]
+    triples = zip(arrays, likes, found.leaves, strict=True)
+    leaves = [_leaf(array, like, about.dtype == "int") for array, like, about in triples]
     state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), leaves)
     return state
 
@@ -217,7 +219,10 @@ def _describe(state: Any, optimizer: Identity | None, leaves: list[Any]) -> _Des
         tree += [[f"{path}:{'' if at == '.' else at}", kind] for at, kind in inner]
         names += [path if at == "." else f"{path}:{at}" for at in leaf_paths(subtree_def)]
     arrays = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in leaves]
-    described = [_Leaf(n, x.dtype.name, x.shape) for n, x in zip(names, arrays, strict=True)]
+    dtypes = [
+        "int" if type(x) is int else a.dtype.name for x, a in zip(leaves, arrays, strict=True)
+    ]
+    described = [_Leaf(n, d, x.shape) for n, d, x in zip(names, dtypes, arrays, strict=True)]
     return _Description(None if optimizer is None else optimizer.name, tree, described)
 
 
@@ -317,8 +322,10 @@ def _stored(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(array.tobytes(), np.uint8).reshape(shape)
 
 
-def _leaf(array: np.ndarray, like: Any) -> Any:
+def _leaf(array: np.ndarray, like: Any, is_int: bool) -> Any:
     """Returns the values of a file as what the expected leaf is, and where it is."""
+    if is_int and isinstance(like, jax.ShapeDtypeStruct):
+        return array.item()  # as the shapes that `sm3` keeps
     if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
         return array if isinstance(like, np.ndarray) else _scalar(array, like)
     if _is_key(like):
