@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from opt_checkpoint import (
     named_state,
     plan_restore,
 )
-from opt_core import Optimizer, regroup
+from opt_core import MultiOptimizer, Optimizer, regroup
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -183,9 +184,27 @@ def test_another_update_needs_a_rule() -> None:
     assert len(plan.problems) == 1
     told = f"`update` of `trace` was {MINE}.one, is {MINE}.other"
     assert plan.problems[0].startswith(told)
-    rules: Any = [("(state/.*)", Rename(r"\1"))]
-    saved = named_state(matrix(old))
-    assert plan_restore(saved, matrix(new), allow=EVERYTHING, rules=rules).is_ok
+    assert plan.problems[0].endswith("for all leaves of the transformation, `state/trace/.*`")
+    rules: Any = [("(state/trace/.*)", Rename(r"\1"))]
+    assert plan_restore(named_state(matrix(old)), matrix(new), rules=rules).is_ok
+
+
+def test_the_pattern_of_a_rule_for_the_second_transformation_of_a_group() -> None:
+    def definition(*, corrected: bool) -> MultiOptimizer:
+        rms = optax.scale_by_rms(bias_correction=corrected)
+        plain = optax.scale_by_rms(bias_correction=True)
+        return MultiOptimizer.from_rules([("a.b", ".*", OptaxWrapper(optax.chain(plain, rms)))])
+
+    params = {"w": jnp.ones(3)}
+    saved, target = (
+        named_state(definition(corrected=True).create(params)),
+        definition(corrected=False).create(params),
+    )
+    plan = plan_restore(saved, target, allow=EVERYTHING)
+    (pattern,) = re.findall(r"transformation, `(.*)`$", plan.problems[0])
+    assert pattern == r"state/groups/a\.b/rms\#2/.*"
+    rules: Any = [(pattern, "initialise")]
+    assert plan_restore(saved, target, allow=EVERYTHING, rules=rules).is_ok
 
 
 def test_moments_in_other_units_by_a_rule() -> None:

@@ -208,6 +208,10 @@ def test_names_are_printed_with_escapes(cli: Cli, root: Path, tmp_path: Path) ->
         (("plan", "ROOT", "job:adam", "--rule", "x=drop"), "matches no leaf of the checkpoint"),
         (("plan", "ROOT", "job:adam", "--rule", "x=unstack:y:" + "1" * 5000), "found `unstack:y:1"),
         (("show", "ROOT@9"), "has no step 9; it has [0, 1]"),
+        (
+            ("show", __file__),
+            "is a file, not a folder: read a msgpack file by `opt_checkpoint.read",
+        ),
         (("show", "a\0b"), r"`a\x00b` is not a folder"),
         (("plan", "ROOT", "job:adam", "--allow", "foo"), "'foo' (choose from "),
         (("shw", "ROOT"), "--help`)"),

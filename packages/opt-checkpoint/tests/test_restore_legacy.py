@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 from typing import Any
 
 import flax.serialization
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from opt_checkpoint import flax_optim_equivalent, restore_legacy
 from opt_checkpoint.errors import EquivalenceError, LoadError, VersionError
 from opt_core import MultiOptimizer, Optimizer
-from opt_core.errors import OptimizerError
+from opt_core.errors import OptimizerError, RestoreError
 from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -161,8 +162,10 @@ def test_who_wrote_it_may_be_said() -> None:
 
 def test_who_wrote_it_must_be_known_and_right() -> None:
     plain, file = wrapped(optax.adam(0.1)), saved(*EMAS)
+    adafactors = saved("v_row", "v_col", "v", "m", head="t5x")
     for match, optimizer, source, by in (
         ("does not say which optimizer wrote it", plain, file, None),
+        (r"is Adafactor's: .* into `opt_adafactor\.Adafactor`", plain, adafactors, None),
         (r"stands for `flax\.optim\.Adam`, and `written_by`", adam(), file, "LAMB"),
         ("'Adamw' is not one of GradientDescent, ", plain, file, "Adamw"),
         (r"wrote it \(group `biases`\)", groups(), saved_groups(), None),
@@ -176,6 +179,16 @@ def test_who_wrote_it_must_be_known_and_right() -> None:
     ):
         with pytest.raises(EquivalenceError, match=match):
             restore_legacy(optimizer, source, written_by=by)
+
+
+def test_another_definition_than_the_writer() -> None:
+    with pytest.raises(RestoreError) as caught:
+        restore_legacy(wrapped(optax.adam(0.1)), wrapped(optax.sgd(0.1, momentum=0.9)).state_dict())
+    assert str(caught.value).splitlines()[-1] == (
+        "Restore into the definition that wrote the file, then change it: `opt_core.regroup`, or "
+        "save it and `plan_restore`."
+    )
+    assert pickle.loads(pickle.dumps(caught.value)).report == caught.value.report
 
 
 def test_state_without_a_place_and_places_without_state() -> None:

@@ -262,12 +262,20 @@ def is_per_parameter(entries: Mapping[Names, Any]) -> bool:
     )
 
 
-def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
+def writer_of(
+    definition: OptaxWrapper, name: str | None, where: str, entries: Mapping[Names, Any]
+) -> Equal:
     """Returns the optimizer of `flax.optim` that a definition stands for, or the caller says."""
     if name is not None and name not in EQUALS:
         raise EquivalenceError(f"`written_by`: {name!r} is not one of {', '.join(EQUALS)}.")
     constructor = definition.recipe.constructor if definition.recipe else None
     stands_for = next((equal for equal in _EQUALS if equal.constructor is constructor), None)
+    if name is None and stands_for is None and _is_adafactors(entries):
+        raise EquivalenceError(
+            f"the state in the file{where} is Adafactor's: `v_row`, `v_col`, `v`, `m`. Restore "
+            "into `opt_adafactor.Adafactor`, then change it: `opt_core.regroup`, or save it and "
+            "`plan_restore`. For Optax's own `adafactor` say `written_by='Adafactor'`."
+        )
     if name is None and stands_for is None:
         raise EquivalenceError(
             f"a checkpoint of `flax.optim` does not say which optimizer wrote it{where}: restore "
@@ -277,6 +285,12 @@ def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
         says = f"stands for `flax.optim.{stands_for.name}`, and `written_by` says {name!r}"
         raise EquivalenceError(f"the optimizer{where} {says}.")
     return stands_for or EQUALS[str(name)]
+
+
+def _is_adafactors(entries: Mapping[Names, Any]) -> bool:
+    """Whether what was kept of each parameter has the fields of Adafactor, of T5X or Flax."""
+    kept = {frozenset(entry) for entry in entries.values() if entry is not None}
+    return kept == {EQUALS["Adafactor"].fields}
 
 
 def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any], step: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, describe_state
+from opt_core.errors import RestoreError
 from opt_core.extend import Names, flatten_with_paths, listed, path_str
 from opt_optax_bridge import OptaxWrapper
 
@@ -28,6 +30,10 @@ Source = bytes | bytearray | memoryview | str | os.PathLike[str] | Mapping[str, 
 Writers = str | Mapping[str, str] | None
 _T5X_VERSION = 3
 _NAMED_TUPLE = {"name", "fields", "values"}
+_THEN_CHANGE = (
+    "the definition that wrote the file, then change it: `opt_core.regroup`, or save it and "
+    "`plan_restore`."
+)
 
 
 def restore_legacy(
@@ -80,7 +86,11 @@ def restore_legacy(
     """
     contents = source if isinstance(source, Mapping) else read_legacy(source)
     part = with_one_state(optimizer_part(contents), optimizer)
-    restored = optimizer.restore_state(_todays(optimizer, part, written_by))
+    try:
+        restored = optimizer.restore_state(_todays(optimizer, part, written_by))
+    except RestoreError as error:
+        report = dataclasses.replace(error.report, advice=f"Restore into {_THEN_CHANGE}")
+        raise RestoreError(report) from None
     _check_windows(restored)
     return restored
 
@@ -109,7 +119,8 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
             entries = entries_of(group.target, states)
             if name in wrapped:
                 who = writers.get(name) if isinstance(written_by, Mapping) else written_by
-                equal = writer_of(wrapped[name], who, f" (group `{name}`)" if name else "")
+                where = f" (group `{name}`)" if name else ""
+                equal = writer_of(wrapped[name], who, where, entries)
                 placed[name] = optax_state(group, equal, entries, step)
             else:
                 kept = {path: entry for path, entry in entries.items() if entry is not None}

@@ -69,11 +69,13 @@ class RestoreReport:
       mismatches: in the order of the reference, extra paths after their siblings.
       matched: number of leaves that fit.
       state_matched: number of those that belong to the optimizer's own state, without `step`.
+      advice: what to do, in place of the advice for `restore_state`.
     """
 
     mismatches: tuple[Mismatch, ...]
     matched: int
     state_matched: int = 0
+    advice: str = ""
 
     @property
     def ok(self) -> bool:
@@ -93,7 +95,7 @@ class RestoreReport:
         head = f"the state dict does not fit the optimizer: {n} deviation{'s' * (n > 1)}"
         if self._is_other_optimizer:
             head += "; nothing under `state/param_states` fits: another optimizer's state, or none"
-        advice = (
+        advice = self.advice or (
             "Restore into an optimizer built as the saved one was, correct the dict, or pass "
             "`strict=False` to take the "
             f"{self.matched} leaves that fit and keep the rest as they are."

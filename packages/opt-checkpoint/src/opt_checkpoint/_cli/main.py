@@ -264,6 +264,11 @@ def _places(text: str) -> list[_Place]:
 
 def _steps(text: str) -> dict[int, _Place]:
     """The steps of a run, whoever wrote them, by their numbers, the oldest first."""
+    if os.path.isfile(text):
+        raise InputError(
+            f"`{text:.200}` is a file, not a folder: read a msgpack file by "
+            "`opt_checkpoint.read_legacy`"
+        )
     if not os.path.isdir(text or "."):
         raise InputError(f"`{text:.200}` is not a folder")
     root = Path(text)

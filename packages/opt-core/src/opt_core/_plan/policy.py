@@ -40,7 +40,7 @@ from opt_core._description import (
     TransformationDescription,
     TransformationKey,
 )
-from opt_core._plan.leaves import LeafInfo
+from opt_core._plan.leaves import LeafInfo, state_path
 from opt_core._plan.pairing import (
     TRAINED,
     UPDATE,
@@ -189,8 +189,8 @@ def _of_bearing(
         if is_redefined and not _is_ruled(move, name, pairs):
             yield Problem(
                 f"`{name}` of `{new.key}` was {setting_text(was)}, is {setting_text(now)}: the "
-                "saved state means something else under it. Restore the setting, or give rules "
-                "for the leaves",
+                "saved state means something else under it. Restore the setting, or give a rule "
+                f"for all leaves of the transformation, `{_pattern(move, pairs)}`",
                 setting=(new.key, name),
             )
         elif bearing.effect == "window" and (why := _other_length(name, was, now)):
@@ -206,6 +206,12 @@ def bearing_of(
 ) -> Bearing:
     """Returns the effect of a change of a setting; the new definition takes precedence."""
     return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
+
+
+def _pattern(move: Move, pairs: Pairs) -> str:
+    """The regular expression of a rule for all leaves of a transformation."""
+    key = move.new.leaves[pairs[0][1]].kept_by
+    return re.escape(path_str(state_path(key))) + "/.*"
 
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
