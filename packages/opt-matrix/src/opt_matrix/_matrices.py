@@ -93,9 +93,11 @@ DEFAULT_RULES: Mapping[str, str] = {
     "embed": "embed",
     "mlp": "inner",
     "heads": "inner",
+    "q_heads": "inner",
     "kv_heads": "inner",
     "kv": "inner",
     "head_dim": "inner",
+    "kv_head_dim": "inner",
     "joined_kv": "inner",
 }
 
