@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_adafactor import Adafactor
 from opt_core import FROZEN, MultiOptimizer
+from opt_partition import Expected, memory_plan, verify
 from opt_partition.errors import AxesError
 
 P = PartitionSpec
@@ -452,3 +453,30 @@ def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
     assert jax.tree.all(jax.tree.map(jnp.array_equal, base, nnx.state(model.base)))
     mu = single("['mu']['a']", shardings(optimizer))
     assert _trimmed(mu.spec) == ("fsdp",)
+
+
+def test_verify_takes_a_step_of_jax_jit_and_says_so_of_nnx_jit() -> None:
+    mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), opt.adamw(1e-2)
+    params = nnx.state(nnx.eval_shape(lambda: Model(names=False)), nnx.Param)
+    plan = memory_plan(tx, params, nnx.get_partition_spec(params), [], mesh, zero="data")
+    model = Model(names=False)
+    optimizer = opt_nnx.Optimizer(model, tx, mesh=mesh, zero="data")
+    layout = jax.tree.map(lambda leaf: leaf.sharding, (model, optimizer))
+    expected = Expected(layout, (*layout, None), params="0", state="1")
+
+    def step(model: Any, optimizer: Any) -> Any:
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return model, optimizer, value
+
+    report = verify(jax.jit(step, out_shardings=(*layout, None)).lower(model, optimizer), expected)
+    assert report.bytes_per_device("state") == plan.state_bytes_per_device
+
+    lowered: Any = nnx.jit(lambda model, optimizer: step(model, optimizer)[2]).lower(
+        model, optimizer
+    )
+    for given in (lowered, lowered.compile()):
+        with pytest.raises(TypeError, match=r"got flax\.nnx\..*ed\. .*compile with `jax\.jit`"):
+            verify(given, expected)
+    with pytest.raises(TypeError, match=r"is of `nnx\.jit`.*compile with `jax\.jit`"):
+        verify(lowered.lowered, Expected((), ()))

@@ -261,6 +261,7 @@ def test_devices_that_are_gone_are_an_error(
     ) as e:
         checkpointer.restore_latest(abstract)
     assert "`placement=`" in str(e.value)
+    assert "`mesh=` of `opt_nnx.Optimizer`" in str(e.value)
     assert "(data=4, model=2)" in str(e.value)
     with pytest.raises(LeafError, match="placement"):  # not committed to a device either
         checkpointer.restore_latest(case.create(init_params()))
@@ -465,6 +466,33 @@ def test_a_pair_of_shapes_goes_where_its_optimizer_says(
         assert nnx_shardings(restored) == nnx_shardings(before)
     placed = nnx_shardings(restored)
     assert nnx_shardings(nnx_trained(restored)) == placed
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_a_pair_goes_where_a_plan_of_its_state_says(as_dict: bool, tmp_path: Path) -> None:
+    """The paths of variables end in `value`, those of the pair's parameters do not."""
+    before = nnx_pair(opt.adamw(1e-2), mesh_of(8))
+    checkpointer = saved(tmp_path, before)
+    params: Any = nnx.state(nnx.eval_shape(Model), nnx.Param)
+    axes: Any = nnx.get_partition_spec(params)
+    if as_dict:
+        params, axes = nnx.to_pure_dict(params), nnx.to_pure_dict(axes)
+    plan = memory_plan(opt.adamw(1e-2), params, axes, [], mesh_of(4), zero="data")
+
+    def create() -> Any:
+        model = Model()
+        return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    restored = checkpointer.restore_latest(nnx.eval_shape(create), placement=plan)
+    mu = restored[1].opt_state[0].mu["wi"]["kernel"][...]
+    assert mu.sharding == NamedSharding(mesh_of(4), P(None, "data"))
+    assert all(place.mesh == mesh_of(4) for place in nnx_shardings(restored))
+    leaves = jax.tree.leaves(nnx.state(restored[1]))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    assert held == plan.state_bytes_per_device
+    expected = jax.tree.leaves(nnx.state(before))
+    found = jax.tree.leaves(nnx.state(restored))
+    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.slow

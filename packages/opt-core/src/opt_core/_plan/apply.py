@@ -384,7 +384,7 @@ def placed_like_params(optimizer: Optimizer) -> Optimizer:
 _ADVICE = (
     "Pass `placement=`: a memory plan or a `Layout` of opt-partition, or one sharding for all "
     "leaves, such as `jax.sharding.SingleDeviceSharding(jax.devices()[0])`; or give the leaves of "
-    "the target shardings"
+    "the target shardings, of a Flax NNX pair by `mesh=` of `opt_nnx.Optimizer`"
 )
 
 
@@ -429,17 +429,24 @@ def _parts(given: Any, states: OptimizerState) -> tuple[Any, Any]:
 
 def _covers(given: Any, tree: Any) -> bool:
     """Whether a tree of shardings has all paths of another."""
-    return {names for names, _ in named_leaves(tree)} <= _by_path(given).keys()
+    return {_unboxed(names) for names, _ in named_leaves(tree)} <= _by_path(given).keys()
 
 
 def _by_path(tree: Any) -> dict[Names, Any]:
-    return dict(flatten_with_paths(getattr(tree, "shardings", tree)))
+    leaves = flatten_with_paths(getattr(tree, "shardings", tree))
+    return {_unboxed(names): leaf for names, leaf in leaves}
+
+
+def _unboxed(names: Names) -> Names:
+    """A path without the attribute of a Flax box or variable: a plan may be of either tree."""
+    # A leaf of the shorter path would be in the place of the box, so no two paths become one.
+    return names[:-1] if names[-1:] == ("value",) else names
 
 
 def _placed_by(tree: Any, given: Any, kind: str) -> Any:
     """A tree with its leaves where one sharding says, or those of a tree with the same paths."""
     leaves = named_leaves(tree)
-    said = dict.fromkeys((names for names, _ in leaves), given)
+    said = dict.fromkeys((_unboxed(names) for names, _ in leaves), given)
     if not isinstance(given, Sharding):
         said = _by_path(given)
     for names, place in said.items():
@@ -451,13 +458,13 @@ def _placed_by(tree: Any, given: Any, kind: str) -> Any:
             )
     found = []
     for names, leaf in leaves:
-        if names not in said:
+        if _unboxed(names) not in said:
             raise LeafError(
                 f"`placement` says nothing of `{path_str((kind, *names))}`: it has "
                 f"{len(said)} leaves, of another optimizer or other parameters. Make it for the "
                 "definition and the parameters of the target"
             )
-        found.append(_put(leaf, said[names], kind, names))
+        found.append(_put(leaf, said[_unboxed(names)], kind, names))
     return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 

@@ -172,7 +172,8 @@ def verify(
     donated memory that is not reused.
 
     Args:
-      step: the result of `jax.jit(f, ...).lower(...)`, compiled or not.
+      step: the result of `jax.jit(f, ...).lower(...)`, compiled or not; of `jax.jit` also for Flax
+        NNX, as `nnx.jit` numbers the leaves of its arguments.
       expected: the expected sharding.
       gradients: `'auto'` makes an all-reduced gradient an error if XLA would have created a
         reduce-scatter by itself, i.e. for matrices on GPUs and TPUs; vectors, arrays below 64 KiB
@@ -219,6 +220,7 @@ def verify(
             "`expected` must be an `Expected`, e.g. `Expected(inputs=..., outputs=...)`; got "
             f"{type(expected).__name__}"
         )
+    _check_names(compiled)
     inputs = input_leaves(compiled, expected)
     module = parse_program(compiled.as_text() or "")
     outputs = output_leaves(compiled, expected, inputs, module)
@@ -271,11 +273,34 @@ def read_collectives(
 def _compiled(step: Any) -> jax.stages.Compiled:
     compiled = step.compile() if isinstance(step, jax.stages.Lowered) else step
     if not isinstance(compiled, jax.stages.Compiled):
+        kind = type(step)
         raise TypeError(
             "`step` must be the result of `jax.jit(f).lower(...)`, compiled or not; got "
-            f"{type(step).__name__}"
+            f"{kind.__module__}.{kind.__qualname__}{f'. {_NNX_JIT}' * _is_of_nnx(step)}"
         )
     return compiled
+
+
+_NNX_JIT = (
+    "`nnx.jit` numbers the leaves of its arguments: compile with `jax.jit` a function that takes "
+    "and returns the model and the optimizer, which are pytrees"
+)
+
+
+def _is_of_nnx(node: Any, name: str | None = None) -> bool:
+    kind = type(node)
+    return kind.__module__.startswith("flax.nnx") and name in (None, kind.__name__)
+
+
+def _check_names(compiled: jax.stages.Compiled) -> None:
+    """Raises a `TypeError` for a step of `nnx.jit`, which does not say what its leaves are."""
+
+    def is_numbered(node: Any) -> bool:
+        return _is_of_nnx(node, "NodeStates")
+
+    nodes = jax.tree.leaves(compiled.args_info, is_leaf=is_numbered)
+    if any(map(is_numbered, nodes)):
+        raise TypeError(f"`step` is of `nnx.jit`. {_NNX_JIT}")
 
 
 def _leaf_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[Finding]:
