@@ -4,8 +4,6 @@ import functools
 import importlib
 import shutil
 import signal
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +18,7 @@ import opt_partition
 import optax
 import pytest
 from flax import nnx
+from killed import run_killed
 from opt_checkpoint import Checkpointer
 from opt_checkpoint.errors import PlanError
 
@@ -296,17 +295,7 @@ def killed(folder: str) -> None:
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a trainer leaves that was killed after three steps."""
-    folder = tmp_path_factory.mktemp("left")
-    code = (
-        "import jax; jax.config.update('jax_num_cpu_devices', 8); "
-        f"import test_maxtext_training as test; test.killed({str(folder)!r})"
-    )
-    command = [sys.executable, "-c", code]
-    died = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    return folder
+    return run_killed(__file__, tmp_path_factory.mktemp("left"))
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])

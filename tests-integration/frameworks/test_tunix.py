@@ -3,8 +3,6 @@
 import functools
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from killed import run_killed
 from opt_checkpoint import Checkpointer
 from opt_checkpoint.errors import PlanError
 
@@ -227,14 +226,7 @@ def killed(folder: str) -> None:
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a trainer leaves that was killed after three steps."""
-    folder = tmp_path_factory.mktemp("left")
-    code = "import jax; jax.config.update('jax_num_cpu_devices', 8); import test_tunix as t; "
-    command = [sys.executable, "-c", code + f"t.killed({str(folder)!r})"]
-    died = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    return folder
+    return run_killed(__file__, tmp_path_factory.mktemp("left"))
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])

@@ -130,7 +130,7 @@ class First:
                 new = (
                     jnp.full_like(param, constant, dtype=aval.dtype)
                     if form is None
-                    else (_constant(form, param, constant))
+                    else _constant(form, param, constant)
                 )
             leaves.append(new)
         return jax.tree.unflatten(self._state_tree, leaves)
