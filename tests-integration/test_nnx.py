@@ -157,7 +157,7 @@ def test_state_stays_where_it_is_made_and_a_step_compiles_once(
     assert step.jitted_fn._cache_size() == 1  # nor compiled again
 
 
-def test_parameters_that_lie_whole_are_named_once() -> None:
+def test_replicated_parameters_are_named_once() -> None:
     """Under `jax.set_mesh`, where Flax's optimizer would let XLA move them and their state."""
     with jax.set_mesh(MESHES["auto"]()), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -321,11 +321,11 @@ def test_names_that_mean_nothing_are_an_error() -> None:
     with pytest.raises(AxesError) as caught:
         opt_nnx.Optimizer(model, optax.adam(0.1), mesh=MESHES["auto"](), rules=[("mlp", None)])
     assert str(caught.value).splitlines() == [
-        "these names of dimensions have no rule, and `mesh` has no such axis: it has fsdp=4, tp=2",
+        "these logical axes have no rule, and are not axes of the mesh, which has fsdp=4, tp=2",
         "  wi/kernel: 'embed'",
         "  wo/bias: 'embed'",
         "  wo/kernel: 'embed'",
-        "Give `rules=[('embed', None), ...]`, or use `nnx.logical_axis_rules`.",
+        "Pass `rules=[('embed', None), ...]`, or use `nnx.logical_axis_rules`.",
     ]
     with pytest.raises(AxesError, match="`zero` needs a mesh"):
         opt_nnx.Optimizer(Model(names=False), optax.adam(0.1), zero="data")

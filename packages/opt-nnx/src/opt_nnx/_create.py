@@ -1,4 +1,4 @@
-"""The state of an optimizer, made where it stays, in variables of Flax NNX."""
+"""Creates the sharded state of an optimizer in variables of Flax NNX."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Parameter(NamedTuple):
 class ParameterAxes(NamedTuple):
     """The dimensions of a parameter."""
 
-    names: tuple[Entry, ...]  # for its state, as Flax has them
-    spec: tuple[Entry, ...]  # the mesh axes for its state
-    place: PartitionSpec | None  # where it lies itself, or is to lie, if that is known
+    names: tuple[Entry, ...]  # of its state, logical axes
+    spec: tuple[Entry, ...]  # of its state, in mesh axes
+    own: PartitionSpec | None  # of the parameter itself, if known
 
 
 def make_state(
@@ -66,16 +66,18 @@ def make_state(
     zero: tuple[str, ...],
     state: Any = None,
 ) -> tuple[Any, Placement | None]:
-    """Returns the state, each leaf where it stays in a variable of its own, and the placement.
+    """Returns the state, sharded, with a variable for each leaf, and the placement.
 
-    `params` is what `nnx.state` returns, `state` the `param_states`, if there are any already.
-    Without `mesh` it is the parameters' own. `zero` are mesh axes to shard the state over besides.
+    `params` is what `nnx.state` returns, `state` the `param_states` to take over, if any. The mesh
+    defaults to the parameters'; `zero` lists further mesh axes to shard the state over.
     """
     parameters = list(_parameters(params))
     if mesh is None:
         mesh = find_mesh([p.value for p in parameters], [p.metadata for p in parameters])
     if mesh is None and zero:
-        raise AxesError("`zero` needs a mesh: give `mesh=`, or put the parameters on one before")
+        raise AxesError(
+            "`zero` needs a mesh: pass `mesh=`, or place the parameters on a mesh first"
+        )
     values = pure(params)
     shapes = jax.tree.map(shape_of, values)
     like = jax.eval_shape(lambda p: definition.init_state(p).param_states, shapes)
@@ -87,10 +89,10 @@ def make_state(
         names = [names_of_leaf for names_of_leaf, _ in of_state]
         if mesh is not None:
             layout = _lay_out([spec for _, spec in of_state], like, mesh, zero)
-            lie = (param.place for param in axes.values())
-            places = tuple(None if x is None else as_compiled(x, mesh) for x in lie)
-            specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
-            placement = Placement(mesh, places, specs)
+            of_params = (param.own for param in axes.values())
+            param_specs = tuple(None if x is None else as_compiled(x, mesh) for x in of_params)
+            state_specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
+            placement = Placement(mesh, param_specs, state_specs)
     if state is None:
         state = _init(definition, values, like, layout)
     if placement is not None:
@@ -102,7 +104,7 @@ def make_state(
 def _lay_out(
     specs: Sequence[PartitionSpec], like: Any, mesh: AnyMesh, zero: tuple[str, ...]
 ) -> Layout:
-    """The layout of the state: a dimension may not divide where the parameter's does."""
+    """The layout of the state, of which a dimension may not divide where the parameter's does."""
     tree = jax.tree.unflatten(jax.tree.structure(like), specs)
     layout = logical_to_mesh(tree, [(axis, axis) for axis in mesh.axis_names], mesh, like)
     return extend_over(layout, like, mesh, zero) if zero else layout
@@ -121,7 +123,7 @@ def _init(definition: OptimizerDef, params: Any, like: Any, layout: Layout | Non
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns what is known of an array before there is one; shardings are left out."""
+    """Returns shape and dtype alone."""
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf))
 
 
@@ -132,7 +134,7 @@ def _parameters(state: Any) -> Iterator[Parameter]:
         variables += [variable] * len(jax.tree.leaves(pure(variable)))
     leaves = [(path, leaf) for path, leaf in flatten_with_paths(pure(state)) if leaf is not None]
     for (path, leaf), variable in zip(leaves, variables, strict=True):
-        # Names are of an array: of a tree in a variable they say nothing.
+        # Names apply to an array; for a tree in a variable they mean nothing.
         is_array = all_leaves([pure(variable)])
         yield Parameter(path, leaf, variable, metadata_of(variable) if is_array else {})
 
@@ -140,14 +142,14 @@ def _parameters(state: Any) -> Iterator[Parameter]:
 def _slots(
     definition: OptimizerDef, params: Any, parameters: Sequence[Parameter], shapes: Any, like: Any
 ) -> Any:
-    """The state with the variable of a parameter, or a leaf, where a variable is to be."""
-    if isinstance(definition, OptaxWrapper):  # `nnx.Optimizer` has those that `init` is given
+    """The state's structure, with a parameter's variable or a leaf for each variable to create."""
+    if isinstance(definition, OptaxWrapper):  # as `nnx.Optimizer` does
         with contextlib.suppress(Exception):  # where `init` needs arrays, or looks at paths
             slots = jax.eval_shape(definition.optax_optimizer.init, jax.tree.map(shape_of, params))
             structure: Any = jax.tree.structure(slots, is_leaf=is_variable)
             structure.flatten_up_to(like)
             return slots
-    # Of another definition every leaf is a variable, that of the parameter that it follows.
+    # For any other definition each leaf is a variable, like that of the parameter it follows.
     variables = {param.path: param.variable for param in parameters}
     described = _described(definition, shapes, like)
     leaves, structure = jax.tree.flatten(like)
@@ -157,7 +159,7 @@ def _slots(
 
 
 def _described(definition: OptimizerDef, params: Any, state: Any) -> Sequence[LeafDescription]:
-    """What every leaf of a state follows; of shapes."""
+    """Describes every leaf of a state of shapes."""
     step = jax.ShapeDtypeStruct((), jnp.int32)
     return describe_state(definition, params, OptimizerState(step, state)).leaves
 
@@ -165,7 +167,7 @@ def _described(definition: OptimizerDef, params: Any, state: Any) -> Sequence[Le
 def _in_variables(
     state: Any, slots: Any, names: Sequence[tuple[Entry, ...]], placement: Placement | None
 ) -> Any:
-    """Returns a state with its leaves in variables where `slots` has them."""
+    """Returns a state with a variable for each of `slots`."""
     leaves, structure = jax.tree.flatten(state)
     specs = placement.state_specs if placement is not None else [None] * len(leaves)
     rows = jax.tree.unflatten(structure, list(zip(names, specs, strict=True)))
@@ -183,42 +185,42 @@ def _variable(value: Any, slot: Any, row: Any) -> Any:
     has_names = names and names_in(metadata or {}, of_optimizer=True) is not None
     variable = state_variable(value, metadata, names if has_names or any(names) else None)
     if spec is not None and trimmed(resolved_names(variable)) != trimmed(spec):
-        # What Flax reads there is not where the leaf lies: ZeRO, or rules of the constructor.
+        # Flax would read another sharding there than the actual one: ZeRO, or rules of ours.
         kept = {k: v for k, v in (metadata or {}).items() if k != "sharding_rules"}
         variable = state_variable(value, None if metadata is None else kept, tuple(spec))
     return variable
 
 
-# From the names of the parameters' dimensions to those of the state, and to mesh axes.
+# From the logical axes of the parameters to those of the state, and to mesh axes.
 
 
 def read_axes(
     params: Iterable[Parameter], rules: Rules, mesh: AnyMesh | None
 ) -> dict[Names, ParameterAxes]:
-    """Returns the names and the mesh axes of all dimensions by path; without a mesh only names."""
+    """Returns logical axes and, given a mesh, mesh axes of every parameter, by path."""
     unknown: dict[str, list[str]] = {}
     axes = {}
     for param in params:
         rank = np.ndim(param.value)
         names = names_in(param.metadata, of_optimizer=True)
-        place = spec = None
+        own = spec = None
         if mesh is not None:
             missing: dict[str, None] = {}
-            place = array_spec(param.value, mesh)
-            if place is None:
-                place = _spec(param, names_in(param.metadata), rules, mesh, missing)
+            own = array_spec(param.value, mesh)
+            if own is None:
+                own = _spec(param, names_in(param.metadata), rules, mesh, missing)
             spec = _spec(param, names, rules, mesh, missing)
             if missing:
                 unknown[path_str(param.path)] = list(missing)
-        axes[param.path] = ParameterAxes(_padded(names, rank), _padded(spec, rank), place)
+        axes[param.path] = ParameterAxes(_padded(names, rank), _padded(spec, rank), own)
     if mesh is not None and unknown:
         first = next(iter(unknown.values()))[0]
         lines = [f"  {path}: {', '.join(map(repr, names))}" for path, names in unknown.items()]
         sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
         raise AxesError(
-            "these names of dimensions have no rule, and `mesh` has no such axis: it has "
+            "these logical axes have no rule, and are not axes of the mesh, which has "
             + "\n".join([sizes, *lines])
-            + f"\nGive `rules=[({first!r}, None), ...]`, or use `nnx.logical_axis_rules`."
+            + f"\nPass `rules=[({first!r}, None), ...]`, or use `nnx.logical_axis_rules`."
         )
     return axes
 
@@ -226,11 +228,11 @@ def read_axes(
 def _spec(
     param: Parameter, names: Any, rules: Rules, mesh: AnyMesh, missing: dict[str, None]
 ) -> PartitionSpec | None:
-    """The mesh axes that names mean; without names, those of the array."""
-    # Of each name the first source that has any rules counts.
-    lies = array_spec(param.value, mesh)
+    """The mesh axes of a parameter's names; without names, those of its array."""
+    # The first source that has a rule for a name decides.
+    of_array = array_spec(param.value, mesh)
     if names is None:
-        return lies
+        return of_array
     names = names.spec if isinstance(names, NamedSharding) else names
     table: list[tuple[str, Any]] = []
     left = {*_flat(names)}
@@ -238,9 +240,9 @@ def _spec(
         table += [(name, axes) for name, axes in source if name in left]
         left -= {name for name, _ in source}
     if left:
-        if lies is None:
+        if of_array is None:
             missing |= dict.fromkeys(name for name in _flat(names) if name in left)
-        return lies  # names of another program, whose arrays are placed
+        return of_array  # names of another program, whose arrays are placed
     shape = jax.ShapeDtypeStruct(np.shape(param.value), jnp.float32)
     return logical_to_mesh([names], table, mesh, [shape]).rows[0].spec
 
@@ -248,7 +250,7 @@ def _spec(
 def state_axes(
     described: Sequence[LeafDescription], axes: Mapping[Names, ParameterAxes]
 ) -> Iterator[tuple[tuple[Entry, ...], PartitionSpec]]:
-    """Yields the names and the mesh axes of every leaf: those of the dimensions that it follows."""
+    """Yields logical axes and mesh axes of every leaf, from the dimensions that it follows."""
     for leaf in described:
         dims = leaf.dimensions or ()
         if leaf.parameter is None:
@@ -261,12 +263,12 @@ def state_axes(
 
 
 def _padded(spec: Any, rank: int) -> tuple[Entry, ...]:
-    """Returns the entries of a spec, one for each dimension."""
+    """Returns one entry for each dimension."""
     entries = tuple(spec.spec if isinstance(spec, NamedSharding) else spec or ())
     return (*entries, *[None] * (rank - len(entries)))
 
 
 def _flat(spec: Any) -> Iterator[str]:
-    """The names in a spec, of which a dimension may have several."""
+    """The names in a spec, flattened."""
     for entry in spec:
         yield from (entry,) if isinstance(entry, str) else entry or ()

@@ -35,17 +35,17 @@ class Optimizer(nnx.Optimizer[M]):
       tx: an Optax transformation or an `opt_core.OptimizerDef`.
       wrt: a filter of the variables to train.
       mesh: the mesh of the state; by default that of the parameters' arrays, of their metadata, or
-        of `jax.set_mesh`. Without a mesh, the state lies where `init` puts it.
+        of `jax.set_mesh`. Without a mesh, `init` decides where the state is.
       rules: pairs of a logical axis and mesh axes, as in T5X and Flax. They take precedence over
         `nnx.logical_axis_rules` and the variables' own.
       zero: a mesh axis, or several, to shard the state over in addition; see
-        `opt_partition.extend_over`. Without it, a warning names parameters that no name and no
-        sharding divides where `jax.set_mesh` has a mesh; `()` says that this is meant.
+        `opt_partition.extend_over`. Without it, parameters that are replicated over the mesh of
+        `jax.set_mesh` cause a warning; `()` says that this is intended.
       graph: whether to use graph mode, see `nnx.state`.
 
     Attributes:
       step: an `nnx.OptState` with the number of updates, a uint32 scalar.
-      tx: as given.
+      tx: the transformation or definition.
       opt_state: the state, with an `nnx.OptState` for every leaf.
       wrt: the filter.
 
@@ -90,7 +90,7 @@ class Optimizer(nnx.Optimizer[M]):
         self.step = nnx.OptState(self._scalar(shape_of(step) if is_abstract else step))
         self.place(model)
         if zero is None and self._placement is not None:
-            self._placement.warn_if_whole(params, pure(self.opt_state))
+            self._placement.warn_if_replicated(params, pure(self.opt_state))
 
     def _set_state(self, definition: OptimizerDef, params: Any, state: Any = None) -> None:
         variables, self._placement = make_state(
@@ -100,18 +100,17 @@ class Optimizer(nnx.Optimizer[M]):
 
     @property
     def placement(self) -> Placement | None:
-        """Where parameters and state lie: a sharding for each leaf; `None` without a mesh."""
+        """The shardings of parameters and state; `None` without a mesh."""
         return self._placement
 
     def place(self, model: M) -> None:
-        """Puts parameters and state where they lie, in place; the constructor calls it.
+        """Moves parameters and state to their shardings, in place; the constructor calls it.
 
-        A parameter that is not on a mesh yet, and whose variable names no dimensions, is put on
-        every device. What is traced or abstract is not moved. Without a mesh, nothing is.
+        A parameter that is on no mesh, and whose variable has no names, is replicated. Traced and
+        abstract values stay as they are; without a mesh, everything does.
 
-        Call it where parameters have got their devices after the optimizer was made, as in
-        `nnx.jit`: an update keeps parameters where they lie as far as that is known, and otherwise
-        leaves them to XLA, which then compiles the next step again.
+        Call it if the optimizer was constructed before its parameters had devices, as in `nnx.jit`:
+        parameters of unknown sharding are left to XLA, which may compile the next step again.
 
         Args:
           model: the model; its trained variables are moved.
@@ -135,7 +134,7 @@ class Optimizer(nnx.Optimizer[M]):
         """The definition: `tx` itself, or the `OptaxWrapper` of a transformation."""
         return self.tx if isinstance(self.tx, OptimizerDef) else _wrapped(self.tx)
 
-    # The arguments may be named, as what Flax wraps its own in lets them.
+    # As in Flax, whose wrapper of its own `update` admits keywords.
     def update(  # type: ignore[override]
         self, model: M, grads: Any, **kwargs: Any
     ) -> Any:
@@ -143,13 +142,13 @@ class Optimizer(nnx.Optimizer[M]):
 
         Args:
           model: the model.
-          grads: what `nnx.grad` returns; variables that are not trained are left out.
+          grads: what `nnx.grad` returns; variables outside of `wrt` are ignored.
           **kwargs: hyper-parameters of a definition for this update alone, such as `learning_rate`,
             and arguments of the transformation's `update`, such as `value`.
 
         Returns:
-          The updates, in a tree like the parameters: those of the transformation, or, for other
-          definitions, the difference that the update made.
+          The updates, a tree like the parameters: those of the transformation or, for other
+          definitions, the change of the parameters.
 
         Raises:
           HyperParamError: one of `kwargs` is unknown; lists the valid names.
@@ -173,12 +172,11 @@ class Optimizer(nnx.Optimizer[M]):
 
     @contextlib.contextmanager
     def evaluating(self, model: M) -> Iterator[M]:
-        """Gives the model the parameters to evaluate, for the length of a `with` block.
+        """Sets the model to the parameters to evaluate, inside of a `with` block.
 
-        They are the average that the state keeps, as `opt_core.Optimizer.evaluating` finds it;
-        without one they are the parameters themselves. Afterwards, also after an exception, the
-        model has the trained parameters again. Traceable. Do not update inside the block: what an
-        update does to the model is undone with the rest.
+        They are the average in the state, see `opt_core.Optimizer.evaluating`, or, without one,
+        the parameters themselves. At the end, also after an exception, the model has its trained
+        parameters again, so an update inside of the block is lost. Traceable.
 
         Args:
           model: the model, changed in place.
@@ -298,7 +296,7 @@ def _step(
 
 
 def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
-    """Raises a clearer error if an update failed because it was given another model."""
+    """Raises a clearer error if an update failed because the state is another model's."""
     try:
         state = jax.eval_shape(before.optimizer_def.init_state, before.target).param_states
     except Exception:
@@ -313,8 +311,7 @@ def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
         if of_model.get(path) != of_optimizer.get(path)
     ]:
         raise TreeMismatchError(
-            "`model` is not the one that the optimizer was made for: their states differ.\n"
-            + "\n".join(lines)
+            "the state belongs to another model than `model`:\n" + "\n".join(lines)
         ) from cause
 
 

@@ -1,4 +1,4 @@
-"""Where an optimizer's state lies: made there, and kept there."""
+"""Shardings of parameters and state, and how an update keeps them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where parameters and state lie, in JAX's order; static in the graph of an optimizer.
+    """Shardings of parameters and state, in leaf order; static in the graph of an optimizer.
 
     Attributes:
       mesh: the mesh.
-      param_specs: a spec of mesh axes for each parameter, `None` where it is left alone.
+      param_specs: a spec for each parameter, `None` where it is left alone.
       state_specs: a spec for each leaf of the state.
     """
 
@@ -35,7 +35,7 @@ class Placement:
 
     @property
     def params(self) -> list[NamedSharding | None]:
-        """A sharding for each parameter; `None` where it is not known."""
+        """A sharding for each parameter; `None` where unknown."""
         return [None if spec is None else self._sharding(spec) for spec in self.param_specs]
 
     @property
@@ -44,8 +44,8 @@ class Placement:
         return [self._sharding(spec) for spec in self.state_specs]
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
-        # On one device compiled functions drop the specs of their results, and would take the
-        # next arguments for others.
+        # On one device compiled functions drop the specs of their results: with specs, the next
+        # call would compile again.
         is_alone = self.mesh.size == 1 and AxisType.Explicit not in self.mesh.axis_types
         return NamedSharding(self.mesh, PartitionSpec() if is_alone else spec)
 
@@ -54,17 +54,17 @@ class Placement:
         return hash((self.mesh, self.param_specs, self.state_specs))
 
     def __hash__(self) -> int:
-        return self._hash  # compiled functions ask for it on every call
+        return self._hash  # compiled functions need it on every call
 
     def keep(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """Returns both where they lie; XLA would decide by what they are computed from."""
+        """Constrains both to their shardings, which XLA would otherwise choose."""
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
-            return params, state  # the shards of them, inside `shard_map`
+            return params, state  # these are shards, inside `shard_map`
         return self.put_params(params), self.put_state(state)
 
     def with_params(self, params: Any) -> Placement:
-        """Returns the placement with a spec for each parameter that has devices."""
-        # That of the array; one on no mesh is replicated, one on another mesh left alone.
+        """Fills in the specs of parameters from their arrays."""
+        # An array on no mesh is to be replicated; one on another mesh is left alone.
         leaves = jax.tree.leaves(params)
         meshes = [x.sharding.mesh for x in leaves if isinstance(sharding_of(x), NamedSharding)]
         mesh = self.mesh
@@ -80,19 +80,19 @@ class Placement:
         return dataclasses.replace(self, mesh=mesh, param_specs=specs)
 
     def put_params(self, params: Any) -> Any:
-        """Returns parameters where they lie, or are to lie."""
+        """Places parameters."""
         return self._put(params, self.param_specs)
 
     def put_state(self, state: Any) -> Any:
-        """Returns the state where it lies."""
+        """Places the state."""
         return self._put(state, self.state_specs)
 
     def put_scalar(self, scalar: Any) -> Any:
-        """Returns a scalar on every device."""
+        """Replicates a scalar."""
         return put(scalar, NamedSharding(self.mesh, PartitionSpec()))
 
-    def warn_if_whole(self, params: Any, state: Any) -> None:
-        """Warns where every device of `jax.set_mesh` holds all parameters and their state."""
+    def warn_if_replicated(self, params: Any, state: Any) -> None:
+        """Warns if parameters and state are replicated over the mesh of `jax.set_mesh`."""
         context = jax.sharding.get_abstract_mesh()
         names = (names_in(metadata_of(variable)) for variable in variables_of(params))
         leaves = [*flatten_with_paths(pure(params))]
@@ -108,12 +108,12 @@ class Placement:
         axes = self.mesh.shape
         axis = "fsdp" if "fsdp" in axes else max(axes, key=lambda name: axes[name])
         warnings.warn(
-            f"Parameters without names lie whole on each of {self.mesh.size} devices, and so does "
-            f"their state of {sum(leaf.nbytes for leaf in jax.tree.leaves(state))} bytes: "
+            f"Parameters without names are replicated on {self.mesh.size} devices, and so is their "
+            f"state of {sum(leaf.nbytes for leaf in jax.tree.leaves(state))} bytes: "
             f"`{path_str(path)}`, {largest.nbytes} bytes, and {len(leaves) - 1} more. "
             "`flax.nnx.Optimizer` lets XLA move them after the first step; here they stay. "
-            f'`opt_nnx.Optimizer(..., zero="{axis}")` shards the state; `zero=()` keeps it whole '
-            "without this warning.",
+            f'`opt_nnx.Optimizer(..., zero="{axis}")` shards the state; `zero=()` keeps it '
+            "replicated without this warning.",
             stacklevel=6,  # of the caller, above Flax's metaclass
         )
 
@@ -127,7 +127,7 @@ class Placement:
 
 
 def _spec_of(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
-    """The spec for a parameter on a mesh; `None` where it is on another one."""
+    """The spec of a parameter on a mesh; `None` if it is on another mesh."""
     if isinstance(leaf.sharding, NamedSharding):
         spec = array_spec(leaf, mesh)
         return None if spec is None else as_compiled(spec, mesh)
@@ -135,13 +135,13 @@ def _spec_of(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
 
 
 def as_compiled(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
-    """Returns a spec as compiled functions return it: to them, one of another length is another."""
+    """Returns a spec as compiled functions return it; they compare specs by length, too."""
     is_explicit = AxisType.Explicit in mesh.axis_types
     return spec if is_explicit else PartitionSpec(*trimmed(tuple(spec)))
 
 
 def trimmed(spec: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the entries of a spec up to the last that says something."""
+    """Returns the entries of a spec without trailing ones that shard nothing."""
     entries = [
         entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in spec
     ]
@@ -151,12 +151,12 @@ def trimmed(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def is_concrete(leaf: Any) -> bool:
-    """Whether a leaf is an array that has a value."""
+    """Whether a leaf is an array with a value."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-    """Returns an array where a sharding says, traced or not; a shape with the sharding."""
+    """Places an array, traced or not; gives a shape the sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if not isinstance(leaf, jax.core.Tracer):
@@ -168,7 +168,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def array_spec(value: Any, mesh: AnyMesh) -> PartitionSpec | None:
-    """Returns where an array lies on a mesh, if its sharding, or its type if traced, says it."""
+    """Returns the spec of an array on a mesh, from its sharding or, if traced, its type."""
     sharding = sharding_of(value)
     if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
         return None
@@ -178,7 +178,7 @@ def array_spec(value: Any, mesh: AnyMesh) -> PartitionSpec | None:
 
 
 def sharding_of(value: Any) -> Any:
-    """Returns the sharding of an array; of one that is traced, what its type says."""
+    """Returns the sharding of an array or, if it is traced, of its type."""
     if isinstance(value, jax.core.Tracer):
         return jax.typeof(value).sharding
     return getattr(value, "sharding", None)
@@ -197,7 +197,7 @@ def find_mesh(values: Sequence[Any], metadata: Sequence[Mapping[str, Any]]) -> A
 
 
 def _with_devices(mesh: AnyMesh) -> AnyMesh:
-    """The mesh that `jax.set_mesh` was given, unless something is being traced."""
+    """The concrete mesh of `jax.set_mesh`, unless under a trace."""
     if isinstance(mesh, AbstractMesh) and mesh == jax.sharding.get_abstract_mesh():
         array = _replicated()
         if not isinstance(array, jax.core.Tracer) and isinstance(array.sharding, NamedSharding):
@@ -214,10 +214,10 @@ Step = Callable[[Optimizer, Any, dict[str, Any]], tuple[Any, Any, Any]]
 
 
 def untyped(step: Step) -> Step:
-    """Returns an update whose arrays have no shardings in their types, where the mesh is Explicit.
+    """Returns an update that runs on Auto axes where the mesh is Explicit.
 
-    Many transformations have operations that such types forbid, as sums of what lies differently:
-    of state that ZeRO has sharded and gradients, for one.
+    Types with shardings forbid many operations of transformations, such as the sum of gradients
+    and of state that ZeRO shards differently.
     """
 
     def step_on_auto_axes(
@@ -225,7 +225,7 @@ def untyped(step: Step) -> Step:
     ) -> tuple[Any, Any, Any]:
         is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
         if not is_explicit or any(map(callable, jax.tree.leaves(overrides))):
-            return step(before, grads, overrides)  # a function may itself have types in mind
+            return step(before, grads, overrides)  # such a function may expect these types
         params, state = jax.tree.map(
             lambda leaf: jax.typeof(leaf).sharding.spec, (before.target, before.state.param_states)
         )

@@ -1,4 +1,4 @@
-"""Variables of Flax NNX: their values, what their metadata say of sharding, and new ones."""
+"""Variables of Flax NNX: values, sharding metadata, and new variables for state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Rules = tuple[tuple[str, Any], ...]  # pairs of a name and mesh axes
 # The newest first; Flax 0.12.0 has the second, which later versions rename.
 _NAMES = ("out_sharding", "sharding_names", "sharding")
 _OF_OPTIMIZER = "optimizer_sharding"  # Flax 0.12.8: names that the state has instead
-# They were written for values of the parameter, and would change what they are given.
+# Hooks of the parameter, which would change the values of its state.
 _HOOKS = ("on_create_value", "on_get_value", "on_set_value")
 
 
 def state_of(node: Any, wrt: Filter, graph: bool | None) -> Any:
-    """Returns `nnx.state(node, wrt)`, in the graph mode asked for."""
+    """Returns `nnx.state(node, wrt)`, in that graph mode."""
     options = {} if graph is None else {"graph": graph}  # Flax 0.12.0 has no modes
     return nnx.state(node, wrt, **options)
 
 
 def pure(tree: Any) -> Any:
-    """Returns a tree with the values of variables in their place; of references, what they hold."""
+    """Replaces variables and references by their values."""
     if (as_pure := getattr(nnx, "as_pure", None)) is not None:
         return as_pure(tree)
     return nnx.to_arrays(nnx.pure(tree))  # type: ignore[attr-defined]  # until Flax 0.12.1
@@ -44,12 +44,12 @@ def has_variables(tree: Any) -> bool:
 
 
 def variables_of(tree: Any) -> list[Any]:
-    """Returns the variables, and leaves that are in none, in JAX's order."""
+    """Returns the variables, and leaves outside of variables, in leaf order."""
     return jax.tree.leaves(tree, is_leaf=is_variable)
 
 
 def assign(tree: Any, values: Any) -> None:
-    """Gives the variables of a tree the values of another; the trees differ in nothing else."""
+    """Sets the variables of a tree to the values of another of the same structure."""
     structure: Any = jax.tree.structure(tree, is_leaf=is_variable)
     for variable, value in zip(variables_of(tree), structure.flatten_up_to(values), strict=True):
         nnx.update(variable, value)
@@ -63,7 +63,7 @@ def metadata_of(node: Any) -> Mapping[str, Any]:
 def names_in(metadata: Mapping[str, Any], *, of_optimizer: bool = False) -> Any:
     """Returns the `PartitionSpec` or `NamedSharding` in the metadata of a variable, if any.
 
-    With `of_optimizer`, what is meant for an optimizer's state comes first.
+    With `of_optimizer`, names for the optimizer's state take precedence.
     """
     keys = (_OF_OPTIMIZER, *_NAMES) if of_optimizer else _NAMES
     names = next((metadata[key] for key in keys if metadata.get(key)), None)
@@ -74,7 +74,7 @@ def names_in(metadata: Mapping[str, Any], *, of_optimizer: bool = False) -> Any:
 
 
 def _names_key() -> str:
-    """The key of the names of dimensions in the installed Flax, which deprecates its old ones."""
+    """The key of logical axes in the installed Flax, which deprecates older keys."""
     return "out_sharding" if hasattr(nnx.Variable, "sharding_names") else "sharding_names"
 
 
@@ -87,13 +87,13 @@ def state_variable(
     kind: Callable[..., Any] = nnx.OptArray if parameter is None else nnx.OptVariable
     variable = kind(value, **kept)
     if names is not None:
-        # Afterwards: a variable that is made with names moves its value, or raises without a mesh.
+        # Not in the constructor, which would move the value, or raise without a mesh.
         variable.set_metadata(**{_names_key(): tuple(names)})
     return variable
 
 
 def as_rules(rules: Any) -> Rules:
-    """Returns rules, given as pairs or as a mapping, in a form that can be compared."""
+    """Returns rules, pairs or a mapping, in hashable form."""
     pairs = rules.items() if isinstance(rules, Mapping) else rules or ()
     return tuple(
         (name, axes if axes is None or isinstance(axes, str) else tuple(axes))
@@ -102,11 +102,11 @@ def as_rules(rules: Any) -> Rules:
 
 
 def rules_in(metadata: Mapping[str, Any]) -> list[Rules]:
-    """Returns the rules that Flax applies to a variable, those of the context first."""
+    """Returns the rules that Flax applies to a variable, the context's first."""
     sources = (get_logical_axis_rules(), metadata.get("sharding_rules"))
     return [as_rules(dict(rules)) if rules else () for rules in sources]  # the later counts
 
 
 def resolved_names(variable: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes that Flax reads in the metadata of a variable, here and now."""
+    """Returns the mesh axes that Flax reads from the metadata of a variable."""
     return tuple(pure(nnx.get_partition_spec(variable)))
