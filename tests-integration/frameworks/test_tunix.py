@@ -186,12 +186,6 @@ def test_muon_trains(optimizer: Any) -> None:
     assert run.losses[-1] < 0.9 * run.losses[0]
 
 
-@pytest.mark.xfail(reason="Tunix asks a `MaskedNode` for its dtype", raises=ValueError)
-def test_muon_of_optax_trains() -> None:
-    contrib: Any = optax.contrib
-    print("Optax's Muon", *train(contrib.muon(1e-2), nnx.Optimizer))
-
-
 def wrapped(name: str) -> Any:
     return {
         "guard": opt_accumulate.guard(ADAMW(), loss=None),
