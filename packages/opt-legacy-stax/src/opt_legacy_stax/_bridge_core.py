@@ -14,14 +14,7 @@ from opt_core import OptimizerDef, check_gradients, increment_step
 from opt_core import OptimizerState as CoreState
 
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
-from opt_legacy_stax._slots import (
-    check_made_by,
-    init_split,
-    join,
-    split,
-    update_split,
-    whole_step,
-)
+from opt_legacy_stax._slots import convert, init_split, join, update_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +23,13 @@ class TripleHyperParams:
 
 
 class TripleDef(OptimizerDef):
-    """Wraps a triple as an `OptimizerDef`.
+    """A triple as an `OptimizerDef`, whose updates the triple itself computes.
 
-    The target holds the parameters, each parameter state holds the triple's other arrays for that
-    parameter, and `state.step` is the triple's `i`. Updates are computed by the triple itself.
+    The target holds the parameters, each parameter state the triple's other arrays for that
+    parameter, and `state.step` is the triple's `i`.
 
     Args:
       triple: the triple to wrap.
-
-    Attributes:
-      triple: the wrapped triple.
     """
 
     triple: Optimizer
@@ -59,7 +49,7 @@ class TripleDef(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: CoreState, grads: Any
     ) -> tuple[Any, CoreState]:
-        """Applies one update of the triple.
+        """Applies one update of the triple; see `OptimizerDef.apply_gradient`.
 
         Raises:
           TreeMismatchError: `grads` does not match the structure of `params`.
@@ -70,20 +60,14 @@ class TripleDef(OptimizerDef):
         return params, CoreState(increment_step(state.step), slots)
 
     def convert_state(self, state: OptimizerState, i: Any) -> CoreOptimizer:
-        """Returns an optimizer that continues from a state of the triple.
-
-        Args:
-          state: a state of the triple.
-          i: number of updates already made, i.e. the `i` of the next update.
+        """Returns the optimizer that continues from a state of the triple before update `i`.
 
         Raises:
           LayoutError: `state` does not have the layout that the triple creates.
           StepError: `i` is not a non-negative integer.
         """
-        check_made_by(self.triple, state)
-        params, slots = split(self.triple, state)
-        core_state = CoreState(whole_step(i), slots)
-        return CoreOptimizer(optimizer_def=self, state=core_state, target=params)
+        params, slots, step = convert(self.triple, state, i)
+        return CoreOptimizer(optimizer_def=self, state=CoreState(step, slots), target=params)
 
     def convert_state_back(self, optimizer: CoreOptimizer) -> tuple[OptimizerState, Any]:
         """Returns the state of the triple, and the `i` of its next update."""
@@ -92,10 +76,9 @@ class TripleDef(OptimizerDef):
     def derive_logical_axes(self, optimizer: CoreOptimizer, param_axes: Any) -> CoreOptimizer:
         """Returns the optimizer with each leaf replaced by its logical axes.
 
-        The state of a parameter depends on that parameter alone, so its dimensions are matched to
-        those of the parameter by size, on a probe whose dimensions all have different sizes. If two
-        state dimensions match the same parameter dimension, as in an `(n, n)` matrix kept for a
-        vector of size `n`, only the first gets its axis.
+        The dimensions of a state are matched to those of its parameter by size, on a probe whose
+        dimensions all have different sizes. If two match the same one, as in an `(n, n)` matrix
+        kept for a vector of size `n`, only the first gets its axis.
 
         Args:
           optimizer: an optimizer of this definition, with arrays or `jax.ShapeDtypeStruct` leaves.
@@ -109,29 +92,26 @@ class TripleDef(OptimizerDef):
         tree_def: Any
         leaves, tree_def = jax.tree.flatten(optimizer.target)
         axes = tree_def.flatten_up_to(param_axes)
-        kept = tree_def.flatten_up_to(optimizer.state.param_states)
-        derived = [_axes_of(self.triple, *each) for each in zip(leaves, axes, kept, strict=True)]
+        slots = tree_def.flatten_up_to(optimizer.state.param_states)
+        derived = [_axes_of(self.triple, *each) for each in zip(leaves, axes, slots, strict=True)]
         state = CoreState(step=None, param_states=jax.tree.unflatten(tree_def, derived))
         return CoreOptimizer(optimizer_def=self, state=state, target=param_axes)
 
 
-def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
+def _axes_of(triple: Optimizer, param: Any, axes: Any, slot: Any) -> Any:
     """Returns the logical axes of the state of one parameter."""
     # distinct sizes that are neither sums nor products of one another
     sizes = {1009 + 101 * n: n for n in range(np.ndim(param))}
     probe = jax.ShapeDtypeStruct(tuple(sizes), jnp.result_type(param))
-    found = jax.eval_shape(lambda p: init_split(triple, p), probe)
+    leaves, probed = jax.tree.flatten(jax.eval_shape(lambda p: init_split(triple, p), probe))
+    tree_def: Any = jax.tree.structure(slot)
+    if probed != tree_def:  # `init` depends on the sizes, so the probe says nothing
+        return jax.tree.unflatten(tree_def, [None] * tree_def.num_leaves)
     names = [*(axes or ()), *[None] * np.ndim(param)]
     specs = []
-    for leaf in jax.tree.leaves(found):
-        followed = [sizes.get(dim) for dim in leaf.shape]
+    for leaf in leaves:
+        dims = [sizes.get(size) for size in leaf.shape]
         # A mesh axis may occur only once in a spec: the first matching dimension gets it.
-        spec = [
-            None if n is None or n in followed[:k] else names[n] for k, n in enumerate(followed)
-        ]
+        spec = [None if n is None or n in dims[:k] else names[n] for k, n in enumerate(dims)]
         specs.append(PartitionSpec(*spec) if any(name is not None for name in spec) else None)
-    before: Any = jax.tree.structure(kept)
-    after: Any = jax.tree.structure(found)
-    if before != after:  # `init` depends on the sizes, so the probe says nothing
-        specs = [None] * before.num_leaves
-    return jax.tree.unflatten(before, specs)
+    return jax.tree.unflatten(tree_def, specs)

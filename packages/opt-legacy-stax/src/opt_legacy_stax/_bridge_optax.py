@@ -16,18 +16,10 @@ from opt_legacy_stax._optimizers import (
     check_step,
     keep_dtypes,
     pack,
-    repacked,
     strong_param,
     unpacked,
 )
-from opt_legacy_stax._slots import (
-    check_made_by,
-    init_split,
-    join,
-    split,
-    update_split,
-    whole_step,
-)
+from opt_legacy_stax._slots import convert, init_split, join, update_split
 from opt_legacy_stax._trees import different_trees
 from opt_legacy_stax.errors import LayoutError
 
@@ -46,11 +38,7 @@ class TripleState(NamedTuple):
 
 
 class TripleTransformation(optax.GradientTransformation):
-    """A triple as an Optax gradient transformation.
-
-    `update` returns differences; adding them to the parameters may differ from the triple's result
-    by one unit in the last place of the larger operand. `apply` returns the triple's result
-    exactly; it implements `opt_core.protocols.UpdatesParams`, which `OptaxWrapper` uses.
+    """A triple as an Optax gradient transformation; see `opt_legacy_stax.to_optax`.
 
     Attributes:
       triple: the wrapped triple.
@@ -70,7 +58,7 @@ class TripleTransformation(optax.GradientTransformation):
                     "a triple computes new parameters, not updates: pass `params` to "
                     "`update(grads, state, params)`."
                 )
-            after, new_state = _apply(triple, params, state, updates)
+            after, new_state = self.apply(params, state, updates)
             return jax.tree.map(operator.sub, after, params), new_state
 
         self = super().__new__(cls, init, update)
@@ -80,27 +68,20 @@ class TripleTransformation(optax.GradientTransformation):
     def apply(self, params: Any, state: TripleState, grads: Any) -> tuple[Any, TripleState]:
         """Returns the parameters and state after one update, exactly as the triple computes them.
 
-        Args:
-          params: the parameters.
-          state: the current state.
-          grads: gradients with the structure of `params`.
+        It implements `opt_core.protocols.UpdatesParams`, which `OptaxWrapper` uses.
         """
-        return _apply(self.triple, params, state, grads)
+        params, slots = update_split(self.triple, state.count, grads, params, state.slots)
+        return params, TripleState(optax.safe_increment(state.count), slots)
 
     def convert_state(self, state: OptimizerState, i: Any) -> tuple[Any, TripleState]:
-        """Returns the parameters and Optax state that continue from a state of the triple.
-
-        Args:
-          state: a state of the triple.
-          i: number of updates already made, i.e. the `i` of the next update.
+        """Returns the parameters and Optax state that continue from the triple's before update `i`.
 
         Raises:
           LayoutError: `state` does not have the layout that the triple creates.
           StepError: `i` is not a non-negative integer.
         """
-        check_made_by(self.triple, state)
-        params, slots = split(self.triple, state)
-        return params, TripleState(whole_step(i), slots)
+        params, slots, step = convert(self.triple, state, i)
+        return params, TripleState(step, slots)
 
     def convert_state_back(self, params: Any, state: TripleState) -> tuple[OptimizerState, Any]:
         """Returns the state of the triple, and the `i` of its next update."""
@@ -108,7 +89,7 @@ class TripleTransformation(optax.GradientTransformation):
 
 
 class OptaxTriple(Optimizer):
-    """An Optax transformation as a triple.
+    """An Optax transformation as a triple; see `opt_legacy_stax.from_optax`.
 
     Its packed state has exactly two entries, `opt_state` and `params`, rather than one per
     parameter.
@@ -116,62 +97,47 @@ class OptaxTriple(Optimizer):
 
     def convert_state(self, params: Any, opt_state: Any) -> OptimizerState:
         """Returns the triple state that continues from Optax parameters and state."""
-        return _pack(params, opt_state)
+        return pack(_OUTER, [opt_state, params])
 
     def convert_state_back(self, state: OptimizerState) -> tuple[Any, Any]:
         """Returns the parameters and Optax state that continue from a state of the triple."""
-        return _unpack(state)
+        check_state(state)
+        if state[1] != _OUTER:
+            raise LayoutError(
+                f"`opt_state` must be a state of a `from_optax` triple, with structure {_OUTER}; "
+                f"got {state[1]}. Pass a state returned by this triple's functions or by "
+                "`convert_state`."
+            )
+        opt_state, params = unpacked(state)
+        return params, opt_state
+
+
+_OUTER: Any = jax.tree.structure({"opt_state": 0, "params": 0})
 
 
 def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
     """See `opt_legacy_stax.from_optax`."""
-    takes_more = isinstance(tx, optax.GradientTransformationExtraArgs)
+    takes_extra_args = isinstance(tx, optax.GradientTransformationExtraArgs)
 
     def init(params: Any) -> OptimizerState:
         params = jax.tree.map(strong_param, params)
-        return _pack(params, tx.init(params))
+        return triple.convert_state(params, tx.init(params))
 
     def update(i: Any, grads: Any, opt_state: OptimizerState, **extra_args: Any) -> OptimizerState:
         check_step(i)
-        params, inner = _unpack(opt_state)
+        params, inner = triple.convert_state_back(opt_state)
         expected: Any = jax.tree.structure(params)
         found: Any = jax.tree.structure(grads)
         if expected != found:
             raise different_trees(expected, found)
         # like `optax.chain`, drop what `tx` does not accept
-        extra = extra_args if takes_more else {}
+        extra = extra_args if takes_extra_args else {}
         updates, inner = tx.update(grads, inner, params, **extra)
-        new = _pack(optax.apply_updates(params, updates), inner)
-        pairs = zip(opt_state.packed_state, new.packed_state, strict=True)
-        return repacked(opt_state, [keep_dtypes(*pair) for pair in pairs])
+        new = triple.convert_state(optax.apply_updates(params, updates), inner)
+        return keep_dtypes(opt_state, new.packed_state)
 
     def get_params(opt_state: OptimizerState) -> Any:
-        return _unpack(opt_state)[0]
+        return triple.convert_state_back(opt_state)[0]
 
-    return OptaxTriple(init, update, get_params)
-
-
-_OUTER: Any = {"opt_state": 0, "params": 0}
-
-
-def _pack(params: Any, opt_state: Any) -> OptimizerState:
-    return pack(jax.tree.structure(_OUTER), [opt_state, params])
-
-
-def _unpack(state: OptimizerState) -> tuple[Any, Any]:
-    check_state(state)
-    outer: Any = jax.tree.structure(_OUTER)
-    if state[1] != outer:
-        raise LayoutError(
-            f"`opt_state` must be a state of a `from_optax` triple, with structure {outer}; got "
-            f"{state[1]}. Pass a state returned by this triple's functions or by `convert_state`."
-        )
-    opt_state, params = unpacked(state)
-    return params, opt_state
-
-
-def _apply(
-    triple: Optimizer, params: Any, state: TripleState, grads: Any
-) -> tuple[Any, TripleState]:
-    params, slots = update_split(triple, state.count, grads, params, state.slots)
-    return params, TripleState(optax.safe_increment(state.count), slots)
+    triple = OptaxTriple(init, update, get_params)
+    return triple

@@ -21,19 +21,18 @@ if TYPE_CHECKING:
 def to_optax(triple: Optimizer) -> TripleTransformation:
     """Wraps a triple as an Optax gradient transformation. Needs the extra `optax`.
 
-    The transformation's state holds a counter and the triple's per-parameter state without the
-    parameters themselves, so `update` needs `params`. `update` returns differences, which round
-    when they are added; `apply(params, state, grads)` returns new parameters and state exactly as
-    the triple computes them.
+    Its state has a counter and what the triple keeps besides the parameters: `update` needs
+    `params`. It returns differences, which round by one unit in the last place when they are added.
 
     Args:
       triple: one of the nine optimizers, or one made by the `optimizer` decorator, of this module
         or of JAX's. (JAX's own `sm3` cannot be traced; this module's `sm3` accepts its states.)
 
     Returns:
-      An `optax.GradientTransformation` with three more methods: `apply`; `convert_state(state, i)`,
-      which returns the parameters and Optax state that continue from a triple state before update
-      `i`; and `convert_state_back(params, state)`, its inverse.
+      An `optax.GradientTransformation` with three more methods: `apply(params, state, grads)`,
+      which returns new parameters and state exactly as the triple computes them;
+      `convert_state(state, i)`, which returns the parameters and Optax state that continue from a
+      triple state before update `i`; and `convert_state_back(params, state)`, its inverse.
 
     Raises:
       MissingExtraError: Optax is not installed.
@@ -56,9 +55,8 @@ def to_optax(triple: Optimizer) -> TripleTransformation:
 def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
     """Wraps an Optax gradient transformation as a triple. Needs the extra `optax`.
 
-    The step `i` passed to `update_fn` is ignored, since transformations keep their own counters.
-    `update_fn` forwards keyword arguments to transformations that take extra arguments. States can
-    be saved, packed and unpacked like those of any other triple.
+    `update_fn` ignores the step `i`, since transformations keep their own counters, and forwards
+    keyword arguments to transformations that take extra arguments.
 
     Args:
       tx: an Optax gradient transformation.
@@ -83,9 +81,7 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
 
 
 def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
-    """Returns one of the nine optimizers as a chain of Optax transformations.
-
-    Needs the extra `optax`.
+    """Returns one of the nine optimizers as a chain of Optax's. Needs the extra `optax`.
 
     Args:
       name: name of the optimizer, such as `'adam'`.
@@ -124,8 +120,7 @@ def to_optimizer_def(triple: Optimizer) -> TripleDef:
     parameters, and `state.param_states` the rest of the triple's state.
 
     Args:
-      triple: one of the nine optimizers, or one made by the `optimizer` decorator, of this module
-        or of JAX's.
+      triple: see `to_optax`.
 
     Returns:
       An `opt_core.OptimizerDef` with `derive_logical_axes` and two more methods:
@@ -151,7 +146,7 @@ def to_optimizer_def(triple: Optimizer) -> TripleDef:
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Around the imports of what an extra installs: says so where it is missing."""
+    """Raises a `MissingExtraError` if an import of what an extra installs fails."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -39,7 +39,7 @@ _VERSION = 2
 _KEY = "opt_legacy_stax"
 
 
-# dtypes that safetensors has a name for since its release 0.4; others are stored as bytes
+# those with a name in safetensors since its release 0.4; others are stored as bytes
 _NATIVE = {
     *("bool", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -48,7 +48,7 @@ _PLAIN = (np.ndarray, np.memmap, int, float, bool, complex)
 
 
 class _Leaf(NamedTuple):
-    """The description of a leaf; also in the file."""
+    """The name, dtype and shape of a leaf, as in the file."""
 
     name: str
     dtype: str
@@ -75,24 +75,21 @@ def save(
 ) -> None:
     """Writes a state to a safetensors file, bit for bit. Needs the extra `files`.
 
-    Paths are written atomically: to a temporary file in the same directory, which is synced to disk
-    and renamed, so that readers see either the old file or the complete new one. The permissions of
-    an existing file are kept. A process that is killed leaves its temporary file `.NAME.*.tmp`
-    behind, to be deleted by hand.
+    A path is replaced atomically, and keeps its permissions. A process that is killed leaves its
+    temporary file `.NAME.*.tmp` behind.
 
     Args:
       path_or_file: a path, or a file object opened for writing bytes, which is written from its
         current position.
       state: an `OptimizerState` of this module or of JAX's.
-      optimizer: the optimizer that the state belongs to, for `load` to compare: a triple; the
-        result of `to_optax`, `to_optimizer_def` or `optax_equivalent`; or a name, for triples not
-        made by the `optimizer` decorator, such as those of JAX's module. A state does not record
-        its optimizer, and the states of several optimizers look alike.
+      optimizer: the optimizer that the state belongs to, for `load` to compare, as a state does not
+        record it: a triple; the result of `to_optax`, `to_optimizer_def` or `optax_equivalent`; or
+        a name, for triples not made by the `optimizer` decorator, such as those of JAX's module.
 
     Raises:
       SaveError: the state is traced, donated, distributed over processes, or contains something
         that the format cannot represent; or `optimizer` has no name. Nothing is written.
-      TypeError: `optimizer` is neither a triple nor a name, or `path_or_file` is not a file.
+      TypeError: `optimizer` is neither a triple nor a name.
       MissingExtraError: the package safetensors is not installed.
       OSError: the file cannot be written.
 
@@ -106,7 +103,6 @@ def save(
       >>> triple.params_fn(load(file, optimizer=triple, params=params))['w'].tolist()
       [1.0, 1.0, 1.0]
     """
-    _check_file(path_or_file, "write")
     data = _encode(state, _identity(optimizer))
     if isinstance(path_or_file, str | bytes | os.PathLike):
         # Symbolic links stay: their target is replaced.
@@ -124,39 +120,27 @@ def load(
 ) -> OptimizerState:
     """Loads a state from a file, after checking that it is the expected one.
 
-    The expected state is given either by `like` or by `optimizer` and `params`. If `optimizer` is
-    given (with `params`, or in addition to `like`), the file must have been saved with an
-    `optimizer` of the same name. If either name is missing, an `UnnamedStateWarning` is issued.
+    The expected state is `like`, or what `optimizer` creates for `params`. Names of optimizers, the
+    tree structure, keys and their order, shapes and dtypes must be equal; only a single integer,
+    such as an entry of the shapes that `sm3` keeps, may have another integer dtype if it fits. An
+    `UnnamedStateWarning` is issued if the file or the caller names no optimizer.
 
-    Every leaf becomes what the expected leaf is: a JAX array (also for abstract leaves, as all
-    described by `optimizer` and `params` are, but for a Python integer, which stays one), NumPy
-    array, Python number or PRNG key. If an
-    expected leaf is a `jax.Array` committed to devices, or has a sharding, the loaded leaf is
-    placed accordingly. The state has the class of `like`, or the class that `optimizer` creates:
-    this module's or JAX's.
-
-    Tree structure, keys and their order, shapes and dtypes must be equal, with one exception: a
-    single integer, such as an entry of the shapes that `sm3` keeps, may have another integer dtype
-    if it fits.
+    Every leaf becomes what the expected leaf is: a JAX array (placed like it, if it is committed or
+    has a sharding), NumPy array, Python number or PRNG key. Abstract leaves, as all described by
+    `optimizer` and `params`, become JAX arrays; Python integers stay what they are. The state has
+    the class of `like`, or the class that `optimizer` creates: this module's or JAX's.
 
     Args:
       path_or_file: a path, or a file object opened for reading bytes, which is read from its
         current position to its end.
-      like: a state with the expected structure, shapes and dtypes; leaves may be
-        `jax.ShapeDtypeStruct`.
-      optimizer: the optimizer that the state belongs to: a triple, the result of `to_optax`,
-        `to_optimizer_def` or `optax_equivalent`, or, together with `like`, a name.
-      params: parameters with the expected structure, shapes and dtypes; arrays or
-        `jax.ShapeDtypeStruct` leaves.
-
-    Returns:
-      The state that was saved.
+      like: a state; leaves may be `jax.ShapeDtypeStruct`.
+      optimizer: see `save`; a name only together with `like`.
+      params: parameters; arrays or `jax.ShapeDtypeStruct` leaves.
 
     Raises:
       DamagedFileError: the file is truncated, altered, or not in this format.
       FormatVersionError: the file has an unsupported format version.
-      StateMismatchError: the file holds a state of a different optimizer, tree structure, shape or
-        dtype; the message lists the paths.
+      StateMismatchError: the file holds a different state; the message lists the paths.
       MissingExtraError: the package safetensors is not installed.
       TypeError: neither `like` nor both `optimizer` and `params` are given, or both `like` and
         `params` are.
@@ -174,28 +158,18 @@ def load(
         )
     if found.optimizer is None or identity is None:
         warnings.warn(_not_compared(found.optimizer, identity), UnnamedStateWarning, stacklevel=2)
-    triples = zip(arrays, likes, found.leaves, strict=True)
-    leaves = [_leaf(array, like, about.dtype == "int") for array, like, about in triples]
-    state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), leaves)
+    are_ints = [leaf.dtype == "int" for leaf in found.leaves]
+    state: OptimizerState = jax.tree.unflatten(
+        jax.tree.structure(reference), list(map(_leaf, arrays, likes, are_ints))
+    )
     return state
 
 
 def read(path_or_file: PathOrFile) -> bytes:
     """Returns the contents of a file, or what is left of a file object."""
-    _check_file(path_or_file, "read")
     if isinstance(path_or_file, str | bytes | os.PathLike):
         return Path(os.fsdecode(path_or_file)).read_bytes()
     return b"".join(iter(lambda: path_or_file.read(2**24), b""))  # raw files may return less
-
-
-def _check_file(path_or_file: Any, action: str) -> None:
-    is_path = isinstance(path_or_file, str | bytes | os.PathLike)
-    if not is_path and not hasattr(path_or_file, action):
-        verb = {"write": "writing", "read": "reading"}[action]
-        raise TypeError(
-            f"`path_or_file` must be a path or a file object opened for {verb} bytes; got "
-            f"{type(path_or_file).__name__}."
-        )
 
 
 def _identity(optimizer: Any) -> Identity | None:
@@ -218,12 +192,12 @@ def _describe(state: Any, optimizer: Identity | None, leaves: list[Any]) -> _Des
         inner = nodes(subtree_def)
         tree += [[f"{path}:{'' if at == '.' else at}", kind] for at, kind in inner]
         names += [path if at == "." else f"{path}:{at}" for at in leaf_paths(subtree_def)]
-    arrays = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in leaves]
-    dtypes = [
-        "int" if type(x) is int else a.dtype.name for x, a in zip(leaves, arrays, strict=True)
-    ]
-    described = [_Leaf(n, d, x.shape) for n, d, x in zip(names, dtypes, arrays, strict=True)]
-    return _Description(None if optimizer is None else optimizer.name, tree, described)
+    described = []
+    for name, leaf in zip(names, leaves, strict=True):
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        dtype = "int" if type(leaf) is int else array.dtype.name
+        described.append(_Leaf(name, dtype, array.shape))
+    return _Description(optimizer and optimizer.name, tree, described)
 
 
 def _encode(state: Any, optimizer: Identity | None) -> bytes:
@@ -247,13 +221,13 @@ def _encode(state: Any, optimizer: Identity | None) -> bytes:
         for j, leaf in enumerate(leaves)
     ]
     about = _describe(state, optimizer, jax.tree.leaves(packed))
-    names = ["__metadata__", *(leaf.name for leaf in about.leaves)]
-    for k, name in enumerate(names):
-        if name in names[:k]:
+    tensors: dict[str, np.ndarray] = {}
+    for leaf, array in zip(about.leaves, arrays, strict=True):
+        if leaf.name in tensors or leaf.name == "__metadata__":
             raise SaveError(
-                f"two entries would have the name `{shown(name)}` in the file. Rename a key."
+                f"two entries would have the name `{shown(leaf.name)}` in the file. Rename a key."
             )
-    tensors = {name: _stored(array) for name, array in zip(names[1:], arrays, strict=True)}
+        tensors[leaf.name] = _stored(array)
     text = json.dumps(about._asdict())
     digest = _digest(text, [array.tobytes() for array in arrays])
     entry = json.dumps({"version": _VERSION, "sha256": digest, "state": text})
@@ -324,10 +298,14 @@ def _stored(array: np.ndarray) -> np.ndarray:
 
 def _leaf(array: np.ndarray, like: Any, is_int: bool) -> Any:
     """Returns the values of a file as what the expected leaf is, and where it is."""
-    if is_int and isinstance(like, jax.ShapeDtypeStruct):
-        return array.item()  # as the shapes that `sm3` keeps
-    if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
-        return array if isinstance(like, np.ndarray) else _scalar(array, like)
+    if isinstance(like, np.ndarray):
+        return array
+    if isinstance(like, np.generic):
+        return array.astype(like.dtype)[()]
+    # Python integers are abstract in what an optimizer creates, as the shapes that `sm3` keeps.
+    is_abstract_int = is_int and isinstance(like, jax.ShapeDtypeStruct)
+    if is_abstract_int or not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+        return array.item()
     if _is_key(like):
         implementations: list[Any] = []
         jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), like)
@@ -338,14 +316,8 @@ def _leaf(array: np.ndarray, like: Any, is_int: bool) -> Any:
             # Only Python scalars become weak arrays, which loses signalling NaNs.
             weak = jnp.asarray(array.item())
             leaf = weak if np.asarray(weak).tobytes() == np.asarray(leaf).tobytes() else leaf
-    is_committed = isinstance(like, jax.Array) and like.committed
-    if is_committed or (isinstance(like, jax.ShapeDtypeStruct) and like.sharding is not None):
-        return jax.device_put(leaf, like.sharding)
-    return leaf
-
-
-def _scalar(array: np.ndarray, like: Any) -> Any:
-    return array.astype(like.dtype)[()] if isinstance(like, np.generic) else array.item()
+    is_placed = like.committed if isinstance(like, jax.Array) else like.sharding is not None
+    return jax.device_put(leaf, like.sharding) if is_placed else leaf
 
 
 def _digest(text: str, leaves: list[bytes]) -> str:
@@ -378,14 +350,12 @@ def _decode(data: bytes) -> tuple[list[np.ndarray], _Description]:
         found = _Description(**{**about, "leaves": leaves})
         contents = [tensors[leaf.name] for leaf in leaves]
         is_intact = _digest(entry["state"], contents) == entry["sha256"]
+        arrays = list(map(_values, contents, leaves))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(f"its metadata do not describe its tensors ({error!r})") from None
     if not is_intact or len(tensors) != len(leaves):
         raise _damaged("its checksum does not match its contents")
-    try:
-        return list(map(_values, contents, leaves)), found
-    except (TypeError, ValueError) as error:
-        raise _damaged(f"its metadata do not describe its tensors ({error!r})") from None
+    return arrays, found
 
 
 def _values(data: bytes, leaf: _Leaf) -> np.ndarray:
@@ -425,18 +395,13 @@ def _different(expected: _Leaf, found: _Leaf, array: np.ndarray) -> list[str]:
 
 def _reference(like: Any, optimizer: Any, params: Any) -> Any:
     """Returns a state with the expected structure, shapes and dtypes."""
-    if (like is None and optimizer is None) or (like is not None and params is not None):
+    has_triple = not (optimizer is None or isinstance(optimizer, str))
+    if (like is None) == (params is None) or (like is None and not has_triple):
         raise TypeError(
-            "`load` needs either `like`, a state to compare with, or both `optimizer` and `params`."
+            "`load` needs either `like`, a state to compare with, or both `optimizer` (a triple, "
+            "as a name does not determine the structure of a state) and `params`."
         )
     if like is None:
-        if isinstance(optimizer, str):
-            raise TypeError(
-                f"`optimizer` is {shown(repr(optimizer), 60)}: a name alone does not determine the "
-                "expected structure. Pass the triple and `params`, or add a state as `like`."
-            )
-        if params is None:
-            raise TypeError("`load` with an `optimizer` also needs `params`, or a state as `like`.")
         return jax.eval_shape(triple_of(optimizer)[0], params)
     if not is_state(like):
         raise TypeError(

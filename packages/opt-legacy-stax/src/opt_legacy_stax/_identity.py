@@ -1,8 +1,4 @@
-"""The identity of an optimizer, saved with its states.
-
-Several optimizers keep the same number of arrays with the same shapes: without an identity, a state
-of `adam` would load into `adamax`.
-"""
+"""The identity of an optimizer, saved with its states: without it, `adam`'s fit `adamax`."""
 
 from __future__ import annotations
 
@@ -28,17 +24,17 @@ ATTRIBUTE = "_opt_legacy_stax_identity"
 
 
 class Identity(NamedTuple):
-    """The name of an optimizer and of the entries in its state."""
+    """The name of the function that creates an optimizer, and of the entries in its state."""
 
-    name: str  # of the function that creates the optimizer
-    keeps: tuple[str, ...] = ()  # for a parameter; empty if only `name` is known
+    name: str
+    keeps: tuple[str, ...] = ()  # empty if they are not known
 
     def __str__(self) -> str:
         fields = f", which keeps ({shown(', '.join(self.keeps))})" if self.keeps else ""
         return f"`{shown(self.name)}`{fields}"
 
 
-def made_by(opt_maker: Callable[..., Any]) -> Identity | None:
+def identity_of_maker(opt_maker: Callable[..., Any]) -> Identity | None:
     """Returns the identity of the optimizers that a function creates; `None` for a lambda."""
     name = getattr(opt_maker, "__name__", "<unknown>")
     if not name.isidentifier():

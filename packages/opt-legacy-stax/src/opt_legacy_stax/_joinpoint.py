@@ -19,7 +19,7 @@ from opt_legacy_stax.errors import JoinPointError, LayoutError
 class JoinPoint:
     """Marks the place of a parameter in a tree, and holds its optimizer state.
 
-    JAX treats a join point as a leaf.
+    It is a leaf to JAX.
 
     Attributes:
       subtree: the state of the parameter, a pytree.
@@ -61,15 +61,15 @@ def pack_optimizer_state(marked_pytree: Any) -> OptimizerState:
       JoinPointError: a leaf is not a join point; the message lists the first paths.
     """
     keyed, tree_def = jax.tree_util.tree_flatten_with_path(marked_pytree)
-    strangers = [
+    lines = [
         f"{path_str(path)}: expected a JoinPoint, found {type(leaf).__name__}"
         for path, leaf in keyed
         if not _is_join_point(leaf)
     ]
-    if strangers:
+    if lines:
         raise JoinPointError(
             "`marked_pytree` must have a JoinPoint in place of every leaf:\n"
-            f"{first_lines(strangers)}\nPass a tree returned by `unpack_optimizer_state`."
+            f"{first_lines(lines)}\nPass a tree returned by `unpack_optimizer_state`."
         )
     return pack(tree_def, [join_point.subtree for _, join_point in keyed])
 
@@ -78,9 +78,7 @@ def convert_old_layout(state: Any, *, is_sm3: bool | None = None) -> OptimizerSt
     """Converts a state created by an older version of JAX to the current layout.
 
     Two things have changed: jax 0.1 stored leaves in tuples rather than lists, and up to jax 0.2.19
-    `sm3` kept `(x, m, vs)` for a parameter, without its shape. States in the current layout are
-    returned unchanged. The different bias correction of adam and adamax up to jax 0.2.6 does not
-    affect the layout.
+    `sm3` kept `(x, m, vs)` for a parameter, without its shape.
 
     Args:
       state: an `OptimizerState` of this module or of JAX's; a plain tuple of its three fields; or a
@@ -101,16 +99,9 @@ def convert_old_layout(state: Any, *, is_sm3: bool | None = None) -> OptimizerSt
     if not is_state(state):
         state = pack_optimizer_state(state)
     tree_def, states = state[1], unpacked(state)
-    if is_sm3 is None:
-        for path, kept in zip(leaf_paths(tree_def), states, strict=True):
-            if _looks_like_sm3(kept):
-                raise LayoutError(
-                    f"the state of `{path}` looks like the `(x, m, vs)` of sm3 up to jax 0.2.19. "
-                    "Pass `is_sm3=True` if it is, `is_sm3=False` if not."
-                )
-    if is_sm3:
+    if is_sm3 is not False:
         named = zip(leaf_paths(tree_def), states, strict=True)
-        states = [_with_shape(path, kept) for path, kept in named]
+        states = [_with_shape(path, kept, is_sm3) for path, kept in named]
     return pack(tree_def, states)
 
 
@@ -121,13 +112,15 @@ def _is_join_point(leaf: Any) -> bool:
     )
 
 
-def _looks_like_sm3(kept: Any) -> bool:
-    return type(kept) is tuple and len(kept) == 3 and isinstance(kept[2], list)
-
-
-def _with_shape(path: str, kept: Any) -> Any:
-    if not _looks_like_sm3(kept):
+def _with_shape(path: str, kept: Any, is_sm3: bool | None) -> Any:
+    """Returns what `sm3` keeps for a parameter today; anything else as it is."""
+    if not (type(kept) is tuple and len(kept) == 3 and isinstance(kept[2], list)):
         return kept
+    if is_sm3 is None:
+        raise LayoutError(
+            f"the state of `{path}` looks like the `(x, m, vs)` of sm3 up to jax 0.2.19. "
+            "Pass `is_sm3=True` if it is, `is_sm3=False` if not."
+        )
     x, _, vs = kept
     if np.shape(x) != tuple(np.size(v) for v in vs):
         raise LayoutError(

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, PyTreeDef
 
-from opt_legacy_stax._identity import ATTRIBUTE, Identity, made_by
+from opt_legacy_stax._identity import ATTRIBUTE, Identity, identity_of_maker
 from opt_legacy_stax._trees import difference, different_trees, leaf_paths, shown
 from opt_legacy_stax.errors import LayoutError, StateChangedError, StepError
 
@@ -44,20 +44,11 @@ class OptimizerState(NamedTuple):
     subtree_defs: Any
 
 
-def _unflatten(aux: Any, children: Any) -> OptimizerState:
-    (packed_state,) = children
-    tree_def, subtree_defs = aux
-    return OptimizerState(packed_state, tree_def, subtree_defs)
-
-
 jax.tree_util.register_pytree_with_keys(
     OptimizerState,
-    lambda state: (
-        ((GetAttrKey("packed_state"), state.packed_state),),
-        (state.tree_def, state.subtree_defs),
-    ),
-    _unflatten,
-    lambda state: ((state.packed_state,), (state.tree_def, state.subtree_defs)),
+    lambda state: (((GetAttrKey("packed_state"), state.packed_state),), state[1:]),
+    lambda aux, children: OptimizerState(*children, *aux),
+    lambda state: (state[:1], state[1:]),
 )
 
 
@@ -90,11 +81,11 @@ LeafOptimizer = tuple[Callable[..., State], Callable[..., State], Callable[[Stat
 def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
     """Decorator that lifts an optimizer of a single array to pytrees.
 
-    The dtypes of the state do not change over updates: an update may be computed in higher
-    precision, as with float32 gradients of bfloat16 parameters, but is cast back. The decorated
-    function also takes `upstream_numerics=True`, with which nothing is cast, as in JAX's module; it
-    is passed on if `opt_maker` has an argument of that name. `save` identifies the optimizer by the
-    name of `opt_maker`.
+    Dtypes of the state do not change over updates: what is computed in higher precision, as with
+    float32 gradients of bfloat16 parameters, is cast back. With `upstream_numerics=True`, which the
+    decorated function also takes, nothing is cast, as in JAX's module; it is passed on if
+    `opt_maker` has an argument of that name. `save` identifies the optimizer by the name of
+    `opt_maker`.
 
     Args:
       opt_maker: a function that returns `(init, update, get_params)` for one array: `init(x)`
@@ -114,7 +105,7 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
       >>> get_params(state)['w'].tolist()
       [-0.5, 0.5]
     """
-    identity, signature = made_by(opt_maker), inspect.signature(opt_maker)
+    identity, signature = identity_of_maker(opt_maker), inspect.signature(opt_maker)
     has_switch = _SWITCH.name in signature.parameters
 
     @functools.wraps(opt_maker)
@@ -134,7 +125,6 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
 def _lift(
     leaf_optimizer: LeafOptimizer, keeps_dtypes: bool, identity: Identity | None
 ) -> Optimizer:
-    """Returns the optimizer that applies a single-array optimizer to every leaf."""
     init, update, get_params = leaf_optimizer
 
     @functools.wraps(init)
@@ -171,7 +161,7 @@ def _lift(
                     "same containers as `init` does."
                 )
             if keeps_dtypes:
-                new = keep_dtypes(old, new)
+                new = list(map(keep_dtype, old, new))
             # Arrays other than the parameter may change shape, e.g. a growing history.
             if list(map(np.shape, old)) != list(map(np.shape, new)):
                 states = (jax.tree.unflatten(subtree_def, leaves) for leaves in (old, new))
@@ -229,7 +219,7 @@ def pack(tree_def: Any, states: Sequence[State]) -> OptimizerState:
 def unpacked(opt_state: Any) -> list[State]:
     """Returns the state of each parameter; inverts `pack`."""
     packed, _, subtree_defs = opt_state
-    return [jax.tree.unflatten(d, list(s)) for d, s in zip(subtree_defs, packed, strict=True)]
+    return list(map(jax.tree.unflatten, subtree_defs, packed))
 
 
 def repacked(opt_state: Any, packed_state: Sequence[Any]) -> OptimizerState:
@@ -266,14 +256,11 @@ def check_step(i: Any) -> Any:
 
 def is_state(value: Any) -> bool:
     """Whether a value is a packed state, of this module's class, JAX's, or a plain tuple."""
-    if not (isinstance(value, tuple) and len(value) == 3 and _is_treedef(value[1])):
-        return False
-    packed, tree_def, subtree_defs = value
-    return (
-        all(isinstance(each, tuple | list) for each in (packed, subtree_defs))
-        and len(packed) == len(subtree_defs) == tree_def.num_leaves
-        and all(map(_is_treedef, subtree_defs))
-    )
+    match value if isinstance(value, tuple) else None:
+        case tuple() | list() as packed, PyTreeDef() as tree_def, tuple() | list() as subtree_defs:
+            are_trees = all(isinstance(each, PyTreeDef) for each in subtree_defs)
+            return are_trees and len(packed) == len(subtree_defs) == tree_def.num_leaves
+    return False
 
 
 def check_state(value: Any, optimizer: Identity | None = None) -> None:
@@ -303,28 +290,23 @@ def other_entries(state: Any, optimizer: Identity | None) -> str | None:
     return None
 
 
-def _is_treedef(value: Any) -> bool:
-    return isinstance(value, jax.tree_util.PyTreeDef)
-
-
 def strong_param(x: Any) -> Any:
     """Returns weakly typed arrays and Python floats as strongly typed arrays."""
     # The first update would do the same, and a jitted update would then compile a second time.
-    is_weak_array = isinstance(x, jax.Array) and x.aval.weak_type
-    is_python_number = type(x) in (float, complex)
-    if is_weak_array or is_python_number:
+    if type(x) in (float, complex) or (isinstance(x, jax.Array) and x.aval.weak_type):
         return jax.lax.convert_element_type(x, jnp.result_type(x))
     return x
 
 
-def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    """Returns the leaves of `new`, cast to the floating-point dtypes of `old`."""
-    return [_keep_dtype(*pair) for pair in zip(old, new, strict=True)]
+def keep_dtypes(old: Any, packed_state: Sequence[Any]) -> OptimizerState:
+    """Returns the state `old` with these leaves, cast to its floating-point dtypes."""
+    columns = zip(old[0], packed_state, strict=True)
+    return repacked(old, [list(map(keep_dtype, *leaves)) for leaves in columns])
 
 
-def _keep_dtype(old: Any, new: Any) -> Any:
-    has_dtype = isinstance(old, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
-    if not has_dtype or not isinstance(new, jax.Array):
+def keep_dtype(old: Any, new: Any) -> Any:
+    """Returns the array `new`, cast to the floating-point dtype of `old`."""
+    if not hasattr(old, "dtype") or not isinstance(new, jax.Array):
         return new
     # A float that an update made of an integer, or a complex number of a real one, cannot be
     # rounded back.

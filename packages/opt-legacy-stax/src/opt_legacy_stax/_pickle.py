@@ -25,10 +25,8 @@ from opt_legacy_stax.errors import UnsafePickleError
 def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
     """Reads a pickle of `unpack_optimizer_state(state)` without executing it.
 
-    Pickles are programs: never use `pickle.load` on files from untrusted sources. This function
-    reads only pickles of such trees and rejects everything else. It limits neither memory nor
-    depth, so it is meant for your own files: convert them once with `pack_optimizer_state` and
-    `save`.
+    Everything but arrays, numbers, dicts, lists, tuples, `None` and join points is rejected. Memory
+    and depth are not limited: convert your own files once, with `pack_optimizer_state` and `save`.
 
     Args:
       path_or_file: a path, or a file object opened for reading bytes.
@@ -39,8 +37,7 @@ def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
       default device; 64-bit ones become NumPy arrays unless `jax_enable_x64` is on.
 
     Raises:
-      UnsafePickleError: the pickle contains anything other than arrays, numbers, dicts, lists,
-        tuples, `None` and join points, or is damaged.
+      UnsafePickleError: the pickle contains anything else, or is damaged.
     """
     data = read(path_or_file)
     try:
@@ -53,33 +50,27 @@ def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
         ) from None
 
 
-class _Inert:
-    """An object without settable state: the opcode `BUILD` would otherwise set any attribute."""
+class _Global:
+    """A function or class that a pickle may name; `call` is `None` if it must not be called."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._call is None:
+            raise ValueError("call of an object that is not callable")
+        return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
+        # Without this method, the opcode `BUILD` would set any attribute.
         raise ValueError("attributes for an object that has none")
 
 
-class _Global(_Inert):
-    """A function or class that a pickle may name.
-
-    Args:
-      make: called with the arguments in the pickle; `None` if it must not be called.
-    """
-
-    def __init__(self, make: Callable[..., Any] | None = None) -> None:
-        self._make = make
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._make is None:
-            raise ValueError("call of an object that is not callable")
-        return self._make(*arguments)
-
-
-class _Scalar(_Inert):
+class _Scalar(_Global):
     """The scalar type of an extension dtype (`ml_dtypes`)."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
 
 
@@ -117,9 +108,7 @@ class _Array:
         self.value = _array(*contents)
 
 
-class _Marker:
-    """A join point."""
-
+class _JoinPoint:
     subtree: Any
 
     def __setstate__(self, state: Any) -> None:
@@ -149,14 +138,14 @@ def _array(shape: Any, dtype: Any, is_fortran: Any, raw: Any) -> Any:
 
 
 @_Global
-def _reconstruct_jax(make: Any, arguments: Any, state: Any, *_: Any) -> _Array:
-    if make is not _reconstruct or type(arguments) is not tuple:
+def _reconstruct_jax(reconstruct: Any, arguments: Any, state: Any, *_: Any) -> _Array:
+    if reconstruct is not _reconstruct or type(arguments) is not tuple:
         raise ValueError("not a JAX array")
-    array = _reconstruct(*arguments)
+    array: _Array = _reconstruct(*arguments)
     array.__setstate__(state)
     if jax.dtypes.canonicalize_dtype(array.value.dtype) == array.value.dtype:
         array.value = jnp.asarray(array.value)
-    return array  # type: ignore[no-any-return]
+    return array
 
 
 @_Global
@@ -173,9 +162,9 @@ def _scalar(dtype: Any, raw: Any) -> _Array:
 @_Global
 def _new_object(kind: Any, base: Any, state: Any) -> Any:
     """How protocols 0 and 1 create objects."""
-    if kind is not _Marker or base is not _OBJECT or state is not None:
+    if kind is not _JoinPoint or base is not _OBJECT or state is not None:
         raise ValueError("not a join point")
-    return _Marker()
+    return _JoinPoint()
 
 
 @_Global
@@ -206,7 +195,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(f"{n}.multiarray", "_reconstruct"): _reconstruct for n in _NUMPY},
     **{(f"{n}.multiarray", "scalar"): _scalar for n in _NUMPY},
     **{(f"{n}.numeric", "_frombuffer"): _from_buffer for n in _NUMPY},
-    **{(module, "JoinPoint"): _Marker for module in _JOIN_POINTS},
+    **{(module, "JoinPoint"): _JoinPoint for module in _JOIN_POINTS},
 }
 _EXTENSION_MODULES = ("ml_dtypes", "jaxlib.xla_extension", "jaxlib.xla_client")
 
@@ -214,19 +203,15 @@ _EXTENSION_MODULES = ("ml_dtypes", "jaxlib.xla_extension", "jaxlib.xla_client")
 class _Unpickler(pickle.Unpickler):
     """Resolves only the allowed names, without importing anything."""
 
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+    def find_class(self, module: str, name: str) -> Any:
         if module in _EXTENSION_MODULES:
-            return _Scalar(name)  # type: ignore[return-value]
+            return _Scalar(name)
         if (module, name) not in _ALLOWED:
             raise UnsafePickleError(
                 f"the pickle refers to `{shown(module)}.{shown(name)}`, which is not part of an "
                 "array or a JoinPoint. It was not executed."
             )
-        found: Callable[..., Any] = _ALLOWED[module, name]
-        return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise UnsafePickleError("the pickle refers to external objects by persistent id.")
+        return _ALLOWED[module, name]
 
 
 def _rebuild(node: Any, count: Iterator[int], limit: int) -> Any:
@@ -239,13 +224,9 @@ def _rebuild(node: Any, count: Iterator[int], limit: int) -> Any:
             raise ValueError("an array without contents")
         case _Array():
             return node.value
-        case _Marker():
+        case _JoinPoint():
             return JoinPoint(_rebuild(node.subtree, count, limit))
-        case dict():
-            if any(type(key) not in (str, int) for key in node):
-                raise UnsafePickleError(
-                    "the pickle contains a dict whose keys are neither strings nor integers."
-                )
+        case dict() if all(type(key) in (str, int) for key in node):
             return {key: _rebuild(child, count, limit) for key, child in node.items()}
         case list():
             return [_rebuild(child, count, limit) for child in node]
@@ -253,8 +234,7 @@ def _rebuild(node: Any, count: Iterator[int], limit: int) -> Any:
             return tuple(_rebuild(child, count, limit) for child in node)
         case None | bool() | int() | float():
             return node
-        case _:
-            raise UnsafePickleError(
-                f"the pickle contains a {type(node).__name__.lstrip('_')}, which is neither an "
-                "array nor a JoinPoint."
-            )
+    raise UnsafePickleError(
+        f"the pickle contains a {type(node).__name__.lstrip('_')}, which is neither an array, a "
+        "JoinPoint, nor a container of them with strings or integers as keys."
+    )

@@ -26,21 +26,11 @@ def constant(step_size: Any) -> Schedule:
       >>> constant(0.1)(1000)
       0.1
     """
-
-    def schedule(i: Any) -> Any:
-        del i
-        return step_size
-
-    return schedule
+    return lambda i: step_size
 
 
 def exponential_decay(step_size: Any, decay_steps: Any, decay_rate: Any) -> Schedule:
-    """Returns `step_size * decay_rate ** (i / decay_steps)`.
-
-    Args:
-      step_size: the step size of the first update.
-      decay_steps: number of steps over which the step size is multiplied by `decay_rate`.
-      decay_rate: the decay factor.
+    """Returns `step_size * decay_rate ** (i / decay_steps)`, as a function of the step `i`.
 
     Examples:
       >>> exponential_decay(0.1, decay_steps=10, decay_rate=0.5)(20)
@@ -61,12 +51,12 @@ def inverse_time_decay(
     *,
     upstream_numerics: bool = False,
 ) -> Schedule:
-    """Returns `step_size / (1 + decay_rate * i / decay_steps)`.
+    """Returns `step_size / (1 + decay_rate * i / decay_steps)`, as a function of the step `i`.
 
     Args:
       step_size: the step size of the first update.
       decay_steps: number of steps over which the denominator grows by `decay_rate`.
-      decay_rate: growth of the denominator per `decay_steps`.
+      decay_rate: see `decay_steps`.
       staircase: whether `i / decay_steps` is rounded down.
       upstream_numerics: whether to compute exactly like JAX's module, where the product of an
         integer `decay_rate` and an integer array overflows.
@@ -75,19 +65,13 @@ def inverse_time_decay(
       >>> inverse_time_decay(0.1, decay_steps=10, decay_rate=1.0)(10)
       0.05
     """
-    if staircase:
 
-        def schedule(i: Any) -> Any:
+    def schedule(i: Any) -> Any:
+        if staircase:
             return step_size / (1 + decay_rate * jnp.floor(i / decay_steps))
-
-    else:
-
-        def schedule(i: Any) -> Any:
-            rate = decay_rate
-            is_product_of_integers = isinstance(rate, int) and isinstance(i, jax.Array)
-            if is_product_of_integers and not upstream_numerics:
-                rate = float(rate)
-            return step_size / (1 + rate * i / decay_steps)
+        overflows = isinstance(decay_rate, int) and isinstance(i, jax.Array)
+        rate = float(decay_rate) if overflows and not upstream_numerics else decay_rate
+        return step_size / (1 + rate * i / decay_steps)
 
     return schedule
 
@@ -112,10 +96,8 @@ def polynomial_decay(
       decay_steps: number of steps until `final_step_size` is reached, after which it is constant.
       final_step_size: the final step size.
       power: the exponent.
-      upstream_numerics: whether to compute exactly like JAX's module. Under `jit`, that is wrong
-        after the end of the decay for many values of `decay_steps` if `power` is fractional: XLA
-        multiplies by the reciprocal, so that `1 - 7 * (1 / 7)` is negative, and its power NaN,
-        while `1 - 25 * (1 / 25)` is positive. A decay over 0 steps is NaN.
+      upstream_numerics: whether to compute exactly like JAX's module, where a decay over 0 steps is
+        NaN and, under `jit`, a decay of fractional `power` may be NaN or wrong after its end.
 
     Examples:
       >>> schedule = polynomial_decay(0.1, decay_steps=10, final_step_size=0.02, power=0.5)
@@ -123,6 +105,8 @@ def polynomial_decay(
       (0.02, 0.02)
     """
     is_whole = isinstance(power, int | float) and float(power).is_integer()
+    # XLA multiplies by the reciprocal: `1 - 7 * (1 / 7)` is negative, and its power NaN, while
+    # `1 - 25 * (1 / 25)` is positive.
     is_safe = is_whole and not (isinstance(decay_steps, int | float) and decay_steps == 0)
 
     def schedule(step_num: Any) -> Any:
@@ -185,18 +169,16 @@ def make_schedule(scalar_or_schedule: Any) -> Schedule:
       0.1
     """
     if callable(scalar_or_schedule):
-        schedule: Schedule = scalar_or_schedule
-        return schedule
-    if isinstance(scalar_or_schedule, np.ndarray | jax.Array):
-        if scalar_or_schedule.ndim == 0:
+        return scalar_or_schedule  # type: ignore[no-any-return]
+    is_array = isinstance(scalar_or_schedule, np.ndarray | jax.Array)
+    if is_array or isinstance(scalar_or_schedule, int | float | complex | np.number | np.bool_):
+        if np.ndim(scalar_or_schedule) == 0:
             return constant(scalar_or_schedule)
         found = f"an array of shape {scalar_or_schedule.shape}"
-    elif isinstance(scalar_or_schedule, int | float | complex | np.number | np.bool_):
-        return constant(scalar_or_schedule)
     elif isinstance(scalar_or_schedule, numbers.Real):
         return constant(float(scalar_or_schedule))  # a `Fraction` cannot be multiplied by an array
     else:
-        found = f"{type(scalar_or_schedule).__name__}"
+        found = type(scalar_or_schedule).__name__
     raise ScheduleError(
         f"`step_size` must be a number or a function of the step; got {found}. For a list of "
         "values use `piecewise_constant`."

@@ -1,8 +1,7 @@
-"""Splitting the state of a triple into parameters and slots, and joining them again.
+"""The state of a triple as two trees: parameters, and slots.
 
 A triple stores the parameters inside its state; Optax and opt-core keep two trees. A slot is the
-state of one parameter, in which a `ParamSlot` stands for the parameter itself, so that parameters
-are stored only once.
+state of one parameter, in which a `ParamSlot` stands for the parameter itself.
 """
 
 from __future__ import annotations
@@ -67,12 +66,23 @@ def join(params: Any, slots: Any) -> OptimizerState:
     return OptimizerState(tuple(packed), tree_def, tuple(subtree_defs))
 
 
+def convert(triple: Optimizer, state: OptimizerState, i: Any) -> tuple[Any, Any, Any]:
+    """Returns the parameters, slots and step that continue from a state before update `i`.
+
+    Raises:
+      LayoutError: `state` does not have the layout that the triple creates.
+      StepError: `i` is not a non-negative integer.
+    """
+    check_made_by(triple, state)
+    return *split(triple, state), int32_step(i)
+
+
 def check_made_by(triple: Optimizer, state: Any) -> None:
     """Checks that a state has the layout that `triple` creates for its parameters."""
     check_state(state)
     try:
         params = jax.eval_shape(triple.params_fn, state)
-        made = jax.eval_shape(triple.init_fn, params)
+        start = jax.eval_shape(triple.init_fn, params)
     except LayoutError:
         raise
     except Exception as error:
@@ -81,7 +91,7 @@ def check_made_by(triple: Optimizer, state: Any) -> None:
             "for it. Use the triple that created it."
         ) from error
     paths: list[str] = leaf_paths(state[1])
-    for path, *kept in zip(paths, made[0], made[2], state[0], state[2], strict=True):
+    for path, *kept in zip(paths, start[0], start[2], state[0], state[2], strict=True):
         shapes = [list(map(jnp.shape, leaves)) for leaves in (kept[0], kept[2])]
         if kept[1] != kept[3] or shapes[0] != shapes[1]:
             raise LayoutError(
@@ -110,8 +120,8 @@ def update_split(triple: Optimizer, i: Any, grads: Any, params: Any, slots: Any)
     return new_params, new_slots
 
 
-def whole_step(i: Any) -> Any:
-    """Returns a number of updates as an int32 scalar."""
+def int32_step(i: Any) -> Any:
+    """Returns a number of updates as an int32 scalar, or raises a `StepError`."""
     step = check_step(i)
     if isinstance(step, float | np.floating) and not float(step).is_integer():
         raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass a whole number.")
@@ -130,13 +140,12 @@ def _is_slot(node: Any) -> bool:
 
 def _positions(params_fn: Callable[[Any], Any], state: OptimizerState) -> list[int | None]:
     """Returns for each parameter the index of the leaf that `params_fn` returns, or `None`."""
-    found: list[int | None] = []
+    positions: list[int | None] = []
 
-    def look(traced: OptimizerState) -> None:
+    def trace(traced: OptimizerState) -> None:
         params = jax.tree.leaves(params_fn(traced))
         for param, leaves in zip(params, traced.packed_state, strict=True):
-            same = [j for j, leaf in enumerate(leaves) if leaf is param]
-            found.append(same[0] if same else None)
+            positions.append(next((j for j, leaf in enumerate(leaves) if leaf is param), None))
 
-    jax.eval_shape(look, OptimizerState(*state))
-    return found
+    jax.eval_shape(trace, OptimizerState(*state))
+    return positions

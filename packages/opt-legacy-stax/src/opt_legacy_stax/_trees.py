@@ -60,12 +60,12 @@ def difference(expected: Any, found: Any) -> str:
 
 
 def nodes(tree_def: Any) -> list[Node]:
-    """Returns `[path, kind]` of every node of a tree, from the root on."""
+    """Returns `[path, kind]` of every node of a tree, parents first."""
     return list(_nodes(jax.tree.unflatten(tree_def, [_LEAF] * tree_def.num_leaves), ()))
 
 
 def differences(expected: list[Node], found: list[Node]) -> list[str]:
-    """Returns a line for each place where two trees differ; none for what is below it."""
+    """Returns a line for each node where two trees differ, unless an ancestor differs."""
     ours, theirs = (dict(each) for each in (expected, found))
     lines: list[str] = []
     below: list[str] = []

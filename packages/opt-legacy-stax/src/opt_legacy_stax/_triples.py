@@ -1,35 +1,34 @@
 """The nine optimizers, the global norm, and gradient clipping by it.
 
 Each optimizer is written for a single array `x` with gradient `g`, and lifted to trees by
-`optimizer`. Operations and their order are those of `jax.example_libraries.optimizers`, except for
-the fixes listed in `docs/coming-from/jax-example-libraries.md`.
+`optimizer`, which adds the argument `upstream_numerics`. Operations and their order are those of
+`jax.example_libraries.optimizers`, except for the fixes listed in
+`docs/coming-from/jax-example-libraries.md`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from opt_legacy_stax._optimizers import INT32_MAX, LeafOptimizer, keep_dtypes, optimizer
+from opt_legacy_stax._optimizers import INT32_MAX, LeafOptimizer, keep_dtype, optimizer
 from opt_legacy_stax._schedules import make_schedule
 
 
-def get_params(state: Any) -> Any:
-    """Returns the parameter: the first entry of the state, except for `sgd` and `sm3`."""
-    return state[0]
-
-
-def _keep_zeros(count: int) -> Callable[[Any], Any]:
-    """Returns the `init` of optimizers that keep arrays like the parameter, zero at first."""
+def _with_zeros(count: int, update: Callable[[Any, Any, Any], Any]) -> LeafOptimizer:
+    """Returns the optimizer that keeps the parameter and `count` arrays like it, zero at first."""
 
     def init(x0: Any) -> Any:
         return x0, *(jnp.zeros_like(x0) for _ in range(count))
 
-    return init
+    def get_params(state: Any) -> Any:
+        return state[0]
+
+    return init, update, get_params
 
 
 @optimizer
@@ -42,10 +41,6 @@ def sgd(step_size: Any) -> LeafOptimizer:
 
     Args:
       step_size: a number, or a function of the step.
-      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
-
-    Returns:
-      An `Optimizer`.
 
     Examples:
       >>> opt_init, opt_update, get_params = sgd(0.1)
@@ -78,10 +73,6 @@ def momentum(step_size: Any, mass: float) -> LeafOptimizer:
     Args:
       step_size: a number, or a function of the step.
       mass: decay rate of the velocity.
-      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
-
-    Returns:
-      An `Optimizer`.
 
     Examples:
       >>> opt_init, opt_update, get_params = momentum(0.1, mass=0.5)
@@ -96,7 +87,7 @@ def momentum(step_size: Any, mass: float) -> LeafOptimizer:
         velocity = mass * velocity + g
         return x - rate(i) * velocity, velocity
 
-    return _keep_zeros(1), update, get_params
+    return _with_zeros(1, update)
 
 
 @optimizer
@@ -111,14 +102,9 @@ def nesterov(step_size: Any, mass: float) -> LeafOptimizer:
     Args:
       step_size: a number, or a function of the step.
       mass: decay rate of the velocity.
-      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
-
-    Returns:
-      An `Optimizer`.
 
     References:
-      Sutskever et al., `On the importance of initialization and momentum in deep learning`, 2013,
-      https://proceedings.mlr.press/v28/sutskever13.html.
+      Sutskever et al., 2013, https://proceedings.mlr.press/v28/sutskever13.html.
     """
     rate = make_schedule(step_size)
 
@@ -127,7 +113,7 @@ def nesterov(step_size: Any, mass: float) -> LeafOptimizer:
         velocity = mass * velocity + g
         return x - rate(i) * (mass * velocity + g), velocity
 
-    return _keep_zeros(1), update, get_params
+    return _with_zeros(1, update)
 
 
 @optimizer
@@ -145,15 +131,9 @@ def adagrad(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     Args:
       step_size: a number, or a function of the step.
       momentum: decay rate of `m`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
-
-    Returns:
-      An `Optimizer`.
 
     References:
-      Duchi, Hazan and Singer,
-      `Adaptive Subgradient Methods for Online Learning and Stochastic Optimization`, 2011,
-      https://jmlr.org/papers/v12/duchi11a.html.
+      Duchi, Hazan and Singer, 2011, https://jmlr.org/papers/v12/duchi11a.html.
     """
     rate = make_schedule(step_size)
 
@@ -163,7 +143,7 @@ def adagrad(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
         m = (1.0 - momentum) * (g * _inverse_root(g_sq)) + momentum * m
         return x - rate(i) * m, g_sq, m
 
-    return _keep_zeros(2), update, get_params
+    return _with_zeros(2, update)
 
 
 @optimizer
@@ -179,13 +159,9 @@ def rmsprop(step_size: Any, gamma: float = 0.9, eps: float = 1e-8) -> LeafOptimi
       step_size: a number, or a function of the step.
       gamma: decay rate of `avg_sq_grad`.
       eps: added to `avg_sq_grad` inside the square root.
-      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
-
-    Returns:
-      An `Optimizer`.
 
     References:
-      Tieleman and Hinton, `Neural Networks for Machine Learning`, lecture 6.5, 2012,
+      Tieleman and Hinton, lecture 6.5, 2012,
       https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     """
     rate = make_schedule(step_size)
@@ -195,7 +171,7 @@ def rmsprop(step_size: Any, gamma: float = 0.9, eps: float = 1e-8) -> LeafOptimi
         avg_sq_grad = avg_sq_grad * gamma + jnp.square(g) * (1.0 - gamma)
         return x - rate(i) * g / jnp.sqrt(avg_sq_grad + eps), avg_sq_grad
 
-    return _keep_zeros(1), update, get_params
+    return _with_zeros(1, update)
 
 
 @optimizer
@@ -213,17 +189,11 @@ def rmsprop_momentum(
     x <- x - mom
     ```
 
-    See `rmsprop` for the reference.
-
     Args:
       step_size: a number, or a function of the step.
       gamma: decay rate of `avg_sq_grad`.
       eps: added to `avg_sq_grad` inside the square root.
       momentum: decay rate of `mom`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
-
-    Returns:
-      An `Optimizer`.
     """
     rate = make_schedule(step_size)
 
@@ -233,7 +203,7 @@ def rmsprop_momentum(
         mom = momentum * mom + rate(i) * g / jnp.sqrt(avg_sq_grad + eps)
         return x - mom, avg_sq_grad, mom
 
-    return _keep_zeros(2), update, get_params
+    return _with_zeros(2, update)
 
 
 @optimizer
@@ -263,17 +233,13 @@ def adam(
       upstream_numerics: whether to compute exactly like JAX's module: dtypes are promoted, and in
         bfloat16 the default `b2` rounds to 1, so that parameters never move.
 
-    Returns:
-      An `Optimizer`.
-
     Examples:
       >>> opt_init, opt_update, get_params = adam(0.1)
       >>> get_params(opt_update(0, jnp.array([3.0, -0.1]), opt_init(jnp.zeros(2)))).tolist()
       [-0.1, 0.1]
 
     References:
-      Kingma and Ba, `Adam: A Method for Stochastic Optimization`, 2014,
-      https://arxiv.org/abs/1412.6980.
+      Kingma and Ba, 2014, https://arxiv.org/abs/1412.6980.
     """
     rate = make_schedule(step_size)
 
@@ -285,7 +251,7 @@ def adam(
         vhat = v / _correction(b2, i, m.dtype, upstream_numerics)
         return x - rate(i) * mhat / (jnp.sqrt(vhat) + eps), m, v
 
-    return _keep_zeros(2), update, get_params
+    return _with_zeros(2, update)
 
 
 @optimizer
@@ -310,14 +276,10 @@ def adamax(
       b1: decay rate of `m`.
       b2: decay rate of `u`.
       eps: added to `u` in the denominator.
-      upstream_numerics: whether to compute exactly like JAX's module; see `adam`.
-
-    Returns:
-      An `Optimizer`.
+      upstream_numerics: see `adam`.
 
     References:
-      Kingma and Ba, `Adam: A Method for Stochastic Optimization`, 2014, section 7.1,
-      https://arxiv.org/abs/1412.6980.
+      Kingma and Ba, 2014, section 7.1, https://arxiv.org/abs/1412.6980.
     """
     rate = make_schedule(step_size)
 
@@ -328,7 +290,7 @@ def adamax(
         corrected_rate = rate(i) / _correction(b1, i, m.dtype, upstream_numerics)
         return x - corrected_rate * m / (u + eps), m, u
 
-    return _keep_zeros(2), update, get_params
+    return _with_zeros(2, update)
 
 
 @optimizer
@@ -351,10 +313,6 @@ def sm3(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     Args:
       step_size: a number, or a function of the step.
       momentum: decay rate of `m`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
-
-    Returns:
-      An `Optimizer`.
 
     Examples:
       >>> opt_init, opt_update, get_params = sm3(0.1)
@@ -363,8 +321,7 @@ def sm3(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
       (2, 3)
 
     References:
-      Anil, Gupta, Koren and Singer, `Memory-Efficient Adaptive Optimization`, 2019,
-      https://arxiv.org/abs/1901.11150.
+      Anil et al., 2019, https://arxiv.org/abs/1901.11150.
     """
     rate = make_schedule(step_size)
 
@@ -376,7 +333,10 @@ def sm3(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
 
     def update(i: Any, g: Any, state: Any) -> Any:
         x, m, vs, x_shape = state
-        covering = [_along(v, axis, jnp.ndim(g)) for axis, v in enumerate(vs)]
+        ndim = max(jnp.ndim(g), 1)
+        covering = [
+            jnp.expand_dims(v, [k for k in range(ndim) if k != axis]) for axis, v in enumerate(vs)
+        ]
         accum = functools.reduce(jnp.minimum, covering) + jnp.square(g)
         m = (1.0 - momentum) * (g * _inverse_root(accum)) + momentum * m
         axes = range(x.ndim)
@@ -421,8 +381,7 @@ def clip_grads(grad_tree: Any, max_norm: Any, *, upstream_numerics: bool = False
       wrapper can still see which gradients are NaN.
 
     References:
-      Pascanu, Mikolov and Bengio, `On the difficulty of training Recurrent Neural Networks`, 2013,
-      https://arxiv.org/abs/1211.5063.
+      Pascanu, Mikolov and Bengio, 2013, https://arxiv.org/abs/1211.5063.
 
     Examples:
       >>> clip_grads([jnp.array([3.0, 4.0])], 1.0)[0].tolist()
@@ -435,14 +394,11 @@ def clip_grads(grad_tree: Any, max_norm: Any, *, upstream_numerics: bool = False
         return jax.tree.map(
             lambda g: jnp.where(norm < max_norm, g, g * (max_norm / norm)), grad_tree
         )
-
     stays = (norm <= max_norm) | jnp.isnan(norm)
 
-    def clip(g: Any) -> Any:
-        clipped = jnp.where(stays, g, g * (max_norm / norm))
-        return keep_dtypes([g], [clipped])[0]
-
-    return jax.tree.map(clip, grad_tree)
+    return jax.tree.map(
+        lambda g: keep_dtype(g, jnp.where(stays, g, g * (max_norm / norm))), grad_tree
+    )
 
 
 def _inverse_root(x: Any) -> Any:
@@ -460,17 +416,9 @@ def _correction(decay: Any, i: Any, dtype: Any, upstream_numerics: bool) -> Any:
     return (1 - jax.lax.pow(jnp.asarray(decay, wide), step)).astype(dtype)
 
 
-def _along(v: Any, axis: int, ndim: int) -> Any:
-    """Reshapes a vector to `ndim` axes, along axis `axis`."""
-    index: Sequence[Any] = [slice(None) if k == axis else None for k in range(max(ndim, 1))]
-    return v[tuple(index)]
-
-
 def _next_step(i: Any) -> Any:
     """Returns `i + 1`, or `i` if the integer would overflow."""
-    if isinstance(
-        i, int
-    ):  # as an array it is not a constant of the program, which steps then share
+    if isinstance(i, int):  # an array is no constant of the program, which steps then share
         return jnp.int32(min(i, INT32_MAX - 1) + 1)
     if isinstance(i, jax.Array) and jnp.issubdtype(i.dtype, jnp.integer):
         return jnp.minimum(i, jnp.iinfo(i.dtype).max - 1) + 1
