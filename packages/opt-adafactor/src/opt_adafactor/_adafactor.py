@@ -54,8 +54,7 @@ class Adafactor(OptimizerDef):
     and with `v <- beta2 * v + (1 - beta2) * q` and `u = g / sqrt(v)` for a parameter that is not
     factored.
 
-    Instances are immutable (`with_param_axes` returns a new one) except for `set_param_axes`.
-    Definitions with the same arguments compare and hash equal.
+    Instances are immutable except for `set_param_axes`. Those with the same arguments are equal.
 
     Examples:
       >>> definition = Adafactor(learning_rate=0.1, min_dim_size_to_factor=2)
@@ -102,15 +101,14 @@ class Adafactor(OptimizerDef):
           factored: whether to factor at all. If not, batch dimensions are ignored too.
           multiply_by_parameter_scale: whether the learning rate is relative to the root mean square
             of each parameter; an `HParamMap` decides by path.
-          beta1: decay rate of the momentum of the scaled updates; `None` for no momentum, which
-            saves its memory.
-          decay_rate: exponent of the decay of the second moments, `1 - (step + 1)**-decay_rate`.
-          step_offset: step that counts as 0 in this formula, e.g. when fine-tuning starts with
-            fresh statistics. Up to this step the decay is 0.
+          beta1: decay rate of the momentum of the scaled updates; `None` for no momentum.
+          decay_rate: exponent of the decay of the second moments.
+          step_offset: step that counts as 0 in the decay, e.g. when fine-tuning starts with fresh
+            statistics. Up to this step the decay is 0.
           clipping_threshold: maximum root mean square of an update before scaling; `None` disables
             clipping.
           weight_decay_rate: fraction subtracted from each parameter per step, not multiplied by the
-            learning rate; `None` for no decay.
+            learning rate.
           min_dim_size_to_factor: without a rule, a matrix is factored if both dimensions are at
             least this large.
           epsilon1: added to squared gradients.
@@ -118,15 +116,14 @@ class Adafactor(OptimizerDef):
           dtype_momentum: dtype of the momentum.
           factor_map: the `FactorRule` of each parameter, by path.
           logical_factor_rules: the `FactorDim` (or its name) of each logical axis name. They take
-            effect with `with_param_axes` or `set_param_axes`, and take precedence over
-            `factor_map`.
+            effect with `with_param_axes` or `set_param_axes`, before `factor_map`.
           weight_decay_rate_lr_exponent: if given, the weight decay is
             `weight_decay_rate * learning_rate**exponent`, where a rate of `None` counts as 1.
           global_norm_clip_threshold: maximum global norm of the gradients; `None` or 0 disables
             clipping by global norm.
           max_parameter_scale: maximum parameter scale; `None` for no limit.
           skip_nan_updates: whether entries of parameters and statistics that a step would make inf
-            or NaN stay as they are. The step counter is incremented in any case.
+            or NaN stay as they are; the step is counted all the same.
           respect_rank2_rules: whether to apply explicit rules to parameters of rank 2 and below
             that have no batch dimension. T5X ignores them to keep a single checkpoint layout, and
             so does the default.
@@ -175,7 +172,7 @@ class Adafactor(OptimizerDef):
         check_hyper_params(hyper_params)
         super().__init__(hyper_params)
         self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
-        self._given_map = factor_map
+        self._own_map = factor_map
         self._axis_rules: tuple[AxisRules, ...] = ()
 
     def with_param_axes(self, param_axes: Any) -> Self:
@@ -261,14 +258,7 @@ class Adafactor(OptimizerDef):
     def resolve_hyper_params(
         self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
     ) -> Any:
-        """Returns `hyper_params` with the learning rate of the next step, if it is a schedule.
-
-        Args:
-          hyper_params: a dataclass like `self.hyper_params`.
-          params: the parameters.
-          state: the state that belongs to them.
-          **extra_args: none are used.
-        """
+        """Returns `hyper_params` with the learning rate of the next step, if it is a schedule."""
         del params, extra_args
         if not callable(hyper_params.learning_rate):
             return hyper_params
@@ -286,18 +276,10 @@ class Adafactor(OptimizerDef):
         self._check_overrides(hyper_params)
         check_gradients(params, grads)
         plan = self._plan(params)
-        new_params, new_states = update_tree(
-            plan,
-            hyper_params,
-            state.step,
-            plan.arrays(params),
-            plan.arrays(grads),
-            _flatten_states(plan, state.param_states),
-        )
-        unflatten = plan.treedef.unflatten
-        return unflatten(new_params), OptimizerState(
-            increment_step(state.step), unflatten(new_states)
-        )
+        states, unflatten = _flatten_states(plan, state.param_states), plan.treedef.unflatten
+        arrays = plan.arrays(params), plan.arrays(grads)
+        new, new_states = update_tree(plan, hyper_params, state.step, *arrays, states)
+        return unflatten(new), OptimizerState(increment_step(state.step), unflatten(new_states))
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns the optimizer with each leaf replaced by its logical axes.
@@ -321,14 +303,10 @@ class Adafactor(OptimizerDef):
         )
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
-        """Returns a description of every leaf of the state.
+        """Returns a description of every leaf of the state; see `OptimizerDef.describe_state`.
 
         `v_row` keeps all dimensions of its parameter except the columns, `v_col` all except the
         rows, `v` and `m` all of them. Unused slots keep none.
-
-        Args:
-          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-          state: the state that belongs to them.
 
         Examples:
           >>> from opt_core import describe_state
@@ -361,31 +339,14 @@ class Adafactor(OptimizerDef):
         return None if found is None else ((found[0],), (found[1],))
 
     def init_param_state(self, param: Any, path: str) -> _AdafactorParamState:
-        """Returns the initial state of a single parameter; see `init_state`.
-
-        Args:
-          param: the parameter.
-          path: its `/`-joined keys.
-        """
+        """Returns the initial state of a single parameter, by its `/`-joined keys."""
         state = self.init_state(_nest(path, param)).param_states
         return _at(state, path)  # type: ignore[no-any-return]
 
     def apply_param_gradient(
         self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any, path: str
     ) -> tuple[Any, _AdafactorParamState]:
-        """Updates a single parameter; see `apply_gradient`.
-
-        Args:
-          step: number of updates made before.
-          hyper_params: the hyper-parameters.
-          param: the parameter.
-          state: its state.
-          grad: its gradient.
-          path: its `/`-joined keys.
-
-        Returns:
-          The new parameter and its new state.
-        """
+        """Returns a single parameter, by its `/`-joined keys, and its state after one update."""
         params, grads, states = (_nest(path, x) for x in (param, grad, state))
         new, new_state = self.apply_gradient(
             hyper_params, params, OptimizerState(step, states), grads
@@ -397,14 +358,15 @@ class Adafactor(OptimizerDef):
 
     def _set_axis_rules(self, axis_rules: tuple[AxisRules, ...]) -> None:
         self._axis_rules = axis_rules
-        factor_map = self._public_factor_map(axis_rules[-1])
-        self.hyper_params = self.hyper_params.replace(factor_map=factor_map)
-
-    def _public_factor_map(self, rules: AxisRules) -> AxisRules:
-        """Returns `hyper_params.factor_map` for rules derived from axes; overridden in `t5x`."""
-        return rules
+        self.hyper_params = self.hyper_params.replace(factor_map=dict(axis_rules[-1]))
 
     def _plan(self, params: Any) -> Plan:
+        if self._axis_rules and self.hyper_params.factor_map != self._axis_rules[-1]:
+            raise HyperParamError(
+                "`hyper_params.factor_map` was changed after `set_param_axes`, which does not "
+                "change the rules of this definition. Change `logical_factor_rules` or the axes, "
+                "or pass a `factor_map` to `Adafactor`."
+            )
         return make_plan(params, self.hyper_params, self._axis_rules)
 
     def _init_plan(self, params: Any) -> Plan:
@@ -414,14 +376,13 @@ class Adafactor(OptimizerDef):
         return plan
 
     def _check_overrides(self, hyper_params: Any) -> None:
-        # from before `set_param_axes`
-        earlier = map(self._public_factor_map, self._axis_rules)
-        if hyper_params.factor_map in (self._given_map, *earlier):
+        # The caller's may be from before `set_param_axes`.
+        if hyper_params.factor_map in (self._own_map, *self._axis_rules):
             hyper_params = hyper_params.replace(factor_map=self.hyper_params.factor_map)
         check_overrides(self.hyper_params, hyper_params)
 
     def _identity(self) -> Any:
-        return self.hyper_params, self.dtype_momentum, self._given_map, self._axis_rules
+        return self.hyper_params, self.dtype_momentum, self._own_map, self._axis_rules
 
 
 def _flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:

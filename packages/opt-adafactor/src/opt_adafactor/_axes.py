@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from flax.core import FrozenDict
 from flax.core.meta import Partitioned
 from flax.linen.partitioning import AxisMetadata
 from jax.sharding import PartitionSpec
@@ -32,18 +31,14 @@ def axes_by_path(entries: Iterable[tuple[str, Any]]) -> dict[str, PartitionSpec 
     return axes
 
 
-def factor_rules_from_axes(
-    param_axes: Any, dims: Mapping[str, FactorDim]
-) -> FrozenDict[str, FactorRule]:
+def factor_rules_from_axes(param_axes: Any, dims: Mapping[str, FactorDim]) -> dict[str, FactorRule]:
     """Returns the factor rule of every parameter.
 
     A dimension without a name is `NONE`; several names on one dimension must agree. Parameters that
     do not have both `ROW` and `COLUMN` dimensions are not factored. Parameters without axes use the
     heuristic.
     """
-    return FrozenDict(
-        {path: _rule(path, spec, dims) for path, spec in flatten_axes(param_axes).items()}
-    )
+    return {path: _rule(path, spec, dims) for path, spec in flatten_axes(param_axes).items()}
 
 
 def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) -> None:

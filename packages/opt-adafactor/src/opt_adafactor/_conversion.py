@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +26,7 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
 
     Returns:
       `like` with the statistics, momentum and count of `state`, in the dtypes of `like`. The count
-      is also set in schedules in the same chain as Optax's statistics, and in an enclosing
-      `optax.inject_hyperparams`; everything else is unchanged.
+      is also set in schedules of the same chain, and in an enclosing `optax.inject_hyperparams`.
 
     Raises:
       ImportError: Optax is not installed.
@@ -44,9 +42,7 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
       >>> int(state[0].count), state[0].v['w'][0].tolist()
       (1, [1.0, 1.0])
     """
-    require_optax()
-    import optax
-
+    optax = require_optax()
     owner, chain, average = _find(like, "like")
     treedef: Any = jax.tree.structure(owner.v)
     states = _param_states(state.param_states, treedef)
@@ -92,9 +88,6 @@ def from_optax_state(state: Any) -> OptimizerState:
         alone or inside a chain. An `optax.EmaState` that follows Optax's statistics in the same
         chain is interpreted as the momentum.
 
-    Returns:
-      The state, with statistics in float32, the momentum in its own dtype, and T5X's placeholders.
-
     Raises:
       ImportError: Optax is not installed.
       StateConversionError: `state` does not contain exactly one Adafactor state, or several moving
@@ -107,7 +100,6 @@ def from_optax_state(state: Any) -> OptimizerState:
       >>> state.param_states['w'].v_row.shape, state.param_states['w'].m.shape
       ((128,), (1,))
     """
-    require_optax()
     owner, _, average = _find(state, "state")
     m = getattr(owner, "m", None if average is None else average.ema)
     treedef: Any = jax.tree.structure(owner.v)
@@ -138,8 +130,7 @@ def _holds(node: Any, owner: Any) -> bool:
 
 def _recount(node: Any, step: Any) -> Any:
     """Sets the step in a state of `optax.inject_hyperparams` and in its schedules."""
-    import optax
-
+    optax = require_optax()
     if not isinstance(node, optax.InjectStatefulHyperparamsState):
         return node
     plain = type(optax.WrappedSchedule(lambda step: step).init())
@@ -163,7 +154,7 @@ class _Statistics(NamedTuple):
 
 
 def _find(state: Any, argument: str) -> _Statistics:
-    import optax
+    optax = require_optax()
 
     def is_state(node: Any) -> bool:
         return isinstance(node, AdafactorState | optax.FactoredState)
@@ -181,10 +172,8 @@ def _find(state: Any, argument: str) -> _Statistics:
     def is_chain(node: Any) -> bool:
         return type(node) is tuple and any(child is owner for child in node)
 
-    chains = [node for node in jax.tree.leaves(state, is_leaf=is_chain) if is_chain(node)]
-    if not chains:
-        return _Statistics(owner)
-    (chain,) = chains
+    nodes = jax.tree.leaves(state, is_leaf=is_chain)
+    chain: tuple[Any, ...] = next(filter(is_chain, nodes), (owner,))
     place = next(i for i, child in enumerate(chain) if child is owner)
     averages = [child for child in chain[place:] if isinstance(child, optax.EmaState)]
     if len(averages) > 1:
@@ -218,8 +207,7 @@ def _pour(reference: Any, tree: Any, slot: str) -> Any:
             )
         return jnp.array(new, old.dtype)
 
-    poured: Callable[..., Any] = jax.tree_util.tree_map_with_path
-    return poured(pour, reference, tree)
+    return jax.tree_util.tree_map_with_path(pour, reference, tree)
 
 
 def _count(step: Any) -> jax.Array:

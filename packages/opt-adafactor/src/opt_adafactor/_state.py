@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -117,18 +116,18 @@ def describe(
                 source="stated",
             )
             leaves.append(description)
-    settings = {
-        f.name: _setting(getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params)
-    }
-    settings = json_settings({**settings, "dtype_momentum": dtype_momentum})
+    values = {**vars(hyper_params), "dtype_momentum": dtype_momentum}
+    settings = json_settings({name: _setting(value) for name, value in values.items()})
     # The momentum accumulates updates that are already multiplied by the parameter scale.
     bearing = (
         {"multiply_by_parameter_scale": Bearing("refused")}
         if hyper_params.beta1 is not None
         else {}
     )
-    made = TransformationDescription(_NAME, settings=settings, bearing=bearing, source="stated")
-    return StateDescription(tuple(leaves), (made,))
+    adafactor = TransformationDescription(
+        _NAME, settings=settings, bearing=bearing, source="stated"
+    )
+    return StateDescription(tuple(leaves), (adafactor,))
 
 
 def check_states(plan: Plan, params: Sequence[Any], states: Sequence[_AdafactorParamState]) -> None:

@@ -40,14 +40,15 @@ class AdafactorState(NamedTuple):
     m: Any
 
 
-def require_optax() -> None:
-    """Raises an `ImportError` that names the extra unless Optax can be imported."""
+def require_optax() -> Any:
+    """Returns the module `optax`, or raises an `ImportError` that names the extra."""
     try:
-        import optax  # noqa: F401
+        import optax
     except ImportError as error:
         raise ImportError(
             'this function needs Optax. Install it with `pip install "opt-adafactor[optax]"`'
         ) from error
+    return optax
 
 
 def adafactor(
@@ -76,18 +77,17 @@ def adafactor(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `Adafactor` as an Optax gradient transformation.
 
-    Updates are computed in float32 or wider, whatever the dtype of the gradients, so that float32
-    parameters match those of the definition. Equivalent to `optax.adafactor` for parameters of rank
-    2 and below, where `beta1` is called `momentum`, `step_offset` `decay_offset`, and `epsilon1`
-    `eps`. Arguments are those of `Adafactor`, which documents them and the update rule, except:
+    Updates are computed in float32 or wider, whatever the dtype of the gradients. Equivalent to
+    `optax.adafactor` for parameters of rank 2 and below, where `beta1` is called `momentum`,
+    `step_offset` `decay_offset`, and `epsilon1` `eps`. Arguments are those of `Adafactor`, which
+    documents them and the update rule, except:
 
     - `learning_rate`: a schedule is called with the count. `None` counts as 1.
     - `logical_factor_rules`: the `FactorDim` of each logical axis name; requires `param_axes`.
     - `skip_nan_updates`: skipped entries get a zero update.
     - `param_axes`: the logical axes of the parameters; see `Adafactor.with_param_axes`.
-    - `weight_decay_mask`: which parameters to decay: a tree of booleans with the structure of the
-      parameters or a prefix of it, or a function that returns one for the parameters. `None` for
-      all.
+    - `weight_decay_mask`: which parameters to decay: a tree of booleans like the parameters or a
+      prefix of it, or a function that returns one for the parameters. `None` for all.
 
     Returns:
       A transformation whose state is an `AdafactorState`. `update` requires the parameters.
@@ -106,9 +106,7 @@ def adafactor(
       >>> optax.apply_updates(params, updates)['w'][0].tolist(), state.v_row['w'].shape
       ([0.9, 0.9], (2,))
     """
-    require_optax()
-    import optax
-
+    optax = require_optax()
     definition = Adafactor(
         1.0 if learning_rate is None else learning_rate,
         factored,
@@ -141,8 +139,7 @@ def adafactor(
         del extra_args
         return _update(definition, updates, state, params, weight_decay_mask)
 
-    function: Any = update  # Optax's type annotation lacks the extra arguments
-    return optax.GradientTransformationExtraArgs(init, function)
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[no-any-return]
 
 
 def scale_by_generalized_factored_rms(
@@ -165,21 +162,7 @@ def scale_by_generalized_factored_rms(
     u = u / max(1, rms(u) / clipping_threshold)
     ```
 
-    `Adafactor` documents `v_row`, `v_col` and the decay.
-
-    Args:
-      factored: whether to factor at all.
-      decay_rate: exponent of the decay of the second moments, `1 - (count + 1)**-decay_rate`.
-      step_offset: count that counts as 0 in this formula. Up to it the decay is 0, not NaN.
-      min_dim_size_to_factor: without a rule, a matrix is factored if both dimensions are at least
-        this large.
-      epsilon: added to squared gradients.
-      clipping_threshold: maximum root mean square of an update, per index of the batch dimensions;
-        `None` disables clipping.
-      factor_map: the `FactorRule` of each parameter, by path.
-      logical_factor_rules: the `FactorDim` of each logical axis name; requires `param_axes`.
-      param_axes: the logical axes of the parameters; see `Adafactor.with_param_axes`.
-      respect_rank2_rules: whether to apply explicit rules of rank 2 and below; see `Adafactor`.
+    Arguments are those of `adafactor`, where `epsilon` is called `epsilon1`.
 
     Returns:
       A transformation whose state is an `optax.FactoredState`, in float32 whatever the dtype of the
@@ -196,9 +179,7 @@ def scale_by_generalized_factored_rms(
       >>> tx.init({'wi': jnp.ones((16, 3, 24))}).v_col['wi'].shape
       (3, 24)
     """
-    require_optax()
-    import optax
-
+    optax = require_optax()
     definition = Adafactor(
         1.0,
         factored,
@@ -222,14 +203,14 @@ def scale_by_generalized_factored_rms(
         new, own = _update(definition, updates, own, params)
         return jax.tree.map(jnp.negative, new), optax.FactoredState(*own[:4])
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # type: ignore[no-any-return]
 
 
 def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
     rules = definition.hyper_params.logical_factor_rules
     if (rules is None) != (param_axes is None):
-        missing = "logical_factor_rules" if rules is None else "param_axes"
-        given = "param_axes" if rules is None else "logical_factor_rules"
+        names = ["logical_factor_rules", "param_axes"]
+        missing, given = names if rules is None else reversed(names)
         raise ValueError(
             f"`{given}` is given without `{missing}`: factor rules by logical axis need both. Pass "
             f"`{missing}` too"
@@ -240,8 +221,7 @@ def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
 def _init(definition: Adafactor, params: Any) -> AdafactorState:
     plan = definition._init_plan(params)
     states = init_states(plan, params, definition.dtype_momentum)
-    has_momentum = definition.hyper_params.beta1 is not None
-    return _to_optax(plan, jnp.zeros([], jnp.int32), states, has_momentum=has_momentum)
+    return _to_optax(plan, jnp.zeros([], jnp.int32), states, definition.hyper_params.beta1)
 
 
 def _update(
@@ -270,16 +250,15 @@ def _update(
         as_updates=True,
         decays=[bool(decay) for decay in decays],
     )
-    count = increment_step(state.count)
-    has_momentum = state.m is not None
-    return plan.treedef.unflatten(new), _to_optax(plan, count, states, has_momentum=has_momentum)
+    new_state = _to_optax(plan, increment_step(state.count), states, state.m)
+    return plan.treedef.unflatten(new), new_state
 
 
 def _to_optax(
-    plan: Plan, count: Any, states: Sequence[_AdafactorParamState], *, has_momentum: bool
+    plan: Plan, count: Any, states: Sequence[_AdafactorParamState], momentum: Any
 ) -> AdafactorState:
-    """Transposes a state per parameter to one tree per slot."""
+    """Transposes a state per parameter to one tree per slot; no `m` if `momentum` is `None`."""
     v_row, v_col, v, m = (
         plan.treedef.unflatten([getattr(state, name) for state in states]) for name in FIELDS
     )
-    return AdafactorState(count, v_row, v_col, v, m if has_momentum else None)
+    return AdafactorState(count, v_row, v_col, v, None if momentum is None else m)

@@ -4,7 +4,6 @@ The arithmetic, the state and the checkpoint layout are those of `opt_adafactor`
 already. `Adafactor` differs only where T5X code relies on T5X's behaviour:
 
 * `derive_logical_axes` assigns no axes to the factored statistics, so they are replicated;
-* after `set_param_axes`, `hyper_params.factor_map` is a plain dict;
 * `restore_state` accepts parameters in a different precision (T5X can save and restore them in
   bfloat16), and partition specs or `None` in place of any leaf.
 
@@ -18,11 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from opt_core import Optimizer, OptimizerDef, OptimizerState
-from opt_core.errors import HyperParamError
 from opt_core.t5x import lenient_references
 
 from opt_adafactor import _adafactor
-from opt_adafactor._factoring import Plan
 from opt_adafactor._hyper_params import _AdafactorHyperParams as _AdafactorHyperParams
 from opt_adafactor._rules import (
     HEURISTIC_RULE,
@@ -50,7 +47,7 @@ __all__ = [
 
 
 class Adafactor(_adafactor.Adafactor):
-    """`opt_adafactor.Adafactor` with T5X's axes, `factor_map` and lenient `restore_state`.
+    """`opt_adafactor.Adafactor` with T5X's axes of the state and lenient `restore_state`.
 
     Arguments and updates are the same, and a checkpoint of either class restores into the other.
 
@@ -74,11 +71,6 @@ class Adafactor(_adafactor.Adafactor):
         `v_row`, `v_col` and the step get `None`. `v` gets the parameter's axes unless its shape is
         `(1,)`, the shape of an unused slot; `m` gets them if `beta1` is neither `None` nor 0.
 
-        Args:
-          optimizer: an optimizer of this definition; only shapes are used.
-          param_axes: a tree with the keys of the parameters and a `PartitionSpec` of logical axis
-            names per leaf; container types may differ.
-
         Raises:
           ParamAxesError: `param_axes` do not match the parameters; the message lists the paths.
         """
@@ -100,18 +92,6 @@ class Adafactor(_adafactor.Adafactor):
             for state, spec in rows
         ]
         return derived.replace(state=OptimizerState(None, treedef.unflatten(states)))
-
-    def _public_factor_map(self, rules: Mapping[str, FactorRule]) -> Mapping[str, FactorRule]:
-        return dict(rules)
-
-    def _plan(self, params: Any) -> Plan:
-        if self._axis_rules and self.hyper_params.factor_map != dict(self._axis_rules[-1]):
-            raise HyperParamError(
-                "`hyper_params.factor_map` was changed after `set_param_axes`, which does not "
-                "change the rules of this definition. Change `logical_factor_rules` or the axes, "
-                "or pass a `factor_map` to `Adafactor`."
-            )
-        return super()._plan(params)
 
     def restore_reference(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
