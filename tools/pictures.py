@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Text
+from matplotlib.ticker import PercentFormatter
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "examples"), str(ROOT / "tools" / "bench")]
@@ -151,6 +152,100 @@ def muon() -> Figure:
     return picture
 
 
+def microbatches() -> Figure:
+    """Temporaries of a gradient and its error, by the number of microbatches."""
+    from opt_accumulate import accumulate_gradients
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "up": jax.random.normal(keys[0], (64, 1024)) / 8,
+        "down": jax.random.normal(keys[1], (1024, 64)) / 32,
+    }
+    rows = jnp.arange(256)
+    batch = {"x": jax.random.normal(keys[2], (256, 64)), "mask": rows % 16 < rows // 16 + 1}
+
+    def loss(params: Any, batch: Any) -> Any:
+        out = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+        losses = jnp.square(out - batch["x"]).sum(-1)
+        return jnp.where(batch["mask"], losses, 0.0).sum(), batch["mask"].sum()
+
+    def mean(params: Any, batch: Any) -> Any:
+        total, count = loss(params, batch)
+        return total / count
+
+    exact = jax.jit(jax.grad(mean))(params, batch)["up"]
+    numbers = [1, 2, 4, 8, 16]
+    options = {
+        "sums and token counts": (loss, {}, GREEN),
+        "mean of means": (mean, {"weights": "mean_of_means"}, RED),
+    }
+    picture = figure(2.6)
+    axes: Any = picture.subplots(1, 2)
+    for name, (function, chosen, colour) in options.items():
+        sizes, errors = [], []
+        for number in numbers:
+            gradient = accumulate_gradients(function, num_microbatches=number, **chosen)
+            compiled = jax.jit(gradient).lower(params, batch).compile()
+            sizes.append(compiled.memory_analysis().temp_size_in_bytes / MIB)
+            error = compiled(params, batch)[1]["up"] - exact
+            errors.append(float(jnp.linalg.norm(error) / jnp.linalg.norm(exact)))
+        if not chosen:
+            axes[0].plot(numbers, sizes, "o-", color=BLUE)
+        axes[1].plot(numbers, errors, "o-", color=colour, label=name)
+    for part in axes:
+        part.set_xscale("log", base=2)
+        part.set_xticks(numbers, [*map(str, numbers)])
+        part.set(xlabel="microbatches", ylim=(0, None))
+        bare(part, "left", "bottom")
+    axes[0].set_title("temporaries, MiB")
+    axes[1].set_title("error of the gradient")
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1.0))
+    picture.legend(loc="outside lower center", ncols=2, frameon=False)
+    return picture
+
+
+def spike() -> Figure:
+    """The loss of AdamW after one corrupt batch, with a guard and without, and of the average."""
+    import optax
+    from opt_accumulate import Spike, eval_params, guard, with_average
+
+    inputs = jax.random.normal(jax.random.key(0), (512, 16))
+    truth = jax.random.normal(jax.random.key(1), (16, 1))
+    params = {"w": jnp.zeros((16, 1))}
+
+    def loss(params: Any, x: Any, noise: Any) -> Any:
+        return jnp.mean((x @ params["w"] - x @ truth - noise) ** 2)
+
+    def train(tx: Any) -> tuple[Any, Any]:
+        def step(carry: Any, number: Any) -> Any:
+            params, state = carry
+            key = jax.random.fold_in(jax.random.key(2), number)
+            x = jax.random.normal(key, (32, 16))
+            x = jnp.where(number == 150, 30.0, 1.0) * x
+            noise = jax.random.normal(key, (32, 1))
+            value, grads = jax.value_and_grad(loss)(params, x, noise)
+            updates, state = tx.update(grads, state, params, loss=value)
+            params = optax.apply_updates(params, updates)
+            held_out = loss(params, inputs, 0.0), loss(eval_params(state, params), inputs, 0.0)
+            return (params, state), held_out
+
+        return jax.lax.scan(step, (params, tx.init(params)), jnp.arange(320))[1]
+
+    plain: Any = optax.with_extra_args_support(optax.adamw(2e-2, b2=0.99))
+    averaged = with_average(optax.adamw(2e-2, b2=0.99), 0.95, warmup=True)
+    unguarded = train(with_average(plain, 0.95))[0]
+    guarded, average = train(guard(averaged, loss=Spike()))
+    picture = figure(2.8)
+    axes: Any = picture.subplots()
+    axes.plot(unguarded, color=RED, label="AdamW")
+    axes.plot(guarded, color=BLUE, label="with a guard")
+    axes.plot(average, color=GREEN, label="its average")
+    axes.set(yscale="log", xlabel="step", title="held-out loss; one corrupt batch at step 150")
+    bare(axes, "left", "bottom")
+    picture.legend(loc="outside lower center", ncols=3, frameon=False)
+    return picture
+
+
 def restore() -> Figure:
     """A plan: what becomes of every parameter and its moments in a model that has changed."""
     from opt_checkpoint import Map, Pad, named_state, plan_restore
@@ -202,7 +297,7 @@ def restore() -> Figure:
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    f.__name__: f for f in (ratchet, zero, groups, muon, restore)
+    f.__name__: f for f in (ratchet, zero, groups, muon, microbatches, spike, restore)
 }
 
 
