@@ -172,6 +172,7 @@ def mesh_of(number: int) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:blocks of moments lie on several devices")
 @pytest.mark.parametrize("name", ["remainder", "stochastic"])
 def test_eight_devices_then_four_then_one(name: str, tmp_path: Path) -> None:
     specs = {"bias": P(), "kernel": P("a", "b"), "wide": P(None, "b")}

@@ -446,6 +446,26 @@ def test_memory_is_one_microbatch_of_activations_and_one_accumulator() -> None:
     assert ours < full / 6
 
 
+def test_outputs_that_are_added_up_are_held_once() -> None:
+    x = jnp.ones((64, 8))
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> tuple[jax.Array, Tree]:
+        large = jnp.outer(jnp.arange(1 << 16, dtype=jnp.float32), x[0])
+        return (w * x).mean(), {"sum": large, "mean": large}
+
+    rules = {"sum": "sum", "mean": "mean"}
+    vg = accumulate_gradients(
+        loss_fn, num_microbatches=64, weights="examples", has_aux=True, aux=rules
+    )
+    compiled = jax.jit(vg).lower(jnp.float32(1), x).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 8 * (8 << 18)  # of 64, each of 2 MiB
+    (_, aux), _ = compiled(jnp.float32(1), x)
+    assert aux["sum"][7].tolist() == [7.0 * 64] * 8
+    assert aux["mean"][7].tolist() == [7.0] * 8
+
+
 @pytest.mark.slow
 def test_padding_is_empty_and_not_skipped() -> None:
     """Its mean is NaN; a weight that is not finite, or a mean of something, is still judged."""

@@ -8,6 +8,8 @@ import numpy as np
 import opt_precision as op
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from opt_precision.errors import StateError
 from precision_testing import (
     CODECS,
@@ -139,6 +141,21 @@ def test_reports_name_what_is_made_whole_or_say_that_they_do_not_know() -> None:
     assert op.explain_precision(tx, shapes, value=1.0).whole == ()
     with pytest.raises(TypeError, match="unexpected"):
         op.explain_precision(tx, shapes, value=1.0, other=2.0)
+
+
+def test_blocks_that_lie_on_several_devices_are_named_with_one_that_fits() -> None:
+    mesh = AbstractMesh((64,), ("data",), axis_types=(AxisType.Auto,))
+    layout: Any = {name: NamedSharding(mesh, P(None, "data")) for name in ("wide", "wider")}  # type: ignore[arg-type]
+    shapes = {
+        "wide": jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16),
+        "wider": jax.ShapeDtypeStruct((64, 256 * 64), jnp.bfloat16),
+    }
+    words = r"wide: blocks of 256 along dimension 1, which has 64 elements on each of 64 devices: "
+    with pytest.warns(UserWarning, match=words + "give the codec `block=64`") as found:
+        op.explain_precision(quantize_state(optax.adam(1e-3), op.dynamic8(), layout=layout), shapes)
+    assert "wider" not in str(found[0].message)
+    fitting = quantize_state(optax.adam(1e-3), op.dynamic8(block=64), layout=layout)
+    op.explain_precision(fitting, shapes)  # warnings are errors
 
 
 def test_derivatives_in_reverse_mode_where_nothing_is_encoded() -> None:

@@ -10,16 +10,15 @@ from importlib.metadata import version as _version
 from optax import EmaState, MultiStepsState, ShouldSkipUpdateFunction, TraceState, ema, trace
 
 from opt_accumulate import errors
+from opt_accumulate._accumulate import AccumulationMetrics, accumulate_gradients
 from opt_accumulate._average import AverageState, with_average
 from opt_accumulate._eval_params import HoldsEvalParams, HoldsMasterParams, eval_params
 from opt_accumulate._guard import guard
+from opt_accumulate._guard_state import GuardReport, GuardState, Reason, Spike, check_skips, report
 from opt_accumulate._inner import ParamsTransformation
-from opt_accumulate._microbatches.accumulate import AccumulationMetrics, accumulate_gradients
 from opt_accumulate._multi_steps import MultiSteps
-from opt_accumulate._report import GuardReport, GuardState, Reason, check_skips, report
 from opt_accumulate._rollback import Rollback, rollback
 from opt_accumulate._skip import skip_large_updates, skip_not_finite
-from opt_accumulate._spike import Spike
 
 __version__ = _version("opt-accumulate")
 

@@ -17,8 +17,8 @@ from opt_accumulate._arrays import (
     traced_once,
 )
 from opt_accumulate._eval_params import master_params
+from opt_accumulate._guard_state import GuardState
 from opt_accumulate._inner import InnerUpdate, ParamsTransformation, emit_if
-from opt_accumulate._report import GuardState
 from opt_accumulate._trees import broadcast_prefix, check_integer, check_numbers, children
 from opt_accumulate.errors import OptionError
 

@@ -13,10 +13,9 @@ import numpy as np
 import optax
 
 from opt_accumulate._arrays import cast_like, on_device, put_beside
+from opt_accumulate._guard_state import GuardState, Reason, Spike, Window
 from opt_accumulate._inner import InnerUpdate, ParamsTransformation, emit_if
-from opt_accumulate._norms import all_finite, global_norm
-from opt_accumulate._report import GuardState, Reason
-from opt_accumulate._spike import Spike, Window
+from opt_accumulate._skip import all_finite, global_norm
 from opt_accumulate._trees import check_integer, check_numbers
 from opt_accumulate.errors import OptionError
 

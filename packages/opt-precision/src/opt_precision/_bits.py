@@ -138,7 +138,7 @@ def global_index(
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of an array, in elements."""
-    made = [1]
+    strides = [1]
     for size in shape[:0:-1]:
-        made.append(made[-1] * size)
-    return tuple(reversed(made))[: len(shape)]
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))[: len(shape)]

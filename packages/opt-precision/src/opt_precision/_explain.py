@@ -176,10 +176,10 @@ def _whole(
 ) -> tuple[str, ...] | None:
     """The parameters whose updates need whole leaves, where that is known."""
     grads = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params)
-    given = Arguments(grads, params, extra_args, is_in_place=True)
+    args = Arguments(grads, params, extra_args, is_in_place=True)
     try:
-        return tuple(Step(tx.wrapper.filled(given, state)).whole_leaves())
+        return tuple(Step(tx.wrapper.filled(args, state)).whole_leaves())
     except TypeError:
         if extra_args:
             raise
-        return None  # an update that has to be given more than gradients
+        return None  # an update that needs more than gradients

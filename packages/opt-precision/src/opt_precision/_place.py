@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -11,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from opt_precision._formats import Encoded, Format
+from opt_precision._select import Shape
 from opt_precision.errors import PrecisionError, StateError
 
 if TYPE_CHECKING:
@@ -101,16 +103,47 @@ def shards(mesh: Any, entry: Any) -> int:
     return math.prod(mesh.shape[name] for name in axis_names(entry))
 
 
+def cut_block(
+    mesh: Any, spec: PartitionSpec, shape: Sequence[int], formats: Sequence[Format]
+) -> Format | None:
+    """The first format with a block that lies on several devices."""
+    for form in formats:
+        parts = shards(mesh, spec[form.axis]) if form.block else 1
+        if parts > 1 and shape[form.axis] % (parts * form.block):
+            return form
+    return None
+
+
 def block_spec(
     mesh: Any, spec: PartitionSpec, shape: Sequence[int], formats: Sequence[Format]
 ) -> PartitionSpec:
     """Where a leaf lies while it is computed: with every block of it on one device."""
-    for form in formats:
-        parts = shards(mesh, spec[form.axis]) if form.block else 1
-        if parts > 1 and shape[form.axis] % (parts * form.block):
-            entries = [None if dim == form.axis else entry for dim, entry in enumerate(spec)]
-            return PartitionSpec(*entries)
-    return spec
+    form = cut_block(mesh, spec, shape, formats)
+    if form is None:
+        return spec
+    return PartitionSpec(*(None if dim == form.axis else at for dim, at in enumerate(spec)))
+
+
+def warn_of_cut_blocks(place: Place, leaves: Sequence[tuple[str, Shape, list[Format]]]) -> None:
+    """Warns of leaves, by path, shape and formats, that are gathered in every step."""
+    lines = []
+    for (path, shape, formats), spec in zip(leaves, place.specs, strict=False):
+        if (form := cut_block(place.mesh, spec, shape, formats)) is not None:
+            parts = shards(place.mesh, spec[form.axis])
+            size = shape[form.axis] // parts
+            fitting = next((n for n in range(min(size, 4096), 15, -1) if size % n == 0), None)
+            advice = f"give the codec `block={fitting}`" if fitting else "shard another one"
+            lines.append(
+                f"  {path}: blocks of {form.block} along dimension {form.axis}, which has {size} "
+                f"elements on each of {parts} devices: {advice}"
+            )
+    if lines:
+        more = [f"  and {len(lines) - 3} more"] if len(lines) > 3 else []
+        warnings.warn(
+            "blocks of moments lie on several devices, so every step gathers these parameters, "
+            "their gradients and their codes:\n" + "\n".join(lines[:3] + more),
+            stacklevel=2,
+        )
 
 
 def local_origin(mesh: Any, spec: PartitionSpec, local: Sequence[int]) -> tuple[Any, ...]:
@@ -178,8 +211,8 @@ def partition_rules(base: Rules | None = None) -> Rules:
         raise PrecisionError(
             "`partition_rules` is for opt-partition: install `opt-precision[partition]`"
         ) from None
-    made: Rules = (DEFAULT_RULES if base is None else base).extend({Encoded: encoded_axes})
-    return made
+    rules: Rules = (DEFAULT_RULES if base is None else base).extend({Encoded: encoded_axes})
+    return rules
 
 
 def encoded_axes(leaf: StateLeaf) -> Any:

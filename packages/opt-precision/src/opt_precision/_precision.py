@@ -29,7 +29,7 @@ _ROLES: Final = frozenset(get_args(Role))
 class Precision:
     """How parameters and state are stored; calling it wraps a transformation.
 
-    A value: two that are made alike are equal, and `str` is short enough for a table.
+    A value: two with the same settings are equal, and `str` is short enough for a table.
 
     Attributes:
       weights: `'stochastic'` for `stochastic_weights`, `'f32'`, `'remainder'`, `'remainder8'` or
@@ -39,7 +39,7 @@ class Precision:
       offload: whether moments lie in the memory of the host, by `offload_state`.
       seed: of the noise of both.
       chunk_bytes: see `quantize_state`.
-      layout: see `quantize_state`; of the parameters that the transformation is given.
+      layout: see `quantize_state`; of the parameters of the transformation.
 
     Raises:
       PrecisionError: `weights` is none of these, or there is nothing to be done.
@@ -112,20 +112,20 @@ class Precision:
 
     def _quantized(self, before: Quantized | None) -> Quantized:
         """What is done with moments: this, besides what was done before."""
-        made = Quantized(tx=None) if before is None else before  # type: ignore[arg-type]
+        settings = Quantized(tx=None) if before is None else before  # type: ignore[arg-type]
         select = _select.moments() if self.select is None else self.select
         if self.state is not None:
-            if made.codec is not None:
+            if settings.codec is not None:
                 raise OrderError(order_message("quantize_state", "quantize_state"))
             codec = checked_codec(self.state)
-            made = dataclasses.replace(made, codec=codec, select=select, seed=self.seed)
+            settings = dataclasses.replace(settings, codec=codec, select=select, seed=self.seed)
         if self.offload:
-            if made.on_host is not None:
+            if settings.on_host is not None:
                 raise OrderError(order_message("offload_state", "offload_state"))
-            made = dataclasses.replace(made, on_host=select)
-        layout = made.layout if self.layout is None else self.layout
-        chunk_bytes = min(self.chunk_bytes, made.chunk_bytes)
-        return dataclasses.replace(made, chunk_bytes=chunk_bytes, layout=layout)
+            settings = dataclasses.replace(settings, on_host=select)
+        layout = settings.layout if self.layout is None else self.layout
+        chunk_bytes = min(self.chunk_bytes, settings.chunk_bytes)
+        return dataclasses.replace(settings, chunk_bytes=chunk_bytes, layout=layout)
 
     def __str__(self) -> str:
         parts = [f"{self.weights} weights"] if self.weights else []

@@ -4,12 +4,11 @@ What is one number (a norm, a bias correction) is computed from whole leaves. Th
 equations of one leaf take it as an argument, and are the same for blocks, but for broadcasts:
 
     whole:  s = reduce_sum(g * g);  u = g * rsqrt(s)      g of the whole leaf
-    block:  s given;                u = g * rsqrt(s)      g of some rows
+    block:  s known;                u = g * rsqrt(s)      g of some rows
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -57,7 +56,7 @@ class Part(NamedTuple):
 
 
 class Program:
-    """The equations of a traced function: calls in place, one condition for each result of one."""
+    """The equations of a traced function, with those of the functions that it calls."""
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         self.arguments: list[Var] = list(closed.jaxpr.invars)
@@ -77,40 +76,30 @@ class Program:
             inputs = [x if isinstance(x, Literal) else known[x] for x in eqn.invars]
             if (inner := _plain_call(eqn)) is not None:
                 outs = self._inlined(inner, inputs)
-            elif eqn.primitive.name == "cond" and not eqn.effects:
-                outs = self._conditions(eqn, inputs)
+            elif (branches := _elementwise_branches(eqn)) is not None:
+                outs = self._chosen(eqn, branches, inputs)
             else:
-                made = [Var(value.aval) for value in eqn.outvars]
-                self.equations.append(eqn.replace(invars=inputs, outvars=made))
-                outs = [*made]
+                results = [Var(value.aval) for value in eqn.outvars]
+                self.equations.append(eqn.replace(invars=inputs, outvars=results))
+                outs = [*results]
             known.update(zip(eqn.outvars, outs, strict=True))
         return [x if isinstance(x, Literal) else known[x] for x in jaxpr.outvars]
 
-    def _conditions(self, eqn: JaxprEqn, inputs: Sequence[Atom]) -> list[Atom]:
-        """One condition for each result of one, with the operands that it needs."""
+    def _chosen(
+        self, eqn: JaxprEqn, branches: Sequence[ClosedJaxpr], inputs: Sequence[Atom]
+    ) -> list[Atom]:
+        """All branches of a condition, and for each of its results the choice among theirs."""
         index, *operands = inputs
-        branches = [Program(branch) for branch in eqn.params["branches"]]
         results: list[Atom] = []
-        for i, value in enumerate(eqn.outvars):
-            parts = [branch.part([branch.outs[i]]) for branch in branches]
-            needed = {start for part in parts for start in part.starts}
-            arguments = zip(*(branch.arguments for branch in branches), strict=True)
-            used = [j for j, each in enumerate(arguments) if not needed.isdisjoint(each)]
-            closed = tuple(
-                ClosedJaxpr(
-                    branch.jaxpr(
-                        part._replace(starts=[branch.arguments[j] for j in used]), [*branch.consts]
-                    ),
-                    [*branch.consts.values()],
+        for value, *cases in zip(
+            eqn.outvars, *(self._inlined(branch, operands) for branch in branches), strict=True
+        ):
+            results.append(out := Var(value.aval))
+            self.equations.append(
+                eqn.replace(
+                    primitive=lax.select_n_p, invars=[index, *cases], outvars=[out], params={}
                 )
-                for branch, part in zip(branches, parts, strict=True)
             )
-            results.append(made := Var(value.aval))
-            given, params = (
-                [index, *(operands[j] for j in used)],
-                {**eqn.params, "branches": closed},
-            )
-            self.equations.append(eqn.replace(invars=given, outvars=[made], params=params))
         return results
 
     def maker(self, value: Var) -> JaxprEqn | None:
@@ -156,46 +145,33 @@ class Program:
 
     def evaluate(self, part: Part, values: Callable[[Var], Any]) -> list[Any]:
         """Computes some of the equations from the values that they start from."""
-        made: list[Any] = jax.core.eval_jaxpr(self.jaxpr(part), (), *map(values, part.starts))
-        return made
+        starts = map(values, part.starts)
+        outs: list[Any] = jax.core.eval_jaxpr(self.jaxpr(part), (), *starts)
+        return outs
 
-    def kinds(self, arguments: Sequence[int], *, is_branch: bool = False) -> dict[Var, int]:
+    def kinds(self, arguments: Sequence[int]) -> dict[Var, int]:
         """How each value depends on the elements of leaves."""
-        kinds = {
-            value: NUMBER if type_of(value).size == 1 and not is_branch else kind
-            for value, kind in zip(self.arguments, arguments, strict=True)
-        }
-        kinds |= {value: NUMBER if type_of(value).size == 1 else WHOLE for value in self.consts}
+
+        def kind(value: Var, of_whole: int) -> int:
+            return NUMBER if getattr(value.aval, "size", 0) == 1 else of_whole
+
+        pairs = zip(self.arguments, arguments, strict=True)
+        kinds = {value: kind(value, of) for value, of in pairs}
+        kinds |= {value: kind(value, WHOLE) for value in self.consts}
         for eqn in self.equations:
-            given = [NUMBER if isinstance(x, Literal) else kinds[x] for x in eqn.invars]
-            made = _kind(eqn, given)
-            for value in eqn.outvars:
-                is_number = getattr(value.aval, "size", 0) == 1
-                if is_branch:
-                    is_number &= set(given) <= {NUMBER} and not eqn.effects
-                kinds[value] = NUMBER if is_number else made
+            of = _kind(eqn, [NUMBER if isinstance(x, Literal) else kinds[x] for x in eqn.invars])
+            kinds |= {value: kind(value, of) for value in eqn.outvars}
         return kinds
 
 
-def _kind(eqn: JaxprEqn, given: Sequence[int]) -> int:
+def _kind(eqn: JaxprEqn, operands: Sequence[int]) -> int:
     """The kind of what an equation makes, if that is not a number."""
     name = eqn.primitive.name
-    if eqn.effects:
-        return WHOLE
     if name == "broadcast_in_dim":
-        return UNIFORM if given[0] == NUMBER else WHOLE
-    if name == "cond":
-        if given[0] != NUMBER:
-            return WHOLE
-        branches = [Program(branch) for branch in eqn.params["branches"]]
-        found = [
-            NUMBER if isinstance(out := branch.outs[0], Literal) else kinds[out]
-            for branch in branches
-            for kinds in [branch.kinds(given[1:], is_branch=True)]
-        ]
-        return _joined(found)
+        return UNIFORM if operands[0] == NUMBER else WHOLE
     shapes = {type_of(value).shape for value in eqn.outvars}
-    return _joined(given) if name in ELEMENTWISE and len(shapes) == 1 else WHOLE
+    is_elementwise = name in ELEMENTWISE and not eqn.effects and len(shapes) == 1
+    return _joined(operands) if is_elementwise else WHOLE
 
 
 def _joined(kinds: Iterable[int]) -> int:
@@ -217,6 +193,15 @@ def _plain_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return inner if isinstance(inner, ClosedJaxpr) else None
 
 
+def _elementwise_branches(eqn: JaxprEqn) -> Sequence[ClosedJaxpr] | None:
+    """The branches of a condition that costs little if all are computed; `None` for others."""
+    if eqn.primitive.name != "cond" or eqn.effects:
+        return None
+    branches: Sequence[ClosedJaxpr] = eqn.params["branches"]
+    names = {inner.primitive.name for each in branches for inner in Program(each).equations}
+    return branches if names <= ELEMENTWISE | {"broadcast_in_dim"} else None
+
+
 def run_on_block(jaxpr: Jaxpr, values: Sequence[Any], whole: Shape, piece: Shape) -> list[Any]:
     """Elementwise equations of a leaf on a block of it, in the context of the caller."""
     known: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
@@ -225,28 +210,12 @@ def run_on_block(jaxpr: Jaxpr, values: Sequence[Any], whole: Shape, piece: Shape
         return atom.val if isinstance(atom, Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
-        given, name = list(map(value, eqn.invars)), eqn.primitive.name
-        if name == "cond":
-            branches = [
-                functools.partial(_run_branch, branch, whole, piece)
-                for branch in eqn.params["branches"]
-            ]
-            made = lax.switch(given[0], branches, *given[1:])
-        else:
-            params = {**eqn.params, **dict.fromkeys(_PLACES & eqn.params.keys())}
-            if name == "broadcast_in_dim" and type_of(eqn.outvars[0]).shape == whole:
-                params["shape"] = piece
-            made = [eqn.primitive.bind(*given, **params)]
-        known |= zip(eqn.outvars, made, strict=True)
+        params = {**eqn.params, **dict.fromkeys(_PLACES & eqn.params.keys())}
+        if eqn.primitive.name == "broadcast_in_dim" and type_of(eqn.outvars[0]).shape == whole:
+            params["shape"] = piece
+        out = eqn.primitive.bind(*map(value, eqn.invars), **params)
+        known |= zip(eqn.outvars, [out], strict=True)
     return list(map(value, jaxpr.outvars))
-
-
-def _run_branch(branch: ClosedJaxpr, whole: Shape, piece: Shape, *operands: Any) -> list[Any]:
-    program = Program(branch)
-    part = program.part(program.outs)
-    known = {**dict(zip(program.arguments, operands, strict=True)), **program.consts}
-    values = [known[start] for start in part.starts]
-    return run_on_block(program.jaxpr(part), values, whole, piece)
 
 
 _SAME: Final = frozenset({"convert_element_type", "copy", "copy_p"})

@@ -15,7 +15,7 @@ import optax
 from opt_precision import _bits
 from opt_precision._formats import is_encoded
 from opt_precision._select import path_str
-from opt_precision._storage import ParamsStorage, Weights
+from opt_precision._storage import Weights
 from opt_precision.errors import StateError
 
 
@@ -42,10 +42,6 @@ class StochasticState(NamedTuple):
     step: jax.Array
     inner: Any
 
-    def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known."""
-        return jax.tree.map(wide_param, params)
-
 
 class MasterState(NamedTuple):
     """The state of `master_weights(storage='f32')`.
@@ -58,9 +54,9 @@ class MasterState(NamedTuple):
     master: Any
     inner: Any
 
-    def params_storage(self) -> tuple[str, ParamsStorage]:
+    def params_storage(self) -> tuple[str, Weights]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "master", ParamsStorage("f32")
+        return "master", Weights("f32")
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
@@ -79,9 +75,9 @@ class RemainderState(NamedTuple):
     low: Any
     inner: Any
 
-    def params_storage(self) -> tuple[str, ParamsStorage]:
+    def params_storage(self) -> tuple[str, Weights]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "low", ParamsStorage("remainder")
+        return "low", Weights("remainder")
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
@@ -101,9 +97,9 @@ class Remainder8State(NamedTuple):
     low: Any
     inner: Any
 
-    def params_storage(self) -> tuple[str, ParamsStorage]:
+    def params_storage(self) -> tuple[str, Weights]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "low", ParamsStorage("remainder8")
+        return "low", Weights("remainder8")
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
@@ -123,9 +119,9 @@ class KahanState(NamedTuple):
     compensation: Any
     inner: Any
 
-    def params_storage(self) -> tuple[str, ParamsStorage]:
+    def params_storage(self) -> tuple[str, Weights]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "compensation", ParamsStorage("kahan")
+        return "compensation", Weights("kahan")
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
@@ -136,10 +132,10 @@ def _masters(state: Any, params: Any) -> Any:
     """The parameters in float32, from what a state keeps besides them."""
     field, storage = state.params_storage()
 
-    def of(param: Any, extra: Any) -> Any:
+    def master(param: Any, extra: Any) -> Any:
         return wide_param(param) if is_masked(extra) else storage.decode(param, extra)
 
-    return jax.tree.map(of, params, getattr(state, field), is_leaf=is_masked)
+    return jax.tree.map(master, params, getattr(state, field), is_leaf=is_masked)
 
 
 def wide_param(param: Any) -> Any:
@@ -215,10 +211,12 @@ def master_of(state: Any, params: Any) -> Any:
         of which there is none: then the parameters are all that is known.
       params: the parameters.
     """
-    found = _weight_state(state)
-    if found is None:
+    found = [x for x in jax.tree.leaves(state, is_leaf=_is_weight_state) if _is_weight_state(x)]
+    if len(found) > 1:
+        raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
+    if not found or isinstance(found[0], StochasticState):
         return jax.tree.map(wide_param, params)
-    return found.master_params(params)
+    return found[0].master_params(params)
 
 
 def set_params(state: Any, params: Any) -> Any:
@@ -243,13 +241,11 @@ def set_params(state: Any, params: Any) -> Any:
         if not hasattr(node, "params_storage"):
             return node
         field, storage = node.params_storage()
-        first = Weights(storage.name).first_extra
-        kept = jax.tree.map(
-            lambda param, extra: extra if is_masked(extra) else first(jnp.asarray(param)),
-            params,
-            getattr(node, field),
-            is_leaf=is_masked,
-        )
+
+        def first(param: Any, extra: Any) -> Any:
+            return extra if is_masked(extra) else storage.first_extra(jnp.asarray(param))
+
+        kept = jax.tree.map(first, params, getattr(node, field), is_leaf=is_masked)
         return node._replace(**{field: kept})
 
     return jax.tree.map(reset, state, is_leaf=_is_weight_state)
@@ -257,10 +253,3 @@ def set_params(state: Any, params: Any) -> Any:
 
 def _is_weight_state(node: Any) -> bool:
     return isinstance(node, WEIGHT_STATES)
-
-
-def _weight_state(state: Any) -> Any:
-    found = [x for x in jax.tree.leaves(state, is_leaf=_is_weight_state) if _is_weight_state(x)]
-    if len(found) > 1:
-        raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
-    return found[0] if found else None

@@ -1,4 +1,4 @@
-"""One step: numbers first, then leaf by leaf what is made of them and of its own elements."""
+"""One step: numbers first, then leaf by leaf what depends on them and on its elements."""
 
 from __future__ import annotations
 
@@ -85,26 +85,29 @@ class Plan(NamedTuple):
             known[GRADIENT] = _bits.widen(arrays.grad)
         if arrays.param is not None:
             known[PARAMETER] = weights.value(arrays.param, arrays.extra)
-        given = {NUMBER: iter(numbers.values), COMPUTED: iter(arrays.computed)}
-        values = [next(given[x]) if x in given else known[x] for x in self.sources]
+        in_order = {NUMBER: iter(numbers.values), COMPUTED: iter(arrays.computed)}
+        values = [next(in_order[x]) if x in in_order else known[x] for x in self.sources]
         if self.is_elementwise:
-            made = run_on_block(self.jaxpr, values, self.leaf.shape, shape)
+            outs = run_on_block(self.jaxpr, values, self.leaf.shape, shape)
         else:
-            made = jax.core.eval_jaxpr(self.jaxpr, (), *values)
-        return list(map(as_array, made))
+            outs = jax.core.eval_jaxpr(self.jaxpr, (), *values)
+        return list(map(as_array, outs))
 
 
 class Step:
     """One step on some arguments."""
 
     def __init__(self, arguments: Arguments) -> None:
-        self._given = arguments
+        self._args = arguments
         self._update = update = Update(arguments)
         likes = [
             leaf.arrays.grad if leaf.arrays.param is None else leaf.arrays.param
             for leaf in update.leaves
         ]
         self._place = _place.find_place(arguments.layout, likes)
+        _place.warn_of_cut_blocks(
+            self._place, [(x.path, x.shape, x.formats) for x in update.leaves]
+        )
         self._is_traced = any(
             isinstance(leaf.arrays.grad, jax.core.Tracer) for leaf in update.leaves
         )
@@ -165,8 +168,8 @@ class Step:
             self._compute([*self._rest.values(), *itertools.chain.from_iterable(wanted)])
         else:  # as it was traced
             arguments = map(self._value, self._program.arguments)
-            made = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arguments)
-            rows = zip(self._program.outs, made, strict=True)
+            outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arguments)
+            rows = zip(self._program.outs, outs, strict=True)
             self._known |= {out: value for out, value in rows if isinstance(out, Var)}
         new = {
             plan.leaf.at: _at_once(self._work(plan))
@@ -250,7 +253,7 @@ class Step:
             return leaf.shape
         blocked = [form for form in leaf.formats if form.block]
         units = {form.axis: math.lcm(*(form.block for form in blocked)) for form in blocked}
-        return piece_shape(self._shape(leaf), self._given.limit, units, is_even=leaf.is_hosted)
+        return piece_shape(self._shape(leaf), self._args.limit, units, is_even=leaf.is_hosted)
 
     def _compute(self, wanted: Iterable[Atom]) -> None:
         """Computes values for whole leaves."""
@@ -270,7 +273,7 @@ class Step:
         array, (owner, source) = self._arguments[atom], self._places[atom]
         if source == PARAMETER:
             assert owner is not None
-            return self._given.weights.value(array, self._update.leaves[owner].arrays.extra)
+            return self._args.weights.value(array, self._update.leaves[owner].arrays.extra)
         if source == GRADIENT:
             return _bits.widen(array)
         return self._decoded(array, owner) if is_encoded(array) else fetched(array)
@@ -287,8 +290,8 @@ class Step:
         lies = self._place.specs[owner]
         spec = _place.block_spec(self._place.mesh, lies, leaf.shape, [leaf.format])
         on_mesh = _place.mapped(values, self._place.mesh, (spec,), spec)
-        made: jax.Array = on_mesh(jax.tree.map(lambda x: _place.resharded(x, spec), leaf))
-        return made
+        decoded: jax.Array = on_mesh(jax.tree.map(lambda x: _place.resharded(x, spec), leaf))
+        return decoded
 
     def _totals(self, zero: jax.Array) -> jax.Array:
         """Computes numbers of decoded leaves block by block, those first that others need."""
@@ -307,10 +310,10 @@ class Step:
             names = [[eqn.primitive.name for eqn in eqns] for _, eqns in rows]
             found, zero = self._streamed(plans, works, zero, names)
             for (_, eqns), numbers in zip(rows, found, strict=True):
-                made = (eqn.outvars[0] for eqn in eqns)
+                outs = (eqn.outvars[0] for eqn in eqns)
                 self._known |= {
                     out: number.reshape(type_of(out).shape)
-                    for out, number in zip(made, numbers, strict=True)
+                    for out, number in zip(outs, numbers, strict=True)
                 }
         return zero
 
@@ -332,10 +335,10 @@ class Step:
 
     def _total_work(self, plan: Plan, eqns: Sequence[JaxprEqn]) -> Work:
         """What makes numbers of the elements of a leaf, each with those of the blocks before."""
-        weights, names = self._given.weights, tuple(eqn.primitive.name for eqn in eqns)
+        weights, names = self._args.weights, tuple(eqn.primitive.name for eqn in eqns)
 
         def body(numbers: Numbers, piece: Piece, held: list[Any], read: Elements) -> list[Any]:
-            made = []
+            joined = []
             outs = plan.outs(read, numbers, weights, piece.shape)
             for name, before, elements in zip(names, held, outs, strict=True):
                 reduce, join, _, first = REDUCTIONS[name]
@@ -343,8 +346,8 @@ class Step:
                 if piece.is_new is not None:
                     start = jnp.asarray(first, elements.dtype)
                     elements = jnp.where(piece.is_new, elements, start)
-                made.append(join(before, reduce(elements)))
-            return made
+                joined.append(join(before, reduce(elements)))
+            return joined
 
         rows = zip(names, eqns, strict=True)
         held = [
@@ -359,7 +362,7 @@ class Step:
 
     def _work(self, plan: Plan) -> Work:
         """What makes the new values of a leaf."""
-        leaf, weights, is_in_place = plan.leaf, self._given.weights, self._given.is_in_place
+        leaf, weights, is_in_place = plan.leaf, self._args.weights, self._args.is_in_place
         strides = _bits.strides_of(leaf.shape)
 
         def body(numbers: Numbers, piece: Piece, held: Elements, read: Elements) -> Elements:
@@ -427,25 +430,25 @@ class Step:
         noise: Callable[[], jax.Array],
     ) -> tuple[jax.Array, jax.Array | None]:
         """The new parameter, or the update that makes it, and what is kept besides it."""
-        weights = self._given.weights
-        if param is None or (not self._given.is_in_place and weights.method == "nearest"):
+        weights = self._args.weights
+        if param is None or (not self._args.is_in_place and weights.method == "nearest"):
             return update, None
         is_met = weights.is_met_by(param.dtype)
         is_random = is_met and weights.needs_noise
         new, kept = weights.place(param, extra, update, noise() if is_random else None)
-        if not self._given.is_in_place:
+        if not self._args.is_in_place:
             new = _bits.widen(new) - _bits.widen(param) if is_met else update
         return new, kept
 
     @functools.cached_property
     def _keys(self) -> jax.Array:
         """What tells the noise of arrays from each other: of each parameter and of its mirrors."""
-        given = self._given
+        args = self._args
         rows: list[tuple[str, bool]] = []
         for leaf in self._update.leaves:
             rows += [(f"{leaf.path}#param", False), *((name, True) for name in leaf.names)]
-        weights = _bits.step_seed(given.weights.seed, given.steps[0])
-        fields = _bits.step_seed(given.seed, given.steps[1])
+        weights = _bits.step_seed(args.weights.seed, args.steps[0])
+        fields = _bits.step_seed(args.seed, args.steps[1])
         is_field = np.asarray([of_state for _, of_state in rows], bool)
         return _bits.noise_keys(jnp.where(is_field, fields, weights), [name for name, _ in rows])
 
@@ -462,7 +465,7 @@ class Step:
         names: Sequence[Sequence[str]] = (),
     ) -> tuple[list[Any], jax.Array]:
         """Computes leaves; see `stream`."""
-        mesh, limit = self._place.mesh, self._given.limit
+        mesh, limit = self._place.mesh, self._args.limit
         if mesh is None:
             return stream(works, limit, zero)
         specs = [self._spec(plan.leaf) for plan in plans]
@@ -483,7 +486,7 @@ class Step:
     def _zero(self) -> jax.Array:
         """A zero that the compiler does not know to be one."""
         # Our own counts are never negative; of other integers in the state nothing is known.
-        counts = [step for step in self._given.steps if isinstance(step, jax.Array)]
+        counts = [step for step in self._args.steps if isinstance(step, jax.Array)]
         if counts:
             return jnp.minimum(counts[0], 0)
         grads = [leaf.arrays.grad for leaf in self._update.leaves]
@@ -495,8 +498,8 @@ def _at_once(work: Work) -> Elements:
     """The results of a leaf that is computed as a whole, with no order among leaves."""
     held, read = jax.tree.map(fetched, (work.held, work.read))
     piece = Piece(work.shape, (0,) * len(work.shape))
-    made: Elements = work.body(work.numbers, piece, held, read)
-    placed: Elements = jax.tree.map(_place.placed_like, made, work.held)
+    results: Elements = work.body(work.numbers, piece, held, read)
+    placed: Elements = jax.tree.map(_place.placed_like, results, work.held)
     return placed
 
 

@@ -34,10 +34,47 @@ EXTRA_DTYPE: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """How parameters are rounded."""
+    """How parameters are rounded, and what is kept besides those in bfloat16.
 
-    method: Method  # nearest, stochastic, or with what is kept besides them
-    seed: int = 0  # of the noise
+    Attributes:
+      method: `'nearest'`, `'stochastic'`, or what is kept. `'f32'`: the parameter in float32.
+        `'remainder'`: the lower half of the bits of that, int16, where the parameter is the upper
+        half, rounded half away from zero. `'remainder8'`: the upper byte of that, int8.
+        `'kahan'`: what is to be added to the parameter, bfloat16.
+      seed: of the noise; 0 in what a state says of its arrays, whose meaning has none.
+    """
+
+    method: Method
+    seed: int = 0
+    dtype: str = dataclasses.field(default="float32", init=False)
+    fields: tuple[str, ...] = dataclasses.field(default=(), init=False)
+
+    @property
+    def name(self) -> str:
+        """The method, as plans call it."""
+        return self.method
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all digits of a float32 are kept."""
+        return self.method in ("f32", "remainder")
+
+    def __str__(self) -> str:
+        return self.method
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns what `read_storage` reads."""
+        return {"package": PACKAGE, "of": "params", "name": self.method, "version": VERSION}
+
+    def decode(self, *arrays: jax.Array) -> jax.Array:
+        """Returns a parameter in float32, from itself and what is kept besides it."""
+        master: jax.Array = _joined(self, *arrays)
+        return master
+
+    def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns a parameter of float32 as bfloat16, and what is kept besides it."""
+        arrays: tuple[jax.Array, jax.Array] = _split(self.method, values, None)
+        return arrays
 
     def is_met_by(self, dtype: object) -> bool:
         """Whether parameters of this dtype need it: others are not rounded, or not here."""
@@ -122,50 +159,13 @@ def _split_master(
     return visible, master if method == "f32" else low
 
 
-@dataclasses.dataclass(frozen=True)
-class ParamsStorage:
-    """What is kept besides a bfloat16 parameter.
-
-    Attributes:
-      name: `'f32'`: the parameter in float32. `'remainder'`: the lower half of the bits of that,
-        int16, where the parameter is the upper half, rounded half away from zero. `'remainder8'`:
-        the upper byte of that. `'kahan'`: what is to be added to the parameter, bfloat16.
-    """
-
-    name: Storage
-    dtype: str = dataclasses.field(default="float32", init=False)
-    fields: tuple[str, ...] = dataclasses.field(default=(), init=False)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it has all digits of a float32."""
-        return self.name in ("f32", "remainder")
-
-    def __str__(self) -> str:
-        return self.name
-
-    def to_data(self) -> dict[str, Any]:
-        """Returns what `read_storage` reads."""
-        return {"package": PACKAGE, "of": "params", "name": self.name, "version": VERSION}
-
-    def decode(self, *arrays: jax.Array) -> jax.Array:
-        """Returns a parameter in float32, from itself and what is kept besides it."""
-        master: jax.Array = _joined(self.name, *arrays)
-        return master
-
-    def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns a parameter of float32 as bfloat16, and what is kept besides it."""
-        arrays: tuple[jax.Array, jax.Array] = _split(self.name, values, None)
-        return arrays
-
-
 _split = jax.jit(_split_master, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _joined(name: Storage, param: jax.Array, extra: jax.Array) -> jax.Array:
-    value = Weights(name).value(param, extra)
-    return value + _bits.widen(extra) if name == "kahan" else value
+def _joined(weights: Weights, param: jax.Array, extra: jax.Array) -> jax.Array:
+    value = weights.value(param, extra)
+    return value + _bits.widen(extra) if weights.method == "kahan" else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ class LeafStorage:
         return arrays
 
 
-def read_storage(data: Mapping[str, Any]) -> LeafStorage | ParamsStorage:
+def read_storage(data: Mapping[str, Any]) -> LeafStorage | Weights:
     """Returns a storage from its data, as a checkpoint has it; opt-core calls this on a restore.
 
     Args:
@@ -240,10 +240,10 @@ def read_storage(data: Mapping[str, Any]) -> LeafStorage | ParamsStorage:
     """
     if data.get("version") != VERSION:
         raise StateError(f"found version {data.get('version')!r}, this release knows {VERSION}")
-    given = {name: value for name, value in data.items() if name not in ("package", "of")}
+    fields = {name: value for name, value in data.items() if name not in ("package", "of")}
     if data["of"] == "leaf":
-        return LeafStorage(Format(**given))
-    return ParamsStorage(given["name"])
+        return LeafStorage(Format(**fields))
+    return Weights(fields["name"])
 
 
 @functools.partial(jax.jit, static_argnums=0)

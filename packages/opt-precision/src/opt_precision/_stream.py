@@ -129,11 +129,11 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> tuple[list[Any
 
     Small leaves that are alike are stacked, and compiled once.
     """
-    made: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for members in _groups(works, limit):
         result, zero = _loop_of_blocks(_stacked([works[k] for k in members], zero), zero)
-        made |= zip(members, _parted(result, len(members), zero), strict=True)
-    return [made[k] for k in range(len(works))], zero
+        results |= zip(members, _parted(result, len(members), zero), strict=True)
+    return [results[k] for k in range(len(works))], zero
 
 
 def stream_on_mesh(
@@ -161,8 +161,8 @@ def stream_on_mesh(
             work._replace(held=h, read=r, numbers=n._replace(begin=begin))
             for work, begin, h, r, n in zip(works, begins, held, read, numbers, strict=True)
         ]
-        made, zero = stream(local, limit, zero)
-        return _across(names, specs, made), zero
+        results, zero = stream(local, limit, zero)
+        return _across(names, specs, results), zero
 
     held, read = jax.tree.map(resharded, trees, lies)
     run = mapped(parts, mesh, (held_specs, read_specs, nowhere, nowhere), (held_specs, nowhere))
@@ -171,19 +171,19 @@ def stream_on_mesh(
 
 
 def _across(
-    names: Sequence[Sequence[str]], specs: Sequence[PartitionSpec], made: list[Any]
+    names: Sequence[Sequence[str]], specs: Sequence[PartitionSpec], numbers: list[Any]
 ) -> list[Any]:
     """Numbers of all devices: those that are alike are sent together."""
     alike: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     for k, (own, spec) in enumerate(zip(names, specs, strict=False)):
         if axes := tuple(name for entry in spec for name in axis_names(entry)):
             for i, name in enumerate(own):
-                alike[name, axes, made[k][i].dtype].append((k, i))
+                alike[name, axes, numbers[k][i].dtype].append((k, i))
     for (name, axes, _), places in alike.items():
-        numbers = REDUCTIONS[name][2](jnp.stack([made[k][i] for k, i in places]), axes)
-        for (k, i), number in zip(places, numbers, strict=True):
-            made[k][i] = number
-    return made
+        joined = REDUCTIONS[name][2](jnp.stack([numbers[k][i] for k, i in places]), axes)
+        for (k, i), number in zip(places, joined, strict=True):
+            numbers[k][i] = number
+    return numbers
 
 
 def _groups(works: Sequence[Work], limit: int) -> list[list[int]]:
@@ -260,8 +260,8 @@ def _loop(
         index, carry = state
         return index + 1, body(index, carry)
 
-    end, made = lax.while_loop(lambda state: state[0] < zero + number, step, (zero, carry))
-    return made, end - number
+    end, carry = lax.while_loop(lambda state: state[0] < zero + number, step, (zero, carry))
+    return carry, end - number
 
 
 def _varying(x: Any, index: Any) -> Any:
@@ -287,8 +287,8 @@ def _loop_of_blocks(work: Work, zero: jax.Array) -> tuple[Any, jax.Array]:
         held, ready = carry
         return _block(work, index, held, ready, zero)
 
-    (made, _), zero = _loop(step, zero, number, (work.held, ready))
-    return made, zero
+    (held, _), zero = _loop(step, zero, number, (work.held, ready))
+    return held, zero
 
 
 def _block(
@@ -317,14 +317,14 @@ def _block(
         jax.tree.unflatten(read_tree, read),
     )
     ahead = [None if block is None else cut(whole, unit, following) for whole, unit, block in rows]
-    made = [
+    replaced = [
         # Neither may be in the way of the other, or compilers copy the whole array for each block.
         _written(whole, unit, old, new if later is None else _after(new, later, zero), piece)
         for (whole, unit, _), old, new, later in zip(
             rows, olds, jax.tree.leaves(new), ahead, strict=True
         )
     ]
-    return jax.tree.unflatten(tree, made), ahead
+    return jax.tree.unflatten(tree, replaced), ahead
 
 
 def _written(

@@ -27,7 +27,7 @@ NUMBER: Final = -4  # nothing of it: a number, or an array that is not cut
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a step is given, and how it is to be computed."""
+    """What a step takes, and how it is to be computed."""
 
     grads: Any  # a leaf per parameter
     params: Any  # the parameters, or `None`
@@ -88,17 +88,17 @@ class Leaf(NamedTuple):
 class Update:
     """The inner update as a function of flat arguments: gradients, state, parameters, and more."""
 
-    def __init__(self, given: Arguments) -> None:
-        self._given = given
-        keyed, self.tree = jax.tree_util.tree_flatten_with_path(given.grads)
+    def __init__(self, args: Arguments) -> None:
+        self._args = args
+        keyed, self.tree = jax.tree_util.tree_flatten_with_path(args.grads)
         grads = [as_array(leaf) for _, leaf in keyed]
-        params = _flat_params(given.params, self.tree)
+        params = _flat_params(args.params, self.tree)
         stored, self.state_tree = jax.tree_util.tree_flatten_with_path(
-            given.state, is_leaf=is_encoded if given.is_coded else None
+            args.state, is_leaf=is_encoded if args.is_coded else None
         )
         self.paths: list[KeyPath] = [path for path, _ in stored]
         self.stored = [leaf if is_encoded(leaf) else as_array(leaf) for _, leaf in stored]
-        self._put_back, arrays = _split_args(given.extra_args)
+        self._put_back, arrays = _split_args(args.extra_args)
         self._counts = [len(grads), len(self.stored), len(params)]
         self.arguments = [*grads, *self.stored, *params, *arrays]
         shapes = [
@@ -115,7 +115,7 @@ class Update:
         for i, ((path, shape), own) in enumerate(zip(shapes, owned, strict=True)):
             arrays_of_it = Elements(
                 params[i] if params else None,
-                given.extras[i] if given.extras else None,
+                args.extras[i] if args.extras else None,
                 [self.stored[j] for j in own],
                 grads[i],
             )
@@ -133,7 +133,7 @@ class Update:
         """For each leaf of the state the parameter that it mirrors."""
         stored = zip(self.paths, self.stored, strict=True)
         state = [(path, tuple(leaf.shape)) for path, leaf in stored]
-        mirrors = find_mirrors(shapes, self._given.state, state)
+        mirrors = find_mirrors(shapes, self._args.state, state)
         for path, leaf, mirror in zip(self.paths, self.stored, mirrors, strict=True):
             if is_encoded(leaf) and mirror is None:
                 raise StateError(
@@ -162,11 +162,11 @@ class Update:
     def _called(self, *leaves: Any) -> list[Any]:
         left = iter(leaves)
         grads, stored, params = ([next(left) for _ in range(n)] for n in self._counts)
-        updates, new = self._given.tx.update(
+        updates, new = self._args.tx.update(
             jax.tree.unflatten(self.tree, grads),
             jax.tree.unflatten(self.state_tree, stored),
             # `None`, or a tree without leaves
-            jax.tree.unflatten(self.tree, params) if params else self._given.params,
+            jax.tree.unflatten(self.tree, params) if params else self._args.params,
             **self._put_back(left),
         )
         return self._checked(updates, new)

@@ -75,15 +75,15 @@ class _Wrapper:
         """Returns the new parameters and state, computed block by block in place of the old."""
         return self._step(Arguments(grads, params, extra_args, is_in_place=True), state)
 
-    def _step(self, given: Arguments, state: Any) -> tuple[Any, Any]:
-        made = Step(self.filled(given, state)).run()
-        return jax.tree.unflatten(made.tree, made.leaves), self.next_state(state, made)
+    def _step(self, args: Arguments, state: Any) -> tuple[Any, Any]:
+        results = Step(self.filled(args, state)).run()
+        return jax.tree.unflatten(results.tree, results.leaves), self.next_state(state, results)
 
-    def filled(self, given: Arguments, state: Any) -> Arguments:
-        """What a step is given, with this part's state and settings."""
+    def filled(self, args: Arguments, state: Any) -> Arguments:
+        """What a step takes, with this part's state and settings."""
         raise NotImplementedError
 
-    def next_state(self, state: Any, made: Results) -> Any:
+    def next_state(self, state: Any, results: Results) -> Any:
         """The state after a step."""
         raise NotImplementedError
 
@@ -126,23 +126,23 @@ class Quantized(_Wrapper):
             state = jax.tree.unflatten(tree, moved)
         return QuantizedState(jnp.zeros([], jnp.int32), each_in_a_variable(state))
 
-    def filled(self, given: Arguments, state: Any) -> Arguments:
+    def filled(self, args: Arguments, state: Any) -> Arguments:
         """See above."""
         _check_kind(state, QuantizedState)
         return dataclasses.replace(
-            given,
+            args,
             tx=self.tx,
             state=state.inner,
             is_coded=True,
             seed=self.seed,
-            steps=(given.steps[0], state.step),
+            steps=(args.steps[0], state.step),
             chunk_bytes=self.chunk_bytes,
             layout=self.layout,
         )
 
-    def next_state(self, state: QuantizedState, made: Results) -> QuantizedState:
+    def next_state(self, state: QuantizedState, results: Results) -> QuantizedState:
         """The state after a step."""
-        return QuantizedState(_incremented(state.step), made.state)
+        return QuantizedState(_incremented(state.step), results.state)
 
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
@@ -197,31 +197,33 @@ class Rounded(_Wrapper):
             return optax.MaskedNode()
         return self.weights.first_extra(leaf)
 
-    def filled(self, given: Arguments, state: Any) -> Arguments:
-        """What a step is given, with this part's state and settings, and the other's."""
-        if given.params is None:
+    def filled(self, args: Arguments, state: Any) -> Arguments:
+        """What a step takes, with this part's state and settings, and the other's."""
+        if args.params is None:
             raise StateError(f"`{self.name}` needs the parameters: `update(grads, state, params)`")
         _check_kind(state, STATE_OF[self.weights.method])
-        given = dataclasses.replace(
-            given,
-            extras=self._extras(state, given.params),
+        args = dataclasses.replace(
+            args,
+            extras=self._extras(state, args.params),
             weights=self.weights,
             steps=(getattr(state, "step", 0), 0),
         )
         if self.inside is not None:
-            return self.inside.filled(given, state.inner)
-        return dataclasses.replace(given, tx=self.tx, state=state.inner)
+            return self.inside.filled(args, state.inner)
+        return dataclasses.replace(args, tx=self.tx, state=state.inner)
 
-    def next_state(self, state: Any, made: Results) -> Any:
+    def next_state(self, state: Any, results: Results) -> Any:
         """The state after a step."""
         inside = self.inside
-        fields = {"inner": made.state if inside is None else inside.next_state(state.inner, made)}
+        fields = {
+            "inner": results.state if inside is None else inside.next_state(state.inner, results)
+        }
         if self.weights.needs_noise:
             fields["step"] = _incremented(state.step)
         if self.weights.method in EXTRA_FIELD:
             field = EXTRA_FIELD[self.weights.method]
-            kept = [optax.MaskedNode() if extra is None else extra for extra in made.extras]
-            fields[field] = jax.tree.unflatten(made.tree, kept)
+            kept = [optax.MaskedNode() if extra is None else extra for extra in results.extras]
+            fields[field] = jax.tree.unflatten(results.tree, kept)
         return state._replace(**fields)
 
     def _extras(self, state: Any, params: Any) -> list[Any]:
@@ -242,8 +244,8 @@ class Rounded(_Wrapper):
             if self.weights.is_met_by(dtype) != (extra is not None):
                 raise StateError(
                     f"{jax.tree_util.keystr(path)} is {dtype.name}, and the state of "
-                    f"`{self.name}` was made for another dtype. Make it anew, or convert the "
-                    "parameters."
+                    f"`{self.name}` was made for another dtype. Call `init` again, or convert "
+                    "the parameters."
                 )
         return extras
 
@@ -280,8 +282,8 @@ def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tu
       [0.9, 0.9, 0.9]
     """
     if hasattr(tx, "apply"):
-        made: tuple[Any, Any] = tx.apply(params, state, grads, **extra_args)
-        return made
+        params_and_state: tuple[Any, Any] = tx.apply(params, state, grads, **extra_args)
+        return params_and_state
     with_extra_args = optax.with_extra_args_support  # type: ignore[attr-defined]
     updates, state = with_extra_args(tx).update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
@@ -321,8 +323,8 @@ def put_together(tx: Any, quantized: Quantized | None, weights: Weights | None) 
     if weights is not None:
         rounded = Rounded(tx, weights)
         tx = Precise(rounded.init, rounded.update)
-    made: Precise = tx
-    return made
+    wrapped: Precise = tx
+    return wrapped
 
 
 def _incremented(count: Any) -> Any:

@@ -13,20 +13,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from opt_accumulate._arrays import check_accumulator_dtype
-from opt_accumulate._microbatches.batch import Sizes, batch_rows, check_devices
-from opt_accumulate._microbatches.deferred import accumulate_deferred, check_axes, find_mesh
-from opt_accumulate._microbatches.loop import Loop, Rng, accumulate
-from opt_accumulate._microbatches.losses import (
+from opt_accumulate._batch import Sizes, batch_rows, check_devices
+from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
+from opt_accumulate._loop import Loop, Rng, accumulate
+from opt_accumulate._losses import (
     SkipFunction,
     Weights,
     check_reductions,
     check_skip_function,
     check_weights,
     divide,
-    reduced,
 )
-from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place, sum_as_like
-from opt_accumulate._trees import broadcast_prefix, check_integer, described, not_numbers
+from opt_accumulate._placement import leaf_shardings, like_params, place, sum_as_like
+from opt_accumulate._trees import check_integer, described, not_numbers
 from opt_accumulate.errors import OptionError
 
 
@@ -81,40 +80,37 @@ def accumulate_gradients(
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a `jax.value_and_grad` of `loss_fn` that goes through the batch in small parts.
 
-    The result is that of the whole batch at once, `sum of losses / sum of weights` and its
+    The result is that of the full batch at once, `sum of losses / sum of weights` and its
     gradient, to rounding; memory holds the activations of one microbatch and one accumulator.
-    Microbatch `i` of `n` is the rows `i, i + n, i + 2n, ...`, which moves no row of a sharded
-    batch to another device, where each has a multiple of `n` rows; `mesh` has that checked.
+    Microbatch `i` of `n` has the rows `i, i + n, i + 2n, ...`: no row of a sharded batch moves to
+    another device where each device has a multiple of `n` rows; `mesh` has that checked.
 
-    Inside a `jax.shard_map` of your own that has each device's rows, the result is that of
-    `jax.value_and_grad` there: the loss of these rows, and its gradient, which for parameters that
-    all devices share is the sum of those of all devices. It is summed once, at the end.
+    Inside a `jax.shard_map` over the rows the result is that of `jax.value_and_grad` there; the
+    gradient of parameters that all devices share is summed over them once, at the end.
 
     Args:
       loss_fn: `loss_fn(params, microbatch, *args, **kwargs)`. Scalars of the batch (Python's
         numbers, arrays without axes) are in every microbatch as they are. `weights` and `has_aux`
         say what it returns.
       num_microbatches: how many microbatches; give this or `microbatch_size`. A batch that does not
-        divide is padded with rows of zeros. Their weight must be 0, as `weights` counts, and under
-        `"returned"` their loss too, thus by a mask in the batch that is 0 where nothing counts
-        (labels of -100 are not: pad with these yourself). Where the weight does not depend on the
-        rows, it is an error; if rows of zeros count for another reason, loss and gradients are NaN.
+        divide is padded with rows of zeros. Their weight must be 0, and under `"returned"` their
+        loss too, thus by a mask in the batch that is 0 where nothing counts (labels of -100 are
+        not: pad with these yourself). A weight that does not depend on the rows is an error; if
+        rows of zeros count for another reason, loss and gradients are NaN.
       microbatch_size: rows of a microbatch.
       weights: what the loss is and how much it counts. `"returned"`: `loss_fn` returns
         `(sum of losses, weight)`, such as the sum over tokens that are not masked, and their
         number. `"examples"`: it returns a mean in which every row counts the same. A function: it
-        returns a mean whose weight is `weights(microbatch)`; the mean over nothing may be
-        anything where that is 0. `"mean_of_means"`: every microbatch counts the same, which is
-        not the mean over tokens where their numbers differ. Weights are summed in float32, counts
-        too, which would wrap. No gradient flows through a weight.
+        returns a mean whose weight is `weights(microbatch)`; where that is 0 the mean may be
+        anything. `"mean_of_means"`: every microbatch counts the same, which is not the mean over
+        tokens where their numbers differ. Weights are summed in float32, and have no gradient.
       has_aux: whether `loss_fn` returns `(loss, aux)`, under `"returned"` thus
         `((sum, weight), aux)`.
       aux: what becomes of the auxiliary outputs: `"stack"` (a new first dimension),
         `"sum"` (of all that `skip_fn` did not drop, those of weight 0 and rows of padding too;
-        integers stay integers, of 32 bits at least, so return as float32 what may add up to more),
-        `"mean"` (by weight; where that is 0 they may be anything), `"concat"` (outputs for each
-        row, in the order of the batch), or a tree of these that may end above the leaves. Outputs
-        of all microbatches are kept until the end, for sums and means too.
+        integers stay integers, of 32 bits at least), `"mean"` (by weight; where that is 0 they may
+        be anything), `"concat"` (outputs for each row, in the order of the batch), or a tree of
+        these that may end above the leaves.
       rng: whether `loss_fn` takes a key, by the name `rng`: `True`, `jax.random.fold_in(key, i)` in
         microbatch `i`; `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so
         that draws do not depend on the number of microbatches.
@@ -124,26 +120,25 @@ def accumulate_gradients(
         there is nothing to drop.
       with_metrics: whether to return an `AccumulationMetrics` too.
       accumulator_dtype: of the sum of gradients and of what is returned, real, of 16 bits or more.
-        Complex and float64 gradients stay so; a dtype below 32 bits is taken at its word. `None`:
-        the gradients' own.
+        Complex and float64 gradients stay so. `None`: the gradients' own.
       reduce: when gradients are added up over the devices of a sharded batch. `"auto"`: where
         the compiler sees fit, which is in every microbatch. `"deferred"`: once, at the end; each
         device goes through its own rows and keeps an accumulator of the parameters' size (as they
         are sharded over other mesh axes). `loss_fn` then sees one device's part of a microbatch,
         on a mesh without `data_axes`: sharding constraints in it are `PartitionSpec`s of other
-        axes, without a mesh. Each part is a microbatch of its own for `rng`, `skip_fn`, `"stack"`
-        and the metrics: part `d` of microbatch `i` is number `d * n + i`.
+        axes, without a mesh. For `rng`, `skip_fn`, `"stack"` and the metrics part `d` of
+        microbatch `i` is microbatch `d * n + i`.
       data_axes: the mesh axes that the batch is sharded over, all of them; for `"deferred"` and
         `mesh`.
       mesh: for `"deferred"`, by default that of `out_shardings` or of `jax.set_mesh`. With
-        `"auto"` it is an error if a microbatch does not divide over `data_axes` of `mesh`. Without
-        `mesh` that is known on Explicit meshes only; on Auto meshes the compiler then gathers the
-        batch.
+        `"auto"` it is an error if a microbatch does not divide over `data_axes` of `mesh`; without
+        `mesh` that is known on Explicit meshes only, and on Auto meshes the compiler then gathers
+        the batch.
       out_shardings: where the accumulator and the returned gradients lie: a `NamedSharding`, or a
         tree of them like the parameters that may end early. `None`: like the parameters where
-        that is known, which is on Explicit meshes and, on others, outside of `jax.jit`; under
-        `jit` on Auto meshes it is the compiler's choice, and with `"deferred"` each device has
-        whole gradients: give `out_shardings` with parameters sharded over `data_axes` (FSDP).
+        that is known: on Explicit meshes and, on others, outside of `jax.jit`. Under `jit` on Auto
+        meshes it is the compiler's choice, and with `"deferred"` each device has complete
+        gradients: give `out_shardings` with parameters sharded over `data_axes` (FSDP).
         Sharded over `data_axes` (ZeRO-2), `"auto"` keeps a part of the accumulator on each
         device, and `"deferred"` ends in a reduce-scatter.
 
@@ -216,16 +211,18 @@ def accumulate_gradients(
         grads = place(sum_as_like(mean(sums.grads), params), shardings)
         value: tuple[Any, ...] = (mean(sums.loss),)
         if has_aux:
-            leaves, treedef = jax.tree.flatten(stacks.aux)
-            rules = broadcast_prefix(aux, stacks.aux, "aux")
-            of_all = stacks.weights, stacks.skipped, sums.weight
-            outputs = [reduced(*pair, *of_all) for pair in zip(leaves, rules, strict=True)]
-            value += (jax.tree.unflatten(treedef, outputs),)
+            of_rules = sums.outputs["sum"], mean(sums.outputs["mean"]), *stacks.outputs.values()
+            value += (jax.tree.map(_one_of, *of_rules, is_leaf=lambda x: x is None),)
         if with_metrics:
             value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
         return (value if len(value) > 1 else value[0]), grads
 
     return value_and_grad
+
+
+def _one_of(*outputs: Any) -> Any:
+    """One output, which is under its rule and `None` under all others."""
+    return next((output for output in outputs if output is not None), None)
 
 
 def _check_sizes(num: Any, size: Any) -> Sizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from opt_accumulate._arrays import accumulator_dtype_of, at_least_32_bits, inexact
-from opt_accumulate._microbatches.batch import (
+from opt_accumulate._batch import (
     Sizes,
     Split,
     fold,
@@ -22,19 +22,22 @@ from opt_accumulate._microbatches.batch import (
     unfold,
     zero_rows,
 )
-from opt_accumulate._microbatches.losses import (
+from opt_accumulate._losses import (
+    REDUCTIONS,
+    Reduction,
     SkipFunction,
     Weighted,
     Weights,
     check_outputs,
     is_sum,
+    of_rule,
     read_loss,
     reductions_of,
     select,
     should_skip,
     sum_dtype,
 )
-from opt_accumulate._microbatches.placement import axes_of_types, vary
+from opt_accumulate._placement import axes_of_types, vary
 
 Rng: TypeAlias = bool | Literal["rows"]
 Further: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]  # arguments after the microbatch
@@ -60,6 +63,7 @@ class Sums(NamedTuple):
     grads: Any
     loss: jax.Array
     weight: jax.Array
+    outputs: dict[str, Any]  # those for `"sum"`, and those for `"mean"` times their weights
 
 
 class Stacks(NamedTuple):
@@ -67,7 +71,7 @@ class Stacks(NamedTuple):
 
     weights: jax.Array  # those that counted
     skipped: jax.Array
-    aux: Any  # in the end, for `"concat"`, in the order of the rows
+    outputs: dict[str, Any]  # those for `"stack"`, and, in the end by rows, those for `"concat"`
 
 
 def accumulate(
@@ -94,7 +98,7 @@ def accumulate(
         output = loop.loss_fn(params, microbatch, *args, **kwargs)
         weighted = read_loss(output, microbatch, loop.weights, loop.has_aux)
         check_outputs(weighted.aux)
-        return weighted
+        return weighted._replace(aux=jax.tree.map(jnp.asarray, weighted.aux))
 
     # Not as an argument: a Python scalar of the batch would come out of `eval_shape` as a tracer.
     first = take(folded, 0)
@@ -111,6 +115,11 @@ def accumulate(
     # What total loss / total weight varies over; so does all that is divided by that weight.
     axes |= axes_of_types(shapes.weight)
 
+    def varying(sums: Sums) -> Sums:
+        # Outputs vary over what they do in `loss_fn`.
+        others: Sums = vary(sums._replace(outputs={}), axes)
+        return others._replace(outputs=sums.outputs)
+
     def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
         microbatch = take(folded, index)
 
@@ -119,8 +128,8 @@ def accumulate(
             return loss, (weight, aux)
 
         (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
-        sums, stacks = _add(loop, sums, Weighted(loss, *rest), place(grads))
-        return vary(sums, axes), stacks
+        sums, stacks = _add(loop, rules, sums, Weighted(loss, *rest), place(grads))
+        return varying(sums), stacks
 
     def zeros(param: Any) -> jax.Array:
         dtype = accumulator_dtype_of(jnp.result_type(param), loop.accumulator_dtype)
@@ -130,18 +139,39 @@ def accumulate(
         place(jax.tree.map(zeros, params)),
         jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
         jnp.zeros((), sum_dtype(shapes.weight.dtype)),
+        {
+            "sum": jax.tree.map(
+                functools.partial(
+                    _zeros, dtype_of=at_least_32_bits, axes=axes if loop.skip_fn else ()
+                ),
+                of_rule("sum", rules, shapes.aux),
+            ),
+            "mean": jax.tree.map(
+                functools.partial(_zeros, dtype_of=inexact, axes=axes),
+                of_rule("mean", rules, shapes.aux),
+            ),
+        },
     )
     indices = jnp.arange(split.num, dtype=jnp.int32)
-    sums, stacks = jax.lax.scan(body, vary(sums, axes), indices)
+    sums, stacks = jax.lax.scan(body, varying(sums), indices)
     if padding_counts is not None:
         sums = sums._replace(weight=jnp.where(padding_counts, jnp.nan, sums.weight))
-    leaves, treedef = jax.tree.flatten(stacks.aux)
-    pairs = zip(leaves, rules, strict=True)
-    in_order = [unfold(leaf, split) if rule == "concat" else leaf for leaf, rule in pairs]
-    return sums, stacks._replace(aux=jax.tree.unflatten(treedef, in_order))
+    rows = jax.tree.map(lambda leaf: unfold(leaf, split), stacks.outputs["concat"])
+    return sums, stacks._replace(outputs={**stacks.outputs, "concat": rows})
 
 
-def _add(loop: Loop, sums: Sums, microbatch: Weighted, grads: Any) -> tuple[Sums, Stacks]:
+def _zeros(
+    output: jax.ShapeDtypeStruct, dtype_of: Callable[[Any], Any], axes: Collection[str]
+) -> jax.Array:
+    """What the sum of an output begins with, of the type that it keeps."""
+    zeros = jnp.zeros(output.shape, dtype_of(output.dtype), device=output.sharding)
+    varying: jax.Array = vary(zeros, axes_of_types(output).union(axes))
+    return varying
+
+
+def _add(
+    loop: Loop, rules: Sequence[Reduction], sums: Sums, microbatch: Weighted, grads: Any
+) -> tuple[Sums, Stacks]:
     """Adds one microbatch to the sums, if it counts."""
     loss, weight, aux = microbatch
     filled = weight != 0
@@ -164,13 +194,29 @@ def _add(loop: Loop, sums: Sums, microbatch: Weighted, grads: Any) -> tuple[Sums
         return select(counts, value.astype(dtype))
 
     counted = select(counts, weight)
+
+    def weighted(output: jax.Array, dtype: Any) -> jax.Array:
+        # Where a weight is 0, outputs may be anything.
+        return select(counted != 0, output.astype(dtype) * counted.astype(dtype))
+
+    outputs = {rule: of_rule(rule, rules, aux) for rule in REDUCTIONS}
     sums = Sums(
         jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
         sums.loss + contribution(loss, sums.loss.dtype),
         sums.weight + counted.astype(sums.weight.dtype),
+        {
+            "sum": jax.tree.map(
+                lambda a, x: a + select(keep, x).astype(a.dtype),
+                sums.outputs["sum"],
+                outputs["sum"],
+            ),
+            "mean": jax.tree.map(
+                lambda a, x: a + weighted(x, a.dtype), sums.outputs["mean"], outputs["mean"]
+            ),
+        },
     )
     skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
-    return sums, Stacks(counted, skipped, jax.tree.map(jnp.asarray, aux))
+    return sums, Stacks(counted, skipped, {rule: outputs[rule] for rule in ("stack", "concat")})
 
 
 def _padding_counts(

@@ -6,7 +6,7 @@ Every rule comes down to a loss and a weight for each microbatch, so that the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_accumulate._arrays import at_least_32_bits, inexact
-from opt_accumulate._microbatches.batch import Split, has_rows
-from opt_accumulate._microbatches.placement import any_over, axes_of_types
+from opt_accumulate._batch import Split, has_rows
+from opt_accumulate._placement import any_over, axes_of_types
+from opt_accumulate._skip import all_finite
 from opt_accumulate._trees import broadcast_prefix, described, not_numbers, path_str
 from opt_accumulate.errors import LossOutputError, OptionError
 
@@ -25,7 +26,7 @@ Weights: TypeAlias = NamedWeights | Callable[[Any], Any]
 SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]
 
 _NAMED = get_args(NamedWeights)
-_REDUCTIONS = get_args(Reduction)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 _CHOICES = """
   weights='returned'       it returns (sum of losses, weight), e.g. the sum over tokens and their \
@@ -110,8 +111,7 @@ def should_skip(
     # Parts of one loss are dropped together, though gradients of parts of parameters differ.
     kept = axes_of_types((loss, weight))
     if skip_fn == "non_finite":
-        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((loss, grads, weight))]
-        return any_over(~jnp.stack(finite).all(), kept)
+        return any_over(~all_finite((loss, grads, weight)), kept)
     skip = skip_fn(loss, grads, weight)
     dtype = getattr(skip, "dtype", type(skip))
     if isinstance(skip, tuple):
@@ -176,7 +176,7 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__} of shapes {shapes}"
 
 
-# Auxiliary outputs. They are stacked over the microbatches, and reduced at the end.
+# Auxiliary outputs.
 
 
 def check_reductions(aux: Any) -> None:
@@ -189,7 +189,7 @@ def check_reductions(aux: Any) -> None:
 
 
 def _no_reduction(leaf: Any) -> str:
-    return "" if isinstance(leaf, str) and leaf in _REDUCTIONS else repr(leaf)
+    return "" if isinstance(leaf, str) and leaf in REDUCTIONS else repr(leaf)
 
 
 def check_outputs(output: Any) -> None:
@@ -229,23 +229,11 @@ def reductions_of(shapes: Any, aux: Any, split: Split) -> tuple[Reduction, ...]:
     return tuple(rules)
 
 
-def reduced(
-    stacked: jax.Array, rule: Reduction, weights: jax.Array, skipped: jax.Array, total: jax.Array
-) -> jax.Array:
-    """Returns what becomes of an output by its rule; of rows it is in their order already."""
-
-    def of_each(values: jax.Array) -> jax.Array:
-        return values.reshape(-1, *[1] * (stacked.ndim - 1))
-
-    if rule == "sum":
-        wide = at_least_32_bits(stacked.dtype)
-        return jnp.sum(select(of_each(~skipped), stacked), 0, dtype=wide)
-    if rule == "mean":
-        wide, each = inexact(stacked.dtype), of_each(weights)
-        # Where a weight is 0, outputs may be anything.
-        weighted = select(each != 0, stacked.astype(wide) * each.astype(wide))
-        return divide(jnp.sum(weighted, 0), total)
-    return stacked
+def of_rule(rule: Reduction, rules: Sequence[Reduction], outputs: Any) -> Any:
+    """Returns the outputs of one rule, with `None` in the place of all others."""
+    leaves, treedef = jax.tree.flatten(outputs)
+    kept = [leaf if own == rule else None for leaf, own in zip(leaves, rules, strict=True)]
+    return jax.tree.unflatten(treedef, kept)
 
 
 def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._microbatches.placement import axes_of, explicit_spec
+from opt_accumulate._placement import axes_of, explicit_spec
 from opt_accumulate._trees import not_numbers, path_str
 from opt_accumulate.errors import BatchError
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from opt_accumulate._microbatches.batch import batch_rows, has_rows
-from opt_accumulate._microbatches.loop import Further, Loop, Stacks, Sums, accumulate
-from opt_accumulate._microbatches.placement import (
+from opt_accumulate._batch import batch_rows, has_rows
+from opt_accumulate._loop import Further, Loop, Stacks, Sums, accumulate
+from opt_accumulate._placement import (
     Shardings,
     axes_of,
     explicit_axes,
