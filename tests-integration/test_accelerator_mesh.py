@@ -134,6 +134,7 @@ def test_codes_and_weights_do_not_depend_on_the_mesh(name: str, kind: AxisType) 
         assert moved == ()
 
 
+@pytest.mark.filterwarnings("ignore:blocks of moments lie on several devices")
 def test_blocks_on_two_devices_have_the_same_codes() -> None:
     expected, _ = train_codes(coded(op.dynamic8()), CROSSED)
     found, moved = train_on(mesh_of(), op.dynamic8(), CROSSED)

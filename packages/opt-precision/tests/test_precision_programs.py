@@ -13,28 +13,16 @@ from jax.sharding import PartitionSpec as P
 from opt_precision.errors import StateError
 from precision_testing import (
     CODECS,
+    WEIGHTS,
     bits,
     grads,
     master_weights,
     params,
     quantize_state,
+    run,
     stochastic_weights,
     structure,
 )
-
-WEIGHTS: dict[str, Any] = {
-    "stochastic": stochastic_weights,
-    "f32": master_weights,
-    "remainder": lambda tx: master_weights(tx, storage="remainder"),
-}
-
-
-def steps(tx: Any, start: Any, number: int = 3, *, compiled: bool = True) -> tuple[Any, Any]:
-    state = tx.init(start)
-    apply = jax.jit(tx.apply) if compiled else tx.apply
-    for step in range(number):
-        start, state = apply(start, state, grads(step, start))
-    return start, state
 
 
 @pytest.mark.sample(1)
@@ -44,7 +32,7 @@ def test_codes_of_a_wrapper_inside_of_a_chain_are_its_own(codec: op.Codec, weigh
     start = params(jnp.bfloat16)
     inner = quantize_state(optax.scale_by_adam(), codec)
     tx = weights(optax.chain(inner, optax.scale(-1e-3)))
-    _, state = steps(tx, start)
+    _, state = run(tx, start)
     state = state.inner[0]
     alone = inner.init(start)
     update = jax.jit(inner.update)
@@ -63,7 +51,7 @@ def is_encoded(node: Any) -> bool:
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_leaves_that_are_masked_are_never_touched(weights: Any) -> None:
     start = {**params(jnp.bfloat16), "frozen": optax.MaskedNode()}
-    made, state = steps(weights(quantize_state(optax.adamw(1e-3), op.dynamic8())), start)
+    made, state = run(weights(quantize_state(optax.adamw(1e-3), op.dynamic8())), start)
     assert structure(made) == structure(start)
     assert len(jax.tree.leaves(op.master_of(state, made))) == len(params())
     given = params(jnp.bfloat16)
@@ -93,7 +81,7 @@ def test_leaves_without_elements_and_with_one(codec: op.Codec) -> None:
         "wide": jnp.ones((32, 256), jnp.bfloat16),
     }
     tx = stochastic_weights(quantize_state(optax.adamw(1e-3), codec))
-    made, state = steps(tx, start)
+    made, state = run(tx, start)
     assert jax.tree.map(jax.typeof, made) == jax.tree.map(jax.typeof, start)
     assert structure(state) == structure(tx.init(start))
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
@@ -120,8 +108,8 @@ def test_negative_numbers_in_a_state_are_no_counts() -> None:
 
     signed = optax.GradientTransformation(lambda params: jnp.int32(-7), update)
     start = {"w": jnp.ones((64, 256), jnp.bfloat16)}
-    made, state = steps(master_weights(signed), start)
-    exact, known = steps(master_weights(optax.sgd(1e-3)), start)
+    made, state = run(master_weights(signed), start)
+    exact, known = run(master_weights(optax.sgd(1e-3)), start)
     assert bits(made) == bits(exact)
     assert bits(op.master_of(state, made)) == bits(op.master_of(known, exact))
 

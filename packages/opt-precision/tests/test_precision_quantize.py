@@ -14,12 +14,14 @@ import pytest
 from opt_precision.errors import OrderError, PrecisionError, SelectionError, StateError
 from precision_testing import (
     CODECS,
+    WEIGHTS,
     bits,
     by_field,
     grads,
     master_weights,
     params,
     quantize_state,
+    run,
     stochastic_weights,
     structure,
 )
@@ -34,13 +36,6 @@ TXS: dict[str, Any] = {
     "rmsprop": optax.rmsprop(1e-3, initial_scale=0.1, momentum=0.9),
     "masked": optax.masked(optax.adam(1e-3), {"bias": True, "kernel": True, "scale": False}),
 }
-
-
-def run(tx: Any, start: Any, steps: int = 3) -> tuple[Any, Any]:
-    state, apply = tx.init(start), jax.jit(lambda *args: op.apply(tx, *args))
-    for step in range(steps):
-        start, state = apply(start, state, grads(step, start))
-    return start, state
 
 
 @pytest.mark.sample(2)
@@ -215,12 +210,6 @@ WINDOWS: dict[str, Any] = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
 }
-WEIGHTS: dict[str, Any] = {
-    "stochastic": stochastic_weights,
-    "f32": lambda tx: master_weights(tx),
-    "remainder": lambda tx: master_weights(tx, storage="remainder"),
-    "kahan": lambda tx: master_weights(tx, storage="kahan"),
-}
 QUANTIZE = {"quantize_state": lambda tx: quantize_state(tx, op.identity())}
 WRAPPERS = {**WINDOWS, **WEIGHTS, **QUANTIZE}
 ORDERS = [
@@ -251,7 +240,7 @@ def test_wrong_orders_are_errors() -> None:
         quantize_state(inner, op.dynamic8())
     start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
     refused = [order for order in ORDERS if is_refused(order)]
-    assert len(refused) == 88
+    assert len(refused) == 110
     for order in refused:
         with pytest.raises(OrderError, match=r"`quantize_state` is around `.*Write `"):
             wrapped(order).init(start)

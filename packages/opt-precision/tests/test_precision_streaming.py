@@ -13,9 +13,9 @@ import pytest
 from precision_testing import (
     CODECS,
     bits,
-    grads,
     master_weights,
     quantize_state,
+    run,
     stochastic_weights,
 )
 
@@ -30,16 +30,16 @@ def settling(rate: float) -> Any:
     adam: Any = optax.scale_by_adam()
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        made, new = adam.update(updates, state, params)
+        scaled, new = adam.update(updates, state, params)
         is_first = new.count == 1
-        made = jax.lax.cond(
+        scaled = jax.lax.cond(
             is_first,
-            lambda made, updates: jax.tree.map(jnp.sign, updates),
-            lambda made, updates: jax.tree.map(lambda m: jnp.maximum(m, -10.0), made),
-            made,
+            lambda scaled, updates: jax.tree.map(jnp.sign, updates),
+            lambda scaled, updates: jax.tree.map(lambda m: jnp.maximum(m, -10.0), scaled),
+            scaled,
             updates,
         )
-        return jax.tree.map(lambda m: -rate * m, made), new
+        return jax.tree.map(lambda m: -rate * m, scaled), new
 
     return optax.GradientTransformation(adam.init, update)
 
@@ -108,8 +108,8 @@ def test_temporaries_are_at_most_what_is_said(codec: op.Codec, name: str) -> Non
     for chunk in (1 << 14, 1 << 10):
         tx = master_weights(quantize_state(optax.adamw(1e-3), codec, chunk_bytes=chunk))
         step = jax.jit(tx.apply, donate_argnums=(0, 1))
-        made: Any = step.lower(like, jax.eval_shape(tx.init, like), grads).compile()
-        assert made.memory_analysis().temp_size_in_bytes <= tx.temporary_bytes(like)
+        compiled: Any = step.lower(like, jax.eval_shape(tx.init, like), grads).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes <= tx.temporary_bytes(like)
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -160,13 +160,6 @@ def start(dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     return {
         name: (0.02 * jax.random.normal(key, shape)).astype(dtype) for key, (name, shape) in rows
     }
-
-
-def run(tx: Any, params: Any, steps: int = 2) -> tuple[Any, Any]:
-    state, apply = tx.init(params), jax.jit(lambda *args: op.apply(tx, *args))
-    for step in range(steps):
-        params, state = apply(params, state, grads(step, params))
-    return params, state
 
 
 @pytest.mark.slow

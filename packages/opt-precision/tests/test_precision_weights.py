@@ -11,6 +11,7 @@ import pytest
 from opt_precision import _bits
 from opt_precision.errors import OrderError, StateError
 from precision_testing import (
+    WEIGHTS,
     bits,
     grads,
     master_weights,
@@ -61,7 +62,7 @@ def test_every_nan_stays_one_and_nothing_else_becomes_one(storage: str) -> None:
     updates = jnp.asarray(HALVES).view(jnp.float32)
     is_nan = np.isnan(np.asarray(updates))
     start = {"w": jnp.zeros(HALVES.shape, jnp.bfloat16)}
-    tx = METHODS[storage](optax.identity())
+    tx = WEIGHTS[storage](optax.identity())
     new, state = jax.jit(tx.apply)(start, tx.init(start), {"w": updates})
     known: list[Any] = [new, op.master_of(state, new)]
     for found in known:
@@ -105,7 +106,7 @@ def test_noise_differs_by_step_leaf_field_and_seed() -> None:
             assert abs(r) < 0.06
 
 
-def run(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, Any]:
+def scanned(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, Any]:
     state = tx.init(start)
 
     def step(carry: Any, g: Any) -> Any:
@@ -124,43 +125,34 @@ def run(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, A
         gs = jax.tree.unflatten(structure(start), rows)
         return jax.lax.scan(step, (start, state), gs)[0]
 
-    made: tuple[Any, Any] = jax.jit(all_steps)(start, state)
-    return made
+    results: tuple[Any, Any] = jax.jit(all_steps)(start, state)
+    return results
 
 
 def test_remainder_is_a_float32_master_bit_by_bit() -> None:
     start = {"w": jax.random.normal(jax.random.key(9), (16, 32)).astype(jnp.bfloat16)}
     tx = optax.adamw(1e-3)
-    whole, master = run(master_weights(tx, storage="f32"), start, 300)
-    visible, rest = run(master_weights(tx, storage="remainder"), start, 300)
+    whole, master = scanned(master_weights(tx, storage="f32"), start, 300)
+    visible, rest = scanned(master_weights(tx, storage="remainder"), start, 300)
     assert bits(whole) == bits(visible)
     assert bits(master.master) == bits(op.master_of(rest, visible))
     assert bits(master.inner) == bits(rest.inner)
 
 
-METHODS = {
-    "stochastic": stochastic_weights,
-    "f32": lambda tx: master_weights(tx),
-    "remainder": lambda tx: master_weights(tx, storage="remainder"),
-    "remainder8": lambda tx: master_weights(tx, storage="remainder8"),
-    "kahan": lambda tx: master_weights(tx, storage="kahan"),
-}
-
-
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_plain_optax_gives_the_same_parameters(name: str) -> None:
     start = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params())
-    tx = METHODS[name](quantize_state(optax.adamw(1e-3), op.dynamic8()))
-    ours, theirs = (run(tx, start, 3, plain=plain) for plain in (False, True))
+    tx = WEIGHTS[name](quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    ours, theirs = (scanned(tx, start, 3, plain=plain) for plain in (False, True))
     assert bits(ours) == bits(theirs)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_states_never_change_their_types(name: str) -> None:
     start = {**params(jnp.bfloat16), "f32": jnp.ones(3)}
-    tx = METHODS[name](quantize_state(optax.adamw(optax.linear_schedule(1e-3, 0, 9)), op.log8()))
+    tx = WEIGHTS[name](quantize_state(optax.adamw(optax.linear_schedule(1e-3, 0, 9)), op.log8()))
     state = tx.init(start)
     new_params, new_state = jax.eval_shape(tx.apply, start, state, grads(0, start))
     assert structure(new_state) == structure(state)
@@ -236,7 +228,7 @@ def test_stochastic_weights_are_unbiased_at_small_rates() -> None:
 def test_setting_parameters_resets_what_is_kept_besides_them() -> None:
     start = params(jnp.bfloat16)
     for name in ("f32", "remainder", "remainder8", "kahan"):
-        tx = METHODS[name](optax.sgd(1e-3))
+        tx = WEIGHTS[name](optax.sgd(1e-3))
         new, state = tx.apply(start, tx.init(start), grads(0, start))
         known = op.master_of(state, new)
         assert bits(known) != bits(op.master_of(state.inner, new))
