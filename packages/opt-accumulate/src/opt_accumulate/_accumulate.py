@@ -211,8 +211,8 @@ def accumulate_gradients(
         grads = place(sum_as_like(mean(sums.grads), params), shardings)
         value: tuple[Any, ...] = (mean(sums.loss),)
         if has_aux:
-            of_rules = sums.outputs["sum"], mean(sums.outputs["mean"]), *stacks.outputs.values()
-            value += (jax.tree.map(_one_of, *of_rules, is_leaf=lambda x: x is None),)
+            by_rule = sums.added, mean(sums.weighted), stacks.stacked, stacks.rows
+            value += (jax.tree.map(_one_of, *by_rule, is_leaf=lambda x: x is None),)
         if with_metrics:
             value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
         return (value if len(value) > 1 else value[0]), grads

@@ -23,7 +23,6 @@ from opt_accumulate._batch import (
     zero_rows,
 )
 from opt_accumulate._losses import (
-    REDUCTIONS,
     Reduction,
     SkipFunction,
     Weighted,
@@ -63,7 +62,8 @@ class Sums(NamedTuple):
     grads: Any
     loss: jax.Array
     weight: jax.Array
-    outputs: dict[str, Any]  # those for `"sum"`, and those for `"mean"` times their weights
+    added: Any  # outputs for `"sum"`, as `of_rule` has them
+    weighted: Any  # outputs for `"mean"`, times their weights
 
 
 class Stacks(NamedTuple):
@@ -71,7 +71,8 @@ class Stacks(NamedTuple):
 
     weights: jax.Array  # those that counted
     skipped: jax.Array
-    outputs: dict[str, Any]  # those for `"stack"`, and, in the end by rows, those for `"concat"`
+    stacked: Any  # outputs for `"stack"`, as `of_rule` has them
+    rows: Any  # outputs for `"concat"`; in the end in the order of the batch
 
 
 def accumulate(
@@ -116,9 +117,9 @@ def accumulate(
     axes |= axes_of_types(shapes.weight)
 
     def varying(sums: Sums) -> Sums:
-        # Outputs vary over what they do in `loss_fn`.
-        others: Sums = vary(sums._replace(outputs={}), axes)
-        return others._replace(outputs=sums.outputs)
+        outputs = {"added": sums.added, "weighted": sums.weighted}  # vary as `loss_fn` has it
+        others: Sums = vary(sums._replace(added=None, weighted=None), axes)
+        return others._replace(**outputs)
 
     def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
         microbatch = take(folded, index)
@@ -139,32 +140,25 @@ def accumulate(
         place(jax.tree.map(zeros, params)),
         jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
         jnp.zeros((), sum_dtype(shapes.weight.dtype)),
-        {
-            "sum": jax.tree.map(
-                functools.partial(
-                    _zeros, dtype_of=at_least_32_bits, axes=axes if loop.skip_fn else ()
-                ),
-                of_rule("sum", rules, shapes.aux),
-            ),
-            "mean": jax.tree.map(
-                functools.partial(_zeros, dtype_of=inexact, axes=axes),
-                of_rule("mean", rules, shapes.aux),
-            ),
-        },
+        jax.tree.map(
+            lambda x: _zeros(x, at_least_32_bits(x.dtype), axes if loop.skip_fn else ()),
+            of_rule("sum", rules, shapes.aux),
+        ),
+        jax.tree.map(
+            lambda x: _zeros(x, inexact(x.dtype), axes), of_rule("mean", rules, shapes.aux)
+        ),
     )
     indices = jnp.arange(split.num, dtype=jnp.int32)
     sums, stacks = jax.lax.scan(body, varying(sums), indices)
     if padding_counts is not None:
         sums = sums._replace(weight=jnp.where(padding_counts, jnp.nan, sums.weight))
-    rows = jax.tree.map(lambda leaf: unfold(leaf, split), stacks.outputs["concat"])
-    return sums, stacks._replace(outputs={**stacks.outputs, "concat": rows})
+    rows = jax.tree.map(lambda leaf: unfold(leaf, split), stacks.rows)
+    return sums, stacks._replace(rows=rows)
 
 
-def _zeros(
-    output: jax.ShapeDtypeStruct, dtype_of: Callable[[Any], Any], axes: Collection[str]
-) -> jax.Array:
+def _zeros(output: jax.ShapeDtypeStruct, dtype: Any, axes: Collection[str]) -> jax.Array:
     """What the sum of an output begins with, of the type that it keeps."""
-    zeros = jnp.zeros(output.shape, dtype_of(output.dtype), device=output.sharding)
+    zeros = jnp.zeros(output.shape, dtype, device=output.sharding)
     varying: jax.Array = vary(zeros, axes_of_types(output).union(axes))
     return varying
 
@@ -195,28 +189,21 @@ def _add(
 
     counted = select(counts, weight)
 
-    def weighted(output: jax.Array, dtype: Any) -> jax.Array:
-        # Where a weight is 0, outputs may be anything.
-        return select(counted != 0, output.astype(dtype) * counted.astype(dtype))
+    def weighted(total: jax.Array, output: jax.Array) -> jax.Array:
+        product = output.astype(total.dtype) * counted.astype(total.dtype)
+        return total + select(counted != 0, product)  # where it is 0, outputs may be anything
 
-    outputs = {rule: of_rule(rule, rules, aux) for rule in REDUCTIONS}
+    added, means = of_rule("sum", rules, aux), of_rule("mean", rules, aux)
     sums = Sums(
         jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
         sums.loss + contribution(loss, sums.loss.dtype),
         sums.weight + counted.astype(sums.weight.dtype),
-        {
-            "sum": jax.tree.map(
-                lambda a, x: a + select(keep, x).astype(a.dtype),
-                sums.outputs["sum"],
-                outputs["sum"],
-            ),
-            "mean": jax.tree.map(
-                lambda a, x: a + weighted(x, a.dtype), sums.outputs["mean"], outputs["mean"]
-            ),
-        },
+        jax.tree.map(lambda a, x: a + select(keep, x).astype(a.dtype), sums.added, added),
+        jax.tree.map(weighted, sums.weighted, means),
     )
     skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
-    return sums, Stacks(counted, skipped, {rule: outputs[rule] for rule in ("stack", "concat")})
+    stacked, rows = of_rule("stack", rules, aux), of_rule("concat", rules, aux)
+    return sums, Stacks(counted, skipped, stacked, rows)
 
 
 def _padding_counts(

@@ -26,7 +26,7 @@ Weights: TypeAlias = NamedWeights | Callable[[Any], Any]
 SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]
 
 _NAMED = get_args(NamedWeights)
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+_REDUCTIONS = get_args(Reduction)
 
 _CHOICES = """
   weights='returned'       it returns (sum of losses, weight), e.g. the sum over tokens and their \
@@ -111,6 +111,7 @@ def should_skip(
     # Parts of one loss are dropped together, though gradients of parts of parameters differ.
     kept = axes_of_types((loss, weight))
     if skip_fn == "non_finite":
+        weight = weight.astype(inexact(weight.dtype))
         return any_over(~all_finite((loss, grads, weight)), kept)
     skip = skip_fn(loss, grads, weight)
     dtype = getattr(skip, "dtype", type(skip))
@@ -189,7 +190,7 @@ def check_reductions(aux: Any) -> None:
 
 
 def _no_reduction(leaf: Any) -> str:
-    return "" if isinstance(leaf, str) and leaf in REDUCTIONS else repr(leaf)
+    return "" if isinstance(leaf, str) and leaf in _REDUCTIONS else repr(leaf)
 
 
 def check_outputs(output: Any) -> None:
