@@ -133,7 +133,7 @@ def test_reports_name_what_is_made_whole_or_say_that_they_do_not_know() -> None:
 
 def test_blocks_that_lie_on_several_devices_are_named_with_one_that_fits() -> None:
     mesh = AbstractMesh((64,), ("data",), axis_types=(AxisType.Auto,))
-    layout: Any = {name: NamedSharding(mesh, P(None, "data")) for name in ("wide", "wider")}  # type: ignore[arg-type]
+    layout: Any = {name: NamedSharding(mesh, P(None, "data")) for name in ("wide", "wider")}
     shapes = {
         "wide": jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16),
         "wider": jax.ShapeDtypeStruct((64, 256 * 64), jnp.bfloat16),
