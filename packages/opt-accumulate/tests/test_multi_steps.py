@@ -314,3 +314,32 @@ def test_an_inner_optimizer_that_wants_one_dtype_is_called_once() -> None:
     assert len(calls) == 1
     in_theirs = MultiSteps(strict, 1, accumulator_dtype=None)
     in_theirs.update(params, in_theirs.init(params), params)
+
+
+# What `every_k_schedule` may be
+
+
+def emissions(k: Any, number: int, state: Any = None) -> list[int]:
+    """Returns the mini-steps that emitted."""
+    added, _ = run(MultiSteps(SGD, k), [1.0] * number, state)
+    return [index for index, update in enumerate(added) if update]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "k", [3, np.int64(3), np.array(3), jnp.uint32(3)], ids=["int", "int64", "array", "uint32"]
+)
+def test_integers_of_every_kind(k: Any) -> None:
+    assert emissions(k, 7) == [2, 5]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("value", [0, 1.9, np.int64(1), jnp.float32(-jnp.inf)])
+def test_values_of_a_schedule_are_cut_to_integers_and_at_least_one(value: Any) -> None:
+    assert emissions(lambda step: value, 3) == [0, 1, 2]
+
+
+def test_a_full_window_emits_at_once_under_a_smaller_k() -> None:
+    _, state = run(MultiSteps(SGD, 8), [1.0] * 5)
+    assert emissions(3, 4, state) == [0, 3]
+    assert run(MultiSteps(SGD, 1), [4.0], state)[0] == [-1.5]  # the mean of six
