@@ -111,11 +111,17 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
 @pytest.mark.parametrize("reduce", ["deferred", "auto"])
 def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh) -> None:
+    def loss_and_outputs(p: Tree, b: Tree) -> tuple[Any, Tree]:
+        tokens = b["mask"].sum()
+        return loss_fn(p, b), {
+            "rows": row_losses(p, b), "tokens": tokens, "total": tokens, "w": 2 * p["w"]
+        }  # fmt: skip
+
     vg = accumulate_gradients(
-        lambda p, b: (loss_fn(p, b), {"rows": row_losses(p, b), "tokens": b["mask"].sum()}),
+        loss_and_outputs,
         num_microbatches=NUM,
         has_aux=True,
-        aux={"rows": "concat", "tokens": "stack"},
+        aux={"rows": "concat", "tokens": "stack", "total": "sum", "w": "mean"},
         skip_fn="non_finite",
         with_metrics=True,
         reduce=reduce,
@@ -134,6 +140,8 @@ def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.shard
     expected = parts.sum((0, 1)) if reduce == "auto" else parts.sum(1).ravel()
     assert metrics.weights.tolist() == aux["tokens"].tolist() == expected.tolist()
     assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
+    assert int(aux["total"]) == int(metrics.weight)
+    np.testing.assert_allclose(aux["w"], 2 * params["w"], rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -545,6 +553,34 @@ def test_inside_a_shard_map_parts_of_one_loss_are_dropped_together() -> None:
     assert skipped.tolist() == [False, True]
     assert float(loss) == 1.0 + 2.0
     assert grads.tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_fn": "non_finite"}], ids=["all", "finite"])
+def test_outputs_inside_a_shard_map_are_added_up_on_each_device(options: Any) -> None:
+    mesh = make_mesh(AxisType.Auto)
+
+    def with_outputs(params: Tree, batch: Tree) -> Any:
+        return loss_fn(params, batch), {"rows": jnp.int32(len(batch["mask"])), "w": params["w"]}
+
+    vg = accumulate_gradients(
+        with_outputs,
+        num_microbatches=NUM,
+        has_aux=True,
+        aux={"rows": "sum", "w": "mean"},
+        **options,
+    )
+
+    def on_device(params: Tree, batch: Tree) -> Any:
+        (_, aux), _ = vg(params, batch)
+        # What does not depend on a device's rows is alike on all of them, and may leave as such.
+        rows = jax.lax.pmean(aux["rows"], "data") if options else aux["rows"]
+        return rows, jax.lax.pmean(aux["w"], "data")
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    params, batch = make_params(), make_batch()
+    rows, w = jax.jit(run)(params, batch)
+    assert int(rows) == len(batch["mask"]) // 4
+    np.testing.assert_allclose(w, params["w"], rtol=1e-6)
 
 
 def test_deferred_inside_a_shard_map_over_the_data() -> None:
