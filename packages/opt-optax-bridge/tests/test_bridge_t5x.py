@@ -103,12 +103,13 @@ def test_what_is_missing_says_why(name: str, words: str) -> None:
         getattr(t5x, name)
 
 
-def both(**kwargs: Any) -> t5x.MultiOptimizer:
-    return t5x.MultiOptimizer([("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))], **kwargs)
+def both(kind: Any = t5x.MultiOptimizer, **kwargs: Any) -> Any:
+    return kind([("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))], **kwargs)
 
 
-def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts() -> None:
-    optimizer = both(names=["matrices", "vectors"]).create(make_params())
+@pytest.mark.parametrize("kind", [t5x.MultiOptimizer, opt_core.MultiOptimizer])
+def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts(kind: Any) -> None:
+    optimizer = both(kind, names=["matrices", "vectors"]).create(make_params())
     plain = optimizer.apply_gradient(make_params())
     assert_same_bits(optimizer.apply_gradient(make_params(), learning_rate=9.0), plain)
     matrices, vectors = both().hyper_params
@@ -176,8 +177,9 @@ def test_only_a_traversal_may() -> None:
         opt_core.MultiOptimizer([(everything(), sgd), (nothing(), sgd)]).create(make_params())
 
 
-def test_a_rate_that_cannot_act_in_a_group_is_an_error() -> None:
-    opaque = t5x.MultiOptimizer([("w|b", t5x.OptaxWrapper(optax.sgd(0.5)))])
+@pytest.mark.parametrize("kind", [t5x.MultiOptimizer, opt_core.MultiOptimizer])
+def test_a_rate_that_cannot_act_in_a_group_is_an_error(kind: Any) -> None:
+    opaque = kind([("w|b", t5x.OptaxWrapper(optax.sgd(0.5)))])
     optimizer = opaque.create(make_params())
     assert_same_bits(
         optimizer.apply_gradient(make_params(), learning_rate=9.0),

@@ -176,6 +176,7 @@ def qualified(name: str, origin: str) -> str:
     return name if origin in _ONE_NAMESPACE else f"{origin}.{name}"
 
 
+@functools.cache
 def snake_case(name: str) -> str:
     """Returns the name of a class or function in descriptions."""
     words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"

@@ -154,6 +154,17 @@ class OptimizerDef:
         hyper_params = overrides.pop("hyper_params", self.hyper_params)
         return replace_hyper_params(hyper_params, **overrides)
 
+    def update_group_hyper_params(self, overall: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+        """Returns hyper-parameters for one update of a group of this definition.
+
+        T5X's facades ignore a learning rate for all groups, and use one for a group alone.
+
+        Args:
+          overall: overrides that reach every group, see `update_hyper_params`.
+          own: those of this group, which take precedence.
+        """
+        return self.update_hyper_params(**{**overall, **own})
+
     def has_hyper_param(self, name: str) -> bool:
         """Returns whether `name` is a hyper-parameter, of any group if there are groups."""
         return name in hyper_param_names(self.hyper_params)

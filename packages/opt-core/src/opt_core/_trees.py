@@ -65,6 +65,9 @@ def path_str(names: Sequence[str]) -> str:
     """
     if not names:
         return "."
+    path = "/".join(names)
+    if path.count("/") == len(names) - 1 and "~" not in path:  # nearly always, and much faster
+        return path
     return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
 
 
@@ -77,7 +80,10 @@ def split_path(path: str) -> tuple[str, ...]:
     """
     if path == ".":
         return ()
-    return tuple(part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
+    parts = path.split("/")
+    if "~" not in path:
+        return tuple(parts)
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in parts)
 
 
 def children(node: Any) -> Node | None:

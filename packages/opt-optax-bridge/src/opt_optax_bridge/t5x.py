@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
 import flax.struct
 import opt_core
@@ -81,6 +81,24 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         is_ignored = isinstance(hyper_params, _OptaxWrapperHyperParams)
         return self.built_with if is_ignored else hyper_params
 
+    def update_group_hyper_params(self, overall: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+        """Returns hyper-parameters for one update of a group, in which its own rate takes effect.
+
+        Args:
+          overall: see `opt_core.OptimizerDef.update_group_hyper_params`; a rate for all is ignored.
+          own: likewise.
+        """
+        hyper_params = super().update_group_hyper_params(overall, own)
+        rate = own.get("learning_rate", getattr(own.get("hyper_params"), "learning_rate", None))
+        if rate is None or not isinstance(hyper_params, _OptaxWrapperHyperParams):
+            return hyper_params
+        if self.recipe is None:
+            raise HyperParamError(
+                "`learning_rate` cannot be given to a transformation that is already built: make "
+                "it with a wrapped constructor (`wrap_optax_optimizer`)"
+            )
+        return replace_hyper_params(self.built_with, learning_rate=rate)
+
     def _overridable(self) -> str:
         return "none (`learning_rate` is ignored; those of `opt_optax_bridge` override it)"
 
@@ -134,44 +152,11 @@ class MultiOptimizer(opt_core.MultiOptimizer):
         """Returns whether a group may have no leaf, as one of a traversal may in Flax and T5X."""
         return super().may_be_empty(group) or hasattr(group.pattern, "iterate")
 
-    def update_hyper_params(
-        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
-    ) -> tuple[Any, ...]:
-        """Returns the hyper-parameters of every group for one update.
-
-        A learning rate for one group takes effect; one for all is ignored by wrapped optimizers.
-
-        Args:
-          missing: see `opt_core.MultiOptimizer.update_hyper_params`.
-          **overrides: likewise.
-        """
-        updated = super().update_hyper_params(missing=missing, **overrides)
-        replaced = overrides.get("hyper_params") or (None,) * len(updated)
-        by_group = overrides.get("group_overrides") or {}
-        acting = []
-        rows = zip(self.group_names, self.sub_optimizers, updated, replaced, strict=True)
-        for name, definition, hyper_params, new in rows:
-            rate = by_group.get(name, {}).get("learning_rate", getattr(new, "learning_rate", None))
-            acting.append(_with_rate(name, definition, hyper_params, rate))
-        return tuple(acting)
-
     def restore_reference(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[Any, OptimizerState]:
         """Returns references that accept parameters in another precision, specs and `None`."""
         return lenient_references(target, state, state_dict)
-
-
-def _with_rate(group: str, definition: OptimizerDef, hyper_params: Any, rate: Any) -> Any:
-    """The hyper-parameters of a wrapped optimizer with a learning rate for its group alone."""
-    if rate is None or not isinstance(definition, OptaxWrapper):
-        return hyper_params
-    if definition.recipe is None:
-        raise HyperParamError(
-            f"group `{group}`: `learning_rate` cannot be given to a transformation that is already "
-            "built: make it with a wrapped constructor (`wrap_optax_optimizer`)"
-        )
-    return replace_hyper_params(definition.built_with, learning_rate=rate)
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:

@@ -368,17 +368,20 @@ class MultiOptimizer(OptimizerDef):
         for i, (name, definition) in enumerate(
             zip(self.group_names, self.sub_optimizers, strict=True)
         ):
-            values = {
+            overall: dict[str, Any] = {
                 key: value
                 for key, value in overrides.items()
                 if missing == "error" or definition.has_hyper_param(key)
             }
-            if hyper_params is not None:
-                values["hyper_params"] = hyper_params[i]
             if isinstance(definition, MultiOptimizer):
-                values["missing"] = missing
+                overall["missing"] = missing
+            own = {} if hyper_params is None else {"hyper_params": hyper_params[i]}
             with naming(name):
-                updated.append(definition.update_hyper_params(**values | by_group.get(name, {})))
+                updated.append(
+                    definition.update_group_hyper_params(
+                        overall, own | dict(by_group.get(name, {}))
+                    )
+                )
         return tuple(updated)
 
     def _check_reach(self, overrides: Iterable[str], missing: str) -> None:
