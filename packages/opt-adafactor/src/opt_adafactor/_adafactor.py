@@ -331,12 +331,15 @@ class Adafactor(OptimizerDef):
         hyper_params = self.hyper_params
         if not fallback_to_heuristics:
             hyper_params = hyper_params.replace(respect_rank2_rules=True)
-        found = parse_rule(rule, tuple(shape), path, hyper_params)
-        return found.averaged, (found.rows, found.cols) if found.is_factored else None
+        factoring = parse_rule(rule, tuple(shape), path, hyper_params)
+        return factoring.averaged, (
+            factoring.rows,
+            factoring.cols,
+        ) if factoring.is_factored else None
 
     def _factored_dims(self, shape: Any) -> tuple[tuple[int], tuple[int]] | None:
-        found = heuristic_dims(tuple(shape), self.hyper_params)
-        return None if found is None else ((found[0],), (found[1],))
+        dims = heuristic_dims(tuple(shape), self.hyper_params)
+        return None if dims is None else ((dims[0],), (dims[1],))
 
     def init_param_state(self, param: Any, path: str) -> _AdafactorParamState:
         """Returns the initial state of a single parameter, by its `/`-joined keys."""

@@ -164,10 +164,10 @@ def _by_heuristic(shape: tuple[int, ...], path: str, hyper_params: Any) -> Facto
             "`logical_factor_rules` and the logical axes of the parameters (`with_param_axes`), "
             "or use the rule `None` not to factor it."
         )
-    found = heuristic_dims(shape, hyper_params)
-    if found is None:
+    dims = heuristic_dims(shape, hyper_params)
+    if dims is None:
         return Factoring(rank, tuple(range(rank)))
-    row, col = found
+    row, col = dims
     return Factoring(rank, tuple(range(rank)), (row,), (col,))
 
 

@@ -86,18 +86,18 @@ def check_hyper_params(hyper_params: Any) -> None:
         )
 
 
-def check_overrides(own: Any, given: Any) -> None:
-    """Raises a `HyperParamError` where `given` overrides what `own` hyper-parameters fix."""
-    if own is given:
+def check_overrides(own: Any, overridden: Any) -> None:
+    """Raises a `HyperParamError` where `overridden` overrides what `own` hyper-parameters fix."""
+    if own is overridden:
         return
     for name in _FIXED:
-        old, new = getattr(own, name), getattr(given, name)
+        old, new = getattr(own, name), getattr(overridden, name)
         if old is not new and (isinstance(new, jax.Array) or old != new):
             raise HyperParamError(
                 f"`{name}` cannot be overridden for one step, since the shapes of the state depend "
                 "on it. Create a new definition and convert the state."
             )
-    if (own.beta1 is None) != (given.beta1 is None):
+    if (own.beta1 is None) != (overridden.beta1 is None):
         has, asked = ("no momentum", "on") if own.beta1 is None else ("momentum", "off")
         instead = "with `beta1=0.0`" if own.beta1 is None else "with `beta1=None`"
         advice = "" if own.beta1 is None else ", or override `beta1=0.0`"
@@ -105,7 +105,7 @@ def check_overrides(own: Any, given: Any) -> None:
             f"`beta1`: the definition has {has}, which cannot be turned {asked} for one step, "
             f"since the state depends on it. Create a definition {instead}{advice}."
         )
-    check_hyper_params(given)
+    check_hyper_params(overridden)
 
 
 def _check_number(name: str, value: Any, *, is_optional: bool) -> None:

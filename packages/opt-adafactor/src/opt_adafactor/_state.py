@@ -172,11 +172,11 @@ def _setting(value: Any) -> Any:
     """Returns a setting with the names of `FactorDim`s for `json_settings`."""
     match value:
         case HParamMap():
-            return [[pattern, _setting(found)] for pattern, found in value.rules]
+            return [[pattern, _setting(item)] for pattern, item in value.rules]
         case Mapping():
-            return {name: _setting(found) for name, found in value.items()}
+            return {name: _setting(item) for name, item in value.items()}
         case tuple():
-            return [_setting(found) for found in value]
+            return [_setting(item) for item in value]
         case enum.Enum():
             return value.name
     return value

@@ -40,27 +40,27 @@ def check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
     ]
     for row in read_collectives(compiled):
         scopes = [int(number) for number in _SCOPE.findall(row.op_name)]
-        found = sorted(set(scopes))
-        is_known = bool(found) and found[-1] < len(plan.groups)
+        scoped = sorted(set(scopes))
+        is_known = bool(scoped) and scoped[-1] < len(plan.groups)
         # XLA may also combine a sum of a group with sums of others, such as that of the loss.
         is_mixed = row.op_name.count(":") >= len(scopes)
-        if is_known and is_mixed and row.shape[:1] not in {(plan.groups[n].count,) for n in found}:
+        if is_known and is_mixed and row.shape[:1] not in {(plan.groups[n].count,) for n in scoped}:
             is_known = False
         if not is_known:
             others.append(f"{row.name}: {row.kind} {row.dtype}{list(row.shape)} {row.op_name}")
             continue
         # XLA may combine sums of several groups in one collective.
-        joined = set[int]().union(*(together[number] for number in found))
+        joined = set[int]().union(*(together[number] for number in scoped))
         for number in joined:
             together[number] = joined
-        counts[found[0]] += row.count
-        moved[found[0]] += round(row.count * math.prod(row.shape) * _itemsize(row.dtype))
+        counts[scoped[0]] += row.count
+        moved[scoped[0]] += round(row.count * math.prod(row.shape) * _itemsize(row.dtype))
     problems = []
     for numbers in sorted({tuple(sorted(joined)) for joined in together}):
         groups = [plan.groups[number] for number in numbers]
         expected = sum(group.collectives for group in groups)
         planned = sum(group.bytes_per_device for group in groups)
-        count, size = (sum(found[number] for number in numbers) for found in (counts, moved))
+        count, size = (sum(each[number] for number in numbers) for each in (counts, moved))
         if count > expected or size > planned:
             named = ", ".join(
                 f"group {number} ({group.leaves[0]}, {group.choice})"

@@ -1,10 +1,10 @@
 """Ways of bringing matrices together, and what each costs a device.
 
-Whole matrices are handed out over the mesh, or gathered; they stay cut only where the caller asks
-for that. Of all ways, the one with the fewest operations on a device is taken, then the one with
-the fewest collectives, then the one that moves least. No speeds are needed to choose: handing out
-moves two whole matrices for each that a device computes with, and of what mesh axes replicate a
-device's own part once more, so operations are never saved at a price.
+Matrices are handed out over the mesh, or gathered; they stay cut only where the caller asks for
+that. The way with the fewest operations on a device is taken, then the one with the fewest
+collectives, then the one that moves least. No speeds are needed to choose: handing out moves twice
+the matrices that a device computes with, and of what mesh axes replicate a device's own part once
+more, so operations are never saved at a price.
 
   >>> from opt_matrix import newton_schulz
   >>> kind = Kind((4, 8), 1, (('x',), ()), (), (), 'float32')
@@ -19,13 +19,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from opt_matrix._layouts import Axes
-from opt_matrix._newton_schulz import PlannedFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Kind:
       matrix_shape: the dimensions of one matrix, rows first.
       num_rows: how many of those are rows.
       matrix_spec: the mesh axes of each.
-      batch_axes: the mesh axes that whole matrices lie over.
+      batch_axes: the mesh axes that the dimensions which count matrices lie over.
       split: sizes of the matrices side by side in one, or `()`.
       dtype: what they are sent in.
     """
@@ -71,10 +70,10 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What becomes of each mesh axis while whole matrices are needed.
+    """What becomes of each mesh axis while matrices are computed with.
 
     Attributes:
-      share: whole matrices are handed out over these.
+      share: matrices are handed out over these.
       gather: every device along these computes the same.
       split: matrices stay cut over these.
     """
@@ -86,7 +85,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a group costs each device; fields as of `Group`."""
+    """What a group costs each device; see `Group`."""
 
     padding: int
     bytes_per_device: int
@@ -101,30 +100,28 @@ def best_way(
     """How `count` matrices on each part of the batch axes come together."""
 
     def rank(way: Way) -> tuple[Any, ...]:
-        found = cost(kind, way, count, mesh, fn)
-        return found.flops_per_device, found.collectives, found.bytes_per_device, len(way.share)
+        each = cost(kind, way, count, mesh, fn)
+        return each.flops_per_device, each.collectives, each.bytes_per_device, len(way.share)
 
-    cut = kind.matrix_axes
-    kept = tuple(axis for axis in cut if axis in split)
+    kept = tuple(axis for axis in kind.matrix_axes if axis in split)
     if kind.split or not _divides(kind, Way(split=kept), mesh):
         kept = ()
     return min(_ways(kind, mesh, world, kept), key=rank)
 
 
 def _ways(kind: Kind, mesh: Mapping[str, int], world: Axes, split: Axes) -> Iterator[Way]:
-    """Each axis that cuts matrices is handed out over or gathered; one that replicates, or idle."""
+    """Axes that cut matrices are handed out over or gathered, those that replicate may be idle."""
     cut = [axis for axis in kind.matrix_axes if axis not in split]
     used = {*kind.matrix_axes, *kind.batch_axes}
     free = [axis for axis in mesh if mesh[axis] > 1 and axis in world and axis not in used]
     options = [("share", "gather") if axis in world else ("gather",) for axis in cut]
     # Axes that replicate come first: their parts are taken before anything is sent.
-    for chosen in itertools.product(*[("share", "idle")] * len(free), *options):
-        named = list(zip((*free, *cut), chosen, strict=True))
-        yield Way(_chosen(named, "share"), _chosen(named, "gather"), split)
-
-
-def _chosen(named: Sequence[tuple[str, str]], word: str) -> Axes:
-    return tuple(axis for axis, chosen in named if chosen == word)
+    for words in itertools.product(*[("share", "idle")] * len(free), *options):
+        named = list(zip((*free, *cut), words, strict=True))
+        share, gather = (
+            tuple(axis for axis, each in named if each == word) for word in ("share", "gather")
+        )
+        yield Way(share, gather, split)
 
 
 def _divides(kind: Kind, way: Way, mesh: Mapping[str, int]) -> bool:
@@ -192,11 +189,11 @@ def is_summed(count: int, padding: int) -> bool:
 
 def flops_of(fn: Any, kind: Kind, parts: int = 1) -> float:
     """Floating-point operations for one matrix of a kind, with those side by side in it."""
-    columns = kind.split or (kind.fan_out,)
-    if isinstance(fn, PlannedFunction):
-        return sum(fn.flops(kind.fan_in, width, parts) for width in columns)
-    # Of an unknown function, that it costs as much as a few products.
-    return sum(10.0 * kind.fan_in * width * min(kind.fan_in, width) for width in columns)
+    if parts > 1:  # by a function with `split`
+        return float(fn.flops(kind.fan_in, kind.fan_out, parts))
+    # An unknown function is taken to cost as much as a few products.
+    flops = getattr(fn, "flops", lambda rows, columns: 10.0 * rows * columns * min(rows, columns))
+    return float(sum(flops(kind.fan_in, width) for width in kind.split or (kind.fan_out,)))
 
 
 def _itemsize(dtype: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from opt_matrix import _check
+from opt_matrix import _check, _costs
 from opt_matrix._layouts import LeafLayout
 from opt_matrix._matrices import Matrices, leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
@@ -42,38 +41,26 @@ class Distributed:
         """Returns the state of each group, made on the devices that hold it."""
         if self.init_fn is None:
             return ()
-        plan = self.plan
 
-        def body(part: Callable[[Group], Any]) -> tuple[Any, ...]:
-            return tuple(
-                self._init_group(group, jnp.asarray(self._numbers_by_part(group))[part(group)])
-                for group in plan.groups
-            )
+        def init_group(group: Group) -> Any:
+            parts = _costs.size(self.plan.mesh_shape, group.stack_axes)
+            numbers = jnp.asarray(self.plan.numbers(group)).reshape(parts, -1)
+            part = lax.axis_index(group.stack_axes) if group.stack_axes else 0
+            return self._init_group(group, numbers[part])
 
-        def own_part(group: Group) -> Any:
-            return lax.axis_index(group.stack_axes) if group.stack_axes else 0
+        def body() -> tuple[Any, ...]:
+            return tuple(map(init_group, self.plan.groups))
 
-        out_specs = self._state_specs(jax.eval_shape(lambda: body(lambda _: 0)))
-        mapped = _shard_map(lambda: body(own_part), plan.mesh, (), out_specs)
-        states: tuple[Any, ...] = mapped()
+        states: tuple[Any, ...] = _shard_map(body, self.plan.mesh, (), self._state_specs)()
         return states
-
-    def _numbers_by_part(self, group: Group) -> np.ndarray:
-        """The numbers of the matrices that each part of the stack's axes computes with."""
-        return self.plan.numbers(group).reshape(
-            math.prod(self.plan.mesh_shape[axis] for axis in group.stack_axes), -1
-        )
 
     def state_shardings(self) -> tuple[Any, ...]:
         """Returns where each leaf of the state lies; for `jax.jit` and checkpoints."""
-        if self.init_fn is None:
-            return ()
-        shardings: tuple[Any, ...] = jax.tree.map(
-            lambda spec: NamedSharding(self.plan.mesh, spec),
-            self._state_specs(jax.eval_shape(self.init)),
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        shardings = [NamedSharding(self.plan.mesh, spec) for spec in self._state_specs]
+        return tuple(
+            jax.tree.map(lambda _, sharding=sharding: sharding, state)
+            for sharding, state in zip(shardings, jax.eval_shape(self.init), strict=True)
         )
-        return shardings
 
     def apply(
         self,
@@ -90,11 +77,11 @@ class Distributed:
             out, and come back as they are.
           state: what `init` or the last call returned; `()` where there is none.
           *others: trees like `tree`, for `prepare`.
-          prepare: makes what the function is applied to from `scalars`, a part of a leaf of `tree`
-            and the same part of that leaf of each of `others`, element by element. It runs when
-            the turn of a group has come, so that no copy of all leaves is made.
-          scalars: numbers for `prepare`, the same on all devices. What it makes should depend on
-            them where there are any: they are how a group waits for the one before.
+          prepare: returns what the function is applied to, from `scalars`, a part of a leaf of
+            `tree` and the same part of that leaf of each of `others`, element by element. It runs
+            when the turn of a group has come: there is no copy of all leaves.
+          scalars: numbers for `prepare`, the same on all devices. A group waits for the one before
+            by them, so results of `prepare` should depend on them where there are any.
 
         Raises:
           PlanError: the tree is not the one that was planned for.
@@ -107,16 +94,14 @@ class Distributed:
                 "made for another one"
             )
         specs = {path: layout.partition_spec for path, layout in plan.layouts.items()}
-        state_specs = self._state_specs(tuple(state))
         body = functools.partial(self._body, prepare or (lambda _, x: x))
-        replicated = jax.tree.map(lambda _: PartitionSpec(), scalars)
-        given = tuple(
+        trees = tuple(
             {path: _placed(each[path], specs[path]) for path in plan.layouts}
             for each in (leaves, *map(leaves_by_path, others))
         )
-        in_specs = (replicated, (specs,) * len(given), state_specs)
-        mapped = _shard_map(body, plan.mesh, in_specs, (specs, state_specs))
-        results, state = mapped(scalars, given, tuple(state))
+        in_specs = (PartitionSpec(), (specs,) * len(trees), self._state_specs)
+        mapped = _shard_map(body, plan.mesh, in_specs, (specs, self._state_specs))
+        results, state = mapped(scalars, trees, tuple(state))
 
         def result(path: Any, leaf: Any) -> Any:
             return results.get(path_str(path), leaf)
@@ -142,59 +127,45 @@ class Distributed:
             raise PlanError(
                 f"`state` is of {len(state)} groups, and `before` has {len(before.groups)}"
             )
-        found = []
-        for group, fresh in zip(plan.groups, self.init(), strict=True):
+        states = []
+        for group, start in zip(plan.groups, self.init(), strict=True):
             olds = [n for n, old in enumerate(before.groups) if old.family == group.family]
             order = np.concatenate([before.numbers(before.groups[n]) for n in olds])
-            place = {number: row for row, number in enumerate(order) if number >= 0}
-            numbers = plan.numbers(group)
-            rows = np.array([place.get(number, 0) for number in numbers])
-            is_real = numbers >= 0
-
-            def move(new: jax.Array, *old: Any, rows: Any = rows, is_real: Any = is_real) -> Any:
-                moved = jnp.concatenate([_placed(x, PartitionSpec()) for x in old])[rows].astype(
-                    new.dtype
-                )
-                mask = is_real.reshape(-1, *[1] * (new.ndim - 1))
-                return place_like(jnp.where(mask, moved, _placed(new, PartitionSpec())), new)
-
-            found.append(jax.tree.map(move, fresh, *(state[n] for n in olds)))
-        return tuple(found)
+            rows = {number: row for row, number in enumerate(order) if number >= 0}
+            move = functools.partial(_moved_rows, [rows.get(n) for n in plan.numbers(group)])
+            states.append(jax.tree.map(move, start, *(state[n] for n in olds)))
+        return tuple(states)
 
     def require_matrices(self, who: str, tree: Any) -> None:
         """Raises `UndecidedError` where a leaf is rest, for those who update matrices alone."""
         refuse_others(who, [path for path in leaves_by_path(tree) if path in self.plan.rest])
 
-    def _state_specs(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        specs = [PartitionSpec(group.stack_axes or None) for group in self.plan.groups]
-        return tuple(
-            jax.tree.map(lambda _, spec=spec: spec, own)
-            for spec, own in zip(specs, state, strict=False)
-        )
+    @property
+    def _state_specs(self) -> tuple[PartitionSpec, ...]:
+        """The layout of the state of each group: all its leaves have a row for each matrix."""
+        groups = () if self.init_fn is None else self.plan.groups
+        return tuple(PartitionSpec(group.stack_axes or None) for group in groups)
 
     def _init_group(self, group: Group, numbers: jax.Array) -> Any:
         assert self.init_fn is not None
         rows, columns = group.shape
-        states = [
-            self.init_fn(
-                jax.ShapeDtypeStruct((len(numbers), rows, width), group.kind.dtype), numbers
-            )
-            for width in group.kind.split or (columns,)
-        ]
+        shapes = [(len(numbers), rows, width) for width in group.kind.split or (columns,)]
+        stacks = [jax.ShapeDtypeStruct(shape, group.kind.dtype) for shape in shapes]
+        states = [self.init_fn(stack, numbers) for stack in stacks]
         return tuple(states) if group.kind.split else states[0]
 
     def _body(
         self,
         prepare: Callable[..., Any],
         scalars: Any,
-        given: tuple[dict[str, jax.Array], ...],
+        trees: tuple[dict[str, jax.Array], ...],
         states: tuple[Any, ...],
     ) -> tuple[dict[str, jax.Array], tuple[Any, ...]]:
         """What each device does, one group after the other: that bounds what is alive at a time."""
         plan = self.plan
         first, *others = (
             {path: _blocks(leaf, plan.layouts[path]) for path, leaf in leaves.items()}
-            for leaves in given
+            for leaves in trees
         )
         results = {}  # written over the first tree: no second copy of what was donated
         for path, block in first.items():
@@ -216,7 +187,7 @@ class Distributed:
                 if not jax.tree.leaves(scalars):
                     parts = [_after(last, part) for part in parts]
                 prepared.append(prepare(waiting, *parts).astype(group.kind.dtype))
-            function = self._group_function(group, state)
+            function = functools.partial(self._compute, group, state)
             stack, state = Transfer(group, plan.mesh_shape).run(function, jnp.concatenate(prepared))
             pieces = jnp.split(stack, list(itertools.accumulate(counts))[:-1])
             written = {
@@ -241,36 +212,26 @@ class Distributed:
                     (last,) = leaves.values()
             results |= leaves
             new_states.append(state)
-        found = {
+        placed = {
             path: _unblocked(results[path], plan.layouts[path], leaf)
-            for path, leaf in given[0].items()
+            for path, leaf in trees[0].items()
         }
-        return found, tuple(new_states) if states else ()
+        return placed, tuple(new_states) if states else ()
 
-    def _group_function(self, group: Group, state: Any) -> Callable[[jax.Array], Any]:
-        kind = group.kind
-
-        def run(x: jax.Array) -> tuple[jax.Array, Any]:
-            if group.way.split:
-                return split(self.fn, group, x).astype(kind.dtype), None
-            if not kind.split:
-                y, new = self._call(x, state)
-                return y.astype(kind.dtype), new
-            parts = jnp.split(x, list(itertools.accumulate(kind.split))[:-1], axis=-1)
-            found = [
-                self._call(part, state[n] if state is not None else None)
-                for n, part in enumerate(parts)
-            ]
-            y = jnp.concatenate([y for y, _ in found], axis=-1)
-            return y.astype(kind.dtype), tuple(new for _, new in found)
-
-        return run
-
-    def _call(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        if self.init_fn is None:
-            return self.fn(x), None
-        y, new = self.fn(x, state)
-        return y, new
+    def _compute(self, group: Group, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns what the function makes of a stack, in the dtype of the group, and its state."""
+        if group.way.split:
+            y = split(self.fn, group, x)
+        elif self.init_fn is None:
+            y = side_by_side(self.fn, group.kind.split, x)
+        elif not group.kind.split:
+            y, state = self.fn(x, state)
+        else:
+            parts = _parts(group.kind.split, x)
+            results = [self.fn(part, own) for part, own in zip(parts, state, strict=True)]
+            y = jnp.concatenate([y for y, _ in results], axis=-1)
+            state = tuple(new for _, new in results)
+        return y.astype(group.kind.dtype), state
 
 
 class PlannedTransformation(optax.GradientTransformation):
@@ -348,6 +309,15 @@ def distribute(
     return Distributed(plan, fn, init)
 
 
+def side_by_side(fn: Callable[..., Any], widths: Sequence[int], x: jax.Array) -> jax.Array:
+    """Returns what a function makes of matrices of these widths that lie in one; `()` is one."""
+    return jnp.concatenate([fn(part) for part in _parts(widths, x)], -1) if widths else fn(x)
+
+
+def _parts(widths: Sequence[int], x: jax.Array) -> list[jax.Array]:
+    return jnp.split(x, list(itertools.accumulate(widths))[:-1], axis=-1)
+
+
 def _after(first: jax.Array | None, x: jax.Array) -> jax.Array:
     """Returns `x`, as something that is not known before `first` is."""
     # XLA drops an `optimization_barrier` before it orders instructions, and would then have the
@@ -362,6 +332,14 @@ def _after(first: jax.Array | None, x: jax.Array) -> jax.Array:
 
 def _bits_of(x: jax.Array) -> Any:
     return jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+
+
+def _moved_rows(rows: Sequence[int | None], start: jax.Array, *parts: Any) -> Any:
+    """Returns these rows of the concatenated parts; of `start`, where there is none."""
+    stack = jnp.concatenate([_placed(part, PartitionSpec()) for part in parts])
+    moved = stack[np.array([row or 0 for row in rows])].astype(start.dtype)
+    is_moved = np.array([row is not None for row in rows]).reshape(-1, *[1] * (start.ndim - 1))
+    return place_like(jnp.where(is_moved, moved, _placed(start, PartitionSpec())), start)
 
 
 def _blocks(leaf: jax.Array, layout: LeafLayout) -> jax.Array:

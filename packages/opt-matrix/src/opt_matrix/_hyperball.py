@@ -101,9 +101,9 @@ def scale_by_hyperball(matrices: Matrices, learning_rate: Any) -> optax.Gradient
         size, state = rate.update(jnp.ones([]), state)
 
         def turned(path: Any, u: jax.Array, w: jax.Array) -> jax.Array:
-            whole = dims[path_str(path)]
-            assert whole is not None
-            return _turned(place_like(u, w), w, size, whole).astype(u.dtype)
+            own = dims[path_str(path)]
+            assert own is not None
+            return _turned(place_like(u, w), w, size, own).astype(u.dtype)
 
         return jax.tree_util.tree_map_with_path(turned, updates, params), state
 

@@ -41,22 +41,22 @@ class Dims:
         dims = [*self.reduction, *self.output]
         if not self.reduction or not self.output or any(not -rank <= d < rank for d in dims):
             raise OptionError(f"{path}: {self} are not dimensions of {tuple(shape)}")
-        found = Dims(
+        resolved = Dims(
             tuple(d % rank for d in self.reduction),
             tuple(d % rank for d in self.output),
             self.split,
         )
-        if len({*found.reduction, *found.output}) < len(dims):
+        if len({*resolved.reduction, *resolved.output}) < len(dims):
             raise OptionError(f"{path}: {self} name a dimension of {tuple(shape)} more than once")
         if not all(shape[d] for d in dims):
             raise OptionError(f"{path}: matrices of {tuple(shape)} are empty; make the leaf rest")
-        width = math.prod(shape[d] for d in found.output)
+        width = math.prod(shape[d] for d in resolved.output)
         if self.split and (sum(self.split) != width or min(self.split) < 1):
             raise OptionError(
                 f"{path}: `split` must be positive sizes that add up to the output dimensions' "
                 f"{width}; got {self.split}"
             )
-        return found
+        return resolved
 
     def along_output(self, columns: Any, shape: Sequence[int]) -> np.ndarray:
         """Returns one value for each column of a matrix, so that they broadcast against the leaf.
@@ -77,29 +77,15 @@ class _Undecided:
 _Decision = Dims | None | _Undecided
 _UNDECIDED = _Undecided()
 
-DEFAULT_RULES: Mapping[str, str] = {
-    "layers": "batch",
-    "layer": "batch",
-    "stack": "batch",
-    "scan": "batch",
-    "stages": "batch",
-    "expert": "batch",
-    "experts": "batch",
-    "qkv": "batch",
-    "vocab": "rest",
-    "position": "rest",
-    "length": "rest",
-    "relpos_buckets": "rest",
-    "embed": "embed",
-    "mlp": "inner",
-    "heads": "inner",
-    "q_heads": "inner",
-    "kv_heads": "inner",
-    "kv": "inner",
-    "head_dim": "inner",
-    "kv_head_dim": "inner",
-    "joined_kv": "inner",
+_WORDS = {
+    "batch": ("layers", "layer", "stack", "scan", "stages", "expert", "experts", "qkv"),
+    "rest": ("vocab", "position", "length", "relpos_buckets"),
+    "embed": ("embed",),
+    "inner": (
+        *("mlp", "heads", "q_heads", "kv_heads", "kv", "head_dim", "kv_head_dim", "joined_kv"),
+    ),
 }
+DEFAULT_RULES: Mapping[str, str] = {name: word for word, names in _WORDS.items() for name in names}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,15 +114,15 @@ class Matrices:
 
     @classmethod
     def by_path(cls, patterns: Mapping[str, Any]) -> Matrices:
-        """The regular expression that matches a leaf's whole path says what it is.
+        """The regular expression that matches a leaf's complete path says what it is.
 
-        Of a variable or box of Flax the path is `mlp/kernel`, as it is without the box. The one
-        with its attribute, `mlp/kernel/value`, decides where that does not.
+        The path of a variable or box of Flax is `mlp/kernel`, as without the box; the one with its
+        attribute, `mlp/kernel/value`, decides where that does not.
 
         Args:
           patterns: for each, `(reduction, output)` as dimensions or tuples of dimensions, `Dims`,
-            Optax's `MuonDimensionNumbers`, or `None` for rest. Every leaf must be matched by one
-            alone, and every pattern must match.
+            Optax's `MuonDimensionNumbers`, or `None` for rest. Every leaf must be matched by
+            exactly one, and every pattern must match.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -147,10 +133,10 @@ class Matrices:
         table = [(_compiled(pattern), as_dims(dims)) for pattern, dims in patterns.items()]
 
         def decide(path: str, shape: tuple[int, ...]) -> _Decision:
-            found = [(p.pattern, dims) for p, dims in table if p.fullmatch(path)]
-            if len(found) > 1:
-                raise UndecidedError(f"{path}: matched by {[pattern for pattern, _ in found]}")
-            return found[0][1] if found else _UNDECIDED
+            matches = [(p.pattern, dims) for p, dims in table if p.fullmatch(path)]
+            if len(matches) > 1:
+                raise UndecidedError(f"{path}: matched by {[pattern for pattern, _ in matches]}")
+            return matches[0][1] if matches else _UNDECIDED
 
         return cls(decide, [pattern for pattern, _ in table])
 
@@ -204,7 +190,7 @@ class Matrices:
           UndecidedError: a leaf is decided by no rule or by two, or a pattern matches nothing.
           OptionError: a rule does not fit a leaf's shape.
         """
-        found: dict[str, Dims | None] = {}
+        resolved: dict[str, Dims | None] = {}
         problems: list[str] = []
         names = set[str]()
         for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -221,7 +207,7 @@ class Matrices:
             if isinstance(decision, _Undecided):
                 problems.append(f"{path}: {shape} is decided by no rule")
             else:
-                found[path] = decision and decision.resolve(path, shape)
+                resolved[path] = decision and decision.resolve(path, shape)
         if all_used:
             problems += [
                 f"{pattern.pattern!r} matches no leaf"
@@ -233,24 +219,24 @@ class Matrices:
                 "`matrices` must say of every leaf which dimensions make a matrix, or that it is "
                 "rest:\n  " + "\n  ".join(problems)
             )
-        return found
+        return resolved
 
 
-def as_dims(given: Any) -> Dims | None:
-    """What a user gave for one leaf, as `Dims`."""
-    if given is None or isinstance(given, Dims):
-        return given
-    if hasattr(given, "reduction_axis"):  # Optax's, since its 0.2.6
-        given = (given.reduction_axis, given.output_axis)
-    if isinstance(given, tuple | list) and len(given) == 2:
-        sides = [(side,) if isinstance(side, int) else side for side in given]
+def as_dims(dims: Any) -> Dims | None:
+    """Returns what a user writes for one leaf as `Dims`."""
+    if dims is None or isinstance(dims, Dims):
+        return dims
+    if hasattr(dims, "reduction_axis"):  # Optax's, since its 0.2.6
+        dims = (dims.reduction_axis, dims.output_axis)
+    if isinstance(dims, tuple | list) and len(dims) == 2:
+        sides = [(side,) if isinstance(side, int) else side for side in dims]
         if all(
             isinstance(side, tuple | list) and side and all(isinstance(d, int) for d in side)
             for side in sides
         ):
             return Dims(tuple(sides[0]), tuple(sides[1]))
     raise OptionError(
-        f"dimensions must be `(reduction, output)`, `Dims` or `None` for rest; got {given!r}"
+        f"dimensions must be `(reduction, output)`, `Dims` or `None` for rest; got {dims!r}"
     )
 
 
@@ -267,15 +253,15 @@ def _by_names(
     words: Mapping[str, str],
     blocks: Mapping[str, tuple[int, ...]],
 ) -> _Decision:
-    found = [words.get(name) if isinstance(name, str) else None for name in names]
-    if "rest" in found:
+    by_dim = [words.get(name) if isinstance(name, str) else None for name in names]
+    if "rest" in by_dim:
         return None
-    kept = [d for d, word in enumerate(found) if word != "batch"]
+    kept = [d for d, word in enumerate(by_dim) if word != "batch"]
     if len(kept) < 2:
         return None
-    if any(found[d] is None for d in kept):
+    if any(by_dim[d] is None for d in kept):
         return _UNDECIDED
-    starts = [i for i in range(1, len(kept)) if found[kept[i]] != found[kept[i - 1]]]
+    starts = [i for i in range(1, len(kept)) if by_dim[kept[i]] != by_dim[kept[i - 1]]]
     if len(kept) == 2:
         starts = [1]
     if len(starts) != 1:
@@ -293,9 +279,8 @@ def _by_names(
 
 
 def _is_axes(node: Any) -> bool:
-    if hasattr(node, "get_partition_spec") or hasattr(node, "names"):
-        return True
-    if isinstance(node, PartitionSpec):
+    is_box = hasattr(node, "get_partition_spec") or hasattr(node, "names")
+    if is_box or isinstance(node, PartitionSpec):
         return True
     return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -15,7 +14,7 @@ import optax
 from optax.contrib import _muon
 from optax.contrib._muon import MuonState
 
-from opt_matrix._distribute import Distributed, place_like, refuse_others
+from opt_matrix._distribute import Distributed, place_like, refuse_others, side_by_side
 from opt_matrix._layouts import leaf_layout
 from opt_matrix._matrices import Dims, Matrices, leaves_by_path, path_str
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
@@ -39,9 +38,9 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     r"""Rescales updates as Muon does: their momentum, with singular values near one.
 
-    The momentum is updated where the parameters lie. What is orthogonalized then travels as `plan`
-    says, in the dtype of the iteration. Without a plan, parameters on an Explicit mesh are planned
-    for by their types; any others are computed with leaf by leaf, and the compiler decides.
+    The momentum lies as the parameters; what is orthogonalized travels as `plan` says, in the dtype
+    of the iteration. Without a plan, one is made from the types of parameters on an Explicit mesh;
+    any others are computed with leaf by leaf, and the compiler decides.
 
     Args:
       momentum: decay of the average of gradients.
@@ -54,8 +53,8 @@ def scale_by_muon(
       matrices: which dimensions make a matrix; the plan's, or those of two-dimensional leaves. All
         leaves must hold matrices: `muon` sends others elsewhere.
       mu_dtype: of the momentum; that of the parameters by default.
-      plan: made by `plan_matrices` with the same parameters.
-      max_group_bytes: for the plan that is made where none is given.
+      plan: of `plan_matrices` with the same parameters.
+      max_group_bytes: for the plan by types; see `plan_matrices`.
 
     Returns:
       A transformation whose state is an `optax.contrib.MuonState`.
@@ -163,8 +162,8 @@ def muon(
       orthogonalize: what is computed with stacks of matrices.
       scale: what updates are multiplied by.
       mu_dtype: of the momentum.
-      plan: made by `plan_matrices` with the same `matrices`.
-      max_group_bytes: for the plan that is made where none is given.
+      plan: of `plan_matrices` with the same `matrices`.
+      max_group_bytes: for the plan by types.
 
     Raises:
       UndecidedError: when it meets parameters: `matrices` does not decide a leaf.
@@ -283,21 +282,21 @@ def _dims_of(tree: Any, plan: MatrixPlan | None, matrices: Matrices | None) -> d
     """The dimensions of every leaf's matrices; all leaves must have them."""
     if plan is not None:
         paths = leaves_by_path(tree)
-        found = {path: plan.layouts[path].dims for path in paths if path in plan.layouts}
+        dims = {path: plan.layouts[path].dims for path in paths if path in plan.layouts}
         if unknown := [path for path in paths if path not in {*plan.layouts, *plan.rest}]:
             raise PlanError(f"the plan was made without these leaves: {unknown}")
-        others = [path for path in paths if path not in found]
+        others = [path for path in paths if path not in dims]
     else:
         rules = Matrices.by_rank2() if matrices is None else matrices
         # What is masked here may be all that a pattern is for.
         decided = rules.resolve(tree, all_used=False)
-        found = {path: dims for path, dims in decided.items() if dims is not None}
-        others = [path for path, dims in decided.items() if dims is None]
+        dims = {path: own for path, own in decided.items() if own is not None}
+        others = [path for path, own in decided.items() if own is None]
     refuse_others("scale_by_muon", others)
     for path, leaf in leaves_by_path(tree).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise OptionError(f"{path}: Muon is for real matrices, not {leaf.dtype}; make it rest")
-    return found
+    return dims
 
 
 def _plan_by_types(
@@ -305,7 +304,7 @@ def _plan_by_types(
 ) -> MatrixPlan | None:
     """A plan for leaves whose types say how they lie; `None` where they do not."""
     shardings = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree)]
-    meshes = [found.mesh for found in shardings if not found.mesh.empty]
+    meshes = [sharding.mesh for sharding in shardings if not sharding.mesh.empty]
     if not meshes or not meshes[0].explicit_axes:
         return None
     if meshes[0].auto_axes:
@@ -313,7 +312,7 @@ def _plan_by_types(
             f"{next(iter(dims))} and others lie on a mesh of Explicit and Auto axes, and types say "
             f"nothing of {meshes[0].auto_axes}: give a `plan`"
         )
-    specs = jax.tree.unflatten(jax.tree.structure(tree), [found.spec for found in shardings])
+    specs = jax.tree.unflatten(jax.tree.structure(tree), [sharding.spec for sharding in shardings])
     decided = Matrices(lambda path, shape: dims[path])
     return plan_matrices(tree, specs, meshes[0], decided, fn=fn, max_group_bytes=max_group_bytes)
 
@@ -323,11 +322,9 @@ def _leaf_by_leaf(fn: Orthogonalize, tree: Any, dims: dict[str, Dims]) -> Any:
         layout = leaf_layout(path_str(path), leaf.shape, leaf.dtype, dims[path_str(path)], None, {})
         moved = leaf.transpose(layout.order)
         stack = moved.reshape(layout.count, layout.fan_in, layout.fan_out)
-        ends = list(itertools.accumulate(layout.dims.split))[:-1]
-        parts = [fn(part) for part in jnp.split(stack, ends, axis=-1)]
         back = sorted(range(leaf.ndim), key=layout.order.__getitem__)
-        whole = jnp.concatenate(parts, axis=-1) if ends else parts[0]
-        return whole.reshape(moved.shape).transpose(back).astype(leaf.dtype)
+        orthogonal = side_by_side(fn, layout.dims.split, stack)
+        return orthogonal.reshape(moved.shape).transpose(back).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(apply, tree)
 

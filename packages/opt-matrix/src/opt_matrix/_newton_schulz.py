@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,34 +43,12 @@ POLAR_EXPRESS: Coefficients = (
 )
 
 
-@runtime_checkable
-class PlannedFunction(Protocol):
-    """What a function of matrices may say of itself, for better plans.
-
-    Attributes:
-      dtype: what matrices are sent and computed in; `None` for that of the leaves.
-    """
-
-    dtype: Any
-
-    def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
-        """Returns floating-point operations for one matrix, whose larger side is cut in parts."""
-
-
-@runtime_checkable
-class SplitFunction(PlannedFunction, Protocol):
-    """A function that can work on matrices whose larger side lies over devices."""
-
-    def split(self, x: jax.Array, axes: tuple[str, ...], fan_in: int, fan_out: int) -> jax.Array:
-        """Returns this device's part of the result; `x` is its part of each matrix."""
-
-    def split_bytes(self, fan_in: int, fan_out: int) -> tuple[int, int]:
-        """Returns the all-reduces that `split` makes, and their bytes for one matrix."""
-
-
 @dataclasses.dataclass(frozen=True)
 class NewtonSchulz:
-    """A Newton-Schulz iteration over stacks of matrices; made by `newton_schulz`.
+    """A Newton-Schulz iteration over stacks of matrices; see `newton_schulz`.
+
+    Plans ask a function for its `dtype` and `flops`, where it has them, and for `split` and
+    `split_bytes` where matrices are to stay cut.
 
     Attributes:
       coefficients: `(a, b, c)` of each step, `f(X) = aX + b(XXᵀ)X + c(XXᵀ)²X`.
@@ -91,7 +69,7 @@ class NewtonSchulz:
         return self._iterate(x, ())
 
     def split(self, x: jax.Array, axes: tuple[str, ...], fan_in: int, fan_out: int) -> jax.Array:
-        """Returns this device's part, where the larger side of each matrix lies over `axes`."""
+        """Returns this device's part, where the larger side of each matrix is cut over `axes`."""
         return self._iterate(x, axes, tall=fan_in > fan_out)
 
     def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
@@ -172,8 +150,8 @@ def newton_schulz(
       coefficients: `'keller'` (Optax's default), `'dion'` (5 steps), `'polar_express'` (any
         number), or an array `[n, 3]`.
       dtype: what the matrices are sent and computed in. `None` is their own, as in Optax.
-      eps: added to the norm that a matrix is divided by, as in Optax: matrices with a norm near it
-        or below are noise, and come out smaller. With 0 all sizes come out alike; zeros stay zeros.
+      eps: added to the norm that a matrix is divided by, as in Optax: smaller matrices are noise,
+        and come out smaller. With 0 all sizes come out alike; zeros stay zeros.
       gram: iterate on `XXᵀ` in float32 and multiply `X` once: fewer operations where one side is
         more than about 1.5 times the other, and one sum over devices where a matrix is split.
 

@@ -30,7 +30,7 @@ class NorMuonState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Normalized:
-    """What is computed with stacks of matrices: orthogonal ones, each column over its moment."""
+    """The function of stacks: orthogonal matrices, each column divided by its moment's root."""
 
     orthogonalize: NewtonSchulz
     beta2: float
@@ -40,8 +40,8 @@ class _Normalized:
     def dtype(self) -> Any:
         return self.orthogonalize.dtype
 
-    def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
-        return self.orthogonalize.flops(fan_in, fan_out, parts)
+    def flops(self, fan_in: int, fan_out: int) -> float:
+        return self.orthogonalize.flops(fan_in, fan_out)
 
     def __call__(self, x: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = self.orthogonalize(x).astype(jnp.float32)

@@ -16,7 +16,7 @@ from opt_matrix import _check, _costs, _tables
 from opt_matrix._costs import Kind, Way
 from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
 from opt_matrix._matrices import Matrices, leaves_by_path
-from opt_matrix._newton_schulz import SplitFunction, is_positive_integer, newton_schulz
+from opt_matrix._newton_schulz import is_positive_integer, newton_schulz
 from opt_matrix.errors import OptionError, PlanError
 
 Choice = Literal["local", "all_to_all", "gather", "split"]
@@ -29,16 +29,16 @@ class Group:
 
     Attributes:
       leaves: paths of the leaves that they are in.
-      parts: of each leaf, the first and the last but one of the matrices, counted on a device.
+      parts: `(start, stop)` of the matrices of each leaf, counted on a device.
       kind: what they have in common.
       way: what becomes of each mesh axis.
-      count: how many matrices there are on each part of the axes that whole ones lie over.
-      padding: how many zero matrices are added.
+      count: number of matrices on each part of `kind.batch_axes`.
+      padding: number of zero matrices that are added.
       collectives: how many run.
       bytes_per_device: bytes of their results.
       flops_per_device: floating-point operations.
       ideal_flops: what they would be, were all devices busy with nothing done twice.
-      temp_bytes: an upper bound of the memory in use for it, stacks and buffers included.
+      temp_bytes: an upper bound of the temporary memory, stacks and buffers included.
     """
 
     leaves: tuple[str, ...]
@@ -98,7 +98,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixPlan:
-    """Who computes with which matrices; made by `plan_matrices`.
+    """Who computes with which matrices; see `plan_matrices`.
 
     Attributes:
       groups: in the order in which they run.
@@ -106,9 +106,8 @@ class MatrixPlan:
       rest: paths of the other leaves.
       mesh: the mesh, with devices or without.
       fn: what is computed.
-      max_group_bytes: what was asked to bound the temporaries of a group.
-      min_group_bytes: the smallest bound that can be met, which is what bounds all groups where it
-        is larger than what was asked: they run one after the other.
+      max_group_bytes: the bound on the temporaries of a group.
+      min_group_bytes: the smallest bound that can be met, which holds where it is larger.
     """
 
     groups: tuple[Group, ...]
@@ -145,8 +144,7 @@ class MatrixPlan:
         Args:
           compiled: what `jax.jit(f).lower(...).compile()` returns, of any `f` that updates with
             this plan.
-          exclusive: whether no other collective may be in the program, as in an update alone;
-            those of a training step are passed over otherwise.
+          exclusive: whether another collective in the program is an error, as in an update alone.
 
         Raises:
           PlanMismatchError: a group has more collectives than planned or moves more bytes, or
@@ -183,8 +181,8 @@ class MatrixPlan:
             offsets[path] + self.layouts[path].batch_numbers(self.mesh_shape)[:, start:stop]
             for path, (start, stop) in zip(group.leaves, group.parts, strict=True)
         ]
-        whole = np.concatenate(rows, axis=1)
-        padded = np.pad(whole, ((0, 0), (0, group.padding)), constant_values=-1)
+        stack = np.concatenate(rows, axis=1)
+        padded = np.pad(stack, ((0, 0), (0, group.padding)), constant_values=-1)
         return padded.reshape(-1).astype(np.int32)
 
     def _offsets(self) -> dict[str, int]:
@@ -217,14 +215,12 @@ def plan_matrices(
       matrices: which leaves hold matrices.
       fn: what is computed with stacks of matrices; `newton_schulz()` by default.
       max_group_bytes: bounds the temporaries of a group on a device. One matrix for each device is
-        the least: what cannot be met is not bought with traffic, and the plan says so, with the
-        smallest bound that can be as `min_group_bytes`.
+        the least: `min_group_bytes` of the plan is the smallest bound that can be met.
       world_axes: the mesh axes that whole matrices may be handed out over, all by default; leave
         out those between slow networks.
-      split_axes: the mesh axes that matrices stay cut over, for matrices that are fewer than
-        devices and larger than what is sent to sum their products: each step of an iteration is
-        an all-reduce. Of a kind of matrices whose larger side these axes do not divide, and of
-        those that lie side by side in one leaf, whole matrices are handed out all the same.
+      split_axes: the mesh axes that matrices stay cut over, for large matrices that are fewer than
+        devices: each step of an iteration is an all-reduce. Matrices whose larger side these axes
+        do not divide, and those side by side in one leaf, are handed out all the same.
 
     Raises:
       UndecidedError: `matrices` does not decide a leaf.
@@ -250,15 +246,15 @@ def plan_matrices(
     for name, axes in {"world_axes": world, "split_axes": split_axes}.items():
         if unknown := [axis for axis in axes if axis not in sizes]:
             raise OptionError(f"`{name}`: {unknown} are not axes of the mesh, which has {[*sizes]}")
-    if split_axes and not isinstance(fn, SplitFunction):
+    if split_axes and not (hasattr(fn, "split") and hasattr(fn, "split_bytes")):
         raise OptionError(
             f"`split_axes` is {tuple(split_axes)}, and {fn!r} needs whole matrices: only functions "
             "with `split` and `split_bytes`, as `newton_schulz` has, can do with parts"
         )
     decided = matrices.resolve(params)
-    given = _shardings_by_path(params, shardings)
+    by_path = _shardings_by_path(params, shardings)
     layouts = {
-        path: leaf_layout(path, leaf.shape, leaf.dtype, dims, given[path], sizes)
+        path: leaf_layout(path, leaf.shape, leaf.dtype, dims, by_path[path], sizes)
         for path, leaf in leaves_by_path(params).items()
         if (dims := decided[path]) is not None
     }
@@ -357,10 +353,10 @@ def _shardings_by_path(params: Any, shardings: Any) -> dict[str, Any]:
     paths = leaves_by_path(params)
     if shardings is None or (not isinstance(shardings, Mapping | list) and _is_sharding(shardings)):
         return dict.fromkeys(paths, shardings)
-    found = leaves_by_path(shardings, is_leaf=_is_sharding)
-    if missing := [path for path in paths if path not in found]:
+    by_path = leaves_by_path(shardings, is_leaf=_is_sharding)
+    if missing := [path for path in paths if path not in by_path]:
         raise PlanError(f"`shardings`: nothing is given for {missing}; `None` is replicated")
-    return {path: found[path] for path in paths}
+    return {path: by_path[path] for path in paths}
 
 
 def _is_sharding(node: Any) -> bool:

@@ -20,11 +20,10 @@ _SHIFT = 1e-3  # of the largest eigenvalue: far above what float32 rounds
 
 @dataclasses.dataclass(frozen=True)
 class _Soap:
-    """What is computed with stacks of matrices.
+    """The function of stacks, with its state.
 
-    A matrix's bases are refreshed when the step and its number say so: one in `refresh_every` at
-    every step, on each device, instead of all of them at once. Numbers do not depend on the mesh,
-    so neither do results.
+    One in `refresh_every` bases is refreshed at every step, by the numbers of the matrices. These
+    do not depend on the mesh, so neither do results.
     """
 
     b1: float
@@ -37,7 +36,7 @@ class _Soap:
     def dtype(self) -> Any:
         return np.dtype(np.float32)  # eigenbases of bfloat16 averages would be noise
 
-    def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
+    def flops(self, fan_in: int, fan_out: int) -> float:
         products = 2.0 * fan_in * fan_out * (fan_in + fan_out)
         return 4 * products + 6.0 * (fan_in**3 + fan_out**3) / self.refresh_every
 
@@ -94,8 +93,8 @@ class _Soap:
                 "nu": state["nu"].at[index].set(own["nu"][rows][:, columns]),
             }
 
-        found: State = lax.fori_loop(0, jnp.sum(due), refresh, state)
-        return found
+        refreshed: State = lax.fori_loop(0, jnp.sum(due), refresh, state)
+        return refreshed
 
 
 def scale_by_soap(
@@ -115,8 +114,7 @@ def scale_by_soap(
 
     Gradients travel to the device that computes with their matrix, and updates back; all state
     stays there. Bases start as the identity and are refreshed by one step of power iteration
-    and a QR decomposition, for one in `refresh_every` matrices at each step: steps take the same
-    time.
+    and a QR decomposition, for one in `refresh_every` matrices at each step.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s, all of which hold matrices.
@@ -171,5 +169,5 @@ def _next_basis(covariance: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax
     shift = _SHIFT * jnp.max(values)
     order = jnp.argsort(-jnp.where(values > shift, values, 0))
     turned = basis[:, order]
-    found, _ = jnp.linalg.qr(covariance @ turned + shift * turned)
-    return found, order
+    basis, _ = jnp.linalg.qr(covariance @ turned + shift * turned)
+    return basis, order

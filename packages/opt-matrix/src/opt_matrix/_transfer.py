@@ -73,10 +73,10 @@ class Transfer:
             y = y.reshape(workers * here, *local)
             if replicating and _costs.is_summed(group.count, group.padding):
                 wide = jnp.promote_types(y.dtype, jnp.float32)
-                whole = jnp.zeros((replicas * workers * here, *local), wide)
+                stack = jnp.zeros((replicas * workers * here, *local), wide)
                 first = lax.axis_index(replicating) * workers * here
-                whole = lax.dynamic_update_slice_in_dim(whole, y.astype(wide), first, 0)
-                total: jax.Array = lax.psum(whole[: group.count], replicating)
+                stack = lax.dynamic_update_slice_in_dim(stack, y.astype(wide), first, 0)
+                total: jax.Array = lax.psum(stack[: group.count], replicating)
                 return total.astype(y.dtype)
             if replicating:
                 y = _bits(lambda y: lax.all_gather(y, replicating, tiled=True), y)
