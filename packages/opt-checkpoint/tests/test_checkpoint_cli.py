@@ -18,7 +18,7 @@ import opt_optax_bridge as opt
 import orbax.checkpoint as ocp
 import pytest
 from opt_checkpoint import Checkpointer, OptimizerSave
-from opt_checkpoint._cli.main import main
+from opt_checkpoint._cli import main
 from opt_core import Optimizer
 
 PARAMS = {"w": jnp.full((20, 30), 0.5), "b": jnp.ones(3)}

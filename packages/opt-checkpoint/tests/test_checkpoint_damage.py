@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_testing import everything, files, same, sealed, small_state, state
 from opt_checkpoint import (
@@ -21,7 +22,7 @@ from opt_checkpoint import (
     Rename,
     SavedStep,
     TrainingState,
-    _step,
+    _stores,
     named_state,
     open_step,
 )
@@ -188,10 +189,10 @@ def test_b10_released_formats(tmp_path: Path) -> None:
 def test_no_memory_is_no_damage(
     error: Exception, step: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("opt_checkpoint._step.restore_arrays", fail)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
     saved = open_step(step)
     with pytest.raises(type(error)):
         saved.read(everything(saved.schema))
@@ -238,13 +239,13 @@ def test_the_latest_step_is_restored_and_read_once(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    original = _step.restore_arrays
+    original = _stores.restore_arrays
 
     def counted(folder: Path, item: Any, restore_args: Any) -> Any:
         read.append(folder.name)
         return original(folder, item, restore_args)
 
-    monkeypatch.setattr(_step, "restore_arrays", counted)
+    monkeypatch.setattr("opt_checkpoint._step.restore_arrays", counted)
     checkpointer = Checkpointer(run, read_only=True)
     restored = checkpointer.restore_latest(abstract())
     assert same(named_state(restored), named_state(trained(3)))

@@ -23,6 +23,7 @@ from opt_checkpoint import Checkpointer, NamedState, _writer, named_state, open_
 from opt_checkpoint._handler import OptimizerHandler, Saving
 from opt_checkpoint._manifest import DTYPES
 from opt_checkpoint.errors import LeafError, LockError, MissingError, SaveError
+from orbax.checkpoint.path import atomicity_types
 
 
 def dtypes() -> dict[str, Any]:
@@ -123,6 +124,19 @@ def test_e5_what_is_no_step(tmp_path: Path) -> None:
     assert (outside / "precious").read_text() == "precious"
     assert (root / "9").is_dir()
     assert (root / "10").is_symlink()
+
+
+def test_the_next_writer_removes_what_a_killed_save_has_left(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state(1))
+    leftover = tmp_path / f"2{atomicity_types.TMP_DIR_SUFFIX}"
+    shutil.copytree(tmp_path / "1", leftover)
+    assert Checkpointer(tmp_path, read_only=True).steps() == [1]
+    assert leftover.is_dir()
+    with Checkpointer(tmp_path) as checkpointer:
+        assert not leftover.exists()
+        checkpointer.save(2, small_state(2))
+    assert checkpointer.steps() == [1, 2]
 
 
 def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:

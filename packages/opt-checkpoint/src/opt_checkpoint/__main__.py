@@ -2,6 +2,6 @@
 
 import sys
 
-from opt_checkpoint._cli.main import main
+from opt_checkpoint._cli import main
 
 sys.exit(main())

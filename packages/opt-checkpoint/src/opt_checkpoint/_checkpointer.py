@@ -32,9 +32,9 @@ _Used = TypeVar("_Used")
 class Checkpointer:
     """The checkpoints of a run: a folder with one writer, and in it a folder per step.
 
-    A thin layer over Orbax's `CheckpointManager`: Orbax writes the arrays and commits a step by a
-    rename. A manifest next to them says what they are, with a digest of each. In a run of
-    many processes every process makes one and calls the same methods in the same order.
+    Orbax writes the arrays and commits a step by a rename; a manifest next to them says what they
+    are, with a digest of each. In a run of many processes every process makes one and calls the
+    same methods in the same order.
 
     Args:
       directory: of the checkpoints; a path of the file system, made if it is missing.
@@ -45,9 +45,8 @@ class Checkpointer:
         the background. What fails there is raised by the next call, once.
       read_only: for evaluation alongside a run: takes no lock and changes nothing.
 
-    A folder with steps that another program wrote is never taken for an empty one: nothing in it is
-    touched, no lock is taken, and every method that looks for steps or saves raises a
-    `ForeignError`.
+    In a folder with steps that another program wrote nothing is touched, and every method that
+    looks for steps or saves raises a `ForeignError`.
 
     Attributes:
       restored_step: the step that was restored last, by `restore` or `restore_latest`.
@@ -242,9 +241,9 @@ class Checkpointer:
         Args:
           step: the step to restore.
           target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
-          allow: the kinds of changes that are admitted: see `plan_restore`.
-          rules: for single leaves: see `plan_restore`.
-          placement: where leaves go that the target does not place: see `plan_restore`.
+          allow: as `rules` and `placement`, see `plan_restore`.
+          rules: for single leaves.
+          placement: where leaves go that the target does not place.
 
         Returns:
           The restored target.
@@ -274,16 +273,15 @@ class Checkpointer:
     ) -> _Target:
         """Restores the latest step that is undamaged, reading it once.
 
-        Every process reads its own share of what the target needs, and the digests are compared
-        while it is there. Where a leaf or one of the `extras` is damaged, a warning says so, and
-        the step before is restored. `restored_step` says which one it was. A step that is still
-        being written is waited for.
+        Every process reads its share of what the target needs and compares the digests. Where a
+        leaf or one of the `extras` is damaged, a warning says so, and the step before is restored;
+        `restored_step` says which. A step that is still being written is waited for.
 
         Args:
           target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
-          allow: the kinds of changes that are admitted: see `plan_restore`.
-          rules: for single leaves: see `plan_restore`.
-          placement: where leaves go that the target does not place: see `plan_restore`.
+          allow: as `rules` and `placement`, see `plan_restore`.
+          rules: for single leaves.
+          placement: where leaves go that the target does not place.
 
         Returns:
           The restored target.

@@ -42,7 +42,7 @@ _LARGE = 1 << 18  # bytes from which a compiled program pays
 
 
 class Digests:
-    """The digests of some arrays, which may be donated once this has been made.
+    """The digests of some arrays, which may be donated once this exists.
 
     On an accelerator, large parts are summed by programs that have been started, and small ones are
     copied. On CPU, references are held: JAX does not reuse memory that is referenced.
@@ -243,8 +243,6 @@ def _words(leaf: jax.Array) -> list[jax.Array]:
 def _host_words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The same as uint8, uint16 or uint32; the words of an element are the last dimension."""
     array = np.asarray(array, order="C")
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
     size = array.dtype.itemsize
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     words = array.reshape(*array.shape, 1).view(f"uint{8 * min(size // (1 + is_complex), 4)}")

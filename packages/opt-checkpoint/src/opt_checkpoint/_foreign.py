@@ -9,198 +9,44 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
+from opt_core import Optimizer
 from opt_core.extend import (
     LeafInfo,
     Names,
     Schema,
+    View,
     abstract,
-    is_wide,
-    key_kind,
+    children,
+    listed,
     named_leaves,
     named_view,
+    path_str,
     update_counts,
 )
 
-from opt_checkpoint._folder import INDEX, ITEM_MARK, foreign_steps, is_orbax, item_with_manifest
-from opt_checkpoint._foreign_keys import STEP, find_keys
+from opt_checkpoint._folder import foreign_steps, is_orbax, item_with_manifest
 from opt_checkpoint._processes import sync_errors
-from opt_checkpoint._read_legacy import PLACEHOLDER, is_elsewhere, read_legacy
-from opt_checkpoint._step import (
-    SavedStep,
-    data_sharding,
-    known_leaves,
-    open_step,
-    placed,
-    restore_args,
-    restore_arrays,
-    saved_shardings,
-    tree_metadata,
-    tried,
-)
+from opt_checkpoint._step import SavedStep, known_leaves, open_step
+from opt_checkpoint._stores import Store, Stored, open_store, to_leaf
 from opt_checkpoint._targets import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
 
 _HERE = "."  # the item of a folder that is itself one
 
 
-class Stored(NamedTuple):
-    """Shape and dtype of a leaf, and whether it was a Python number, whose dtype is arbitrary."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    is_number: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class OrbaxTree:
-    """A tree that Orbax wrote, with its description."""
-
-    folder: Path
-
-    @cached_property
-    def _tree(self) -> Any:
-        return tree_metadata(self.folder)
-
-    @cached_property
-    def leaves(self) -> Mapping[Names, Stored]:
-        """Arrays and numbers; strings and empty nodes are left out."""
-        kinds = ocp.metadata.ArrayMetadata, ocp.metadata.ScalarMetadata
-        return {
-            names: Stored(tuple(m.shape), str(m.dtype), isinstance(m, kinds[1]))
-            for names, m in named_leaves(self._tree)
-            if isinstance(m, kinds)
-        }
-
-    @cached_property
-    def shardings(self) -> Mapping[Names, Sharding]:
-        """Where arrays were on a mesh."""
-        return saved_shardings(self.folder, {names: names for names in self.leaves})
-
-    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
-        """Reads with Orbax: each device its share; what is left out has to keep its container."""
-        structure = jax.tree.structure(self._tree)
-        paths = [names for names, _ in named_leaves(self._tree)]
-        how = [
-            self._restore_args(n, wanted[n]) if n in wanted else ocp.RestoreArgs() for n in paths
-        ]
-        items = [x if n in wanted else ocp.PLACEHOLDER for n, x in zip(paths, how, strict=True)]
-        trees = jax.tree.unflatten(structure, items), jax.tree.unflatten(structure, how)
-        read = tried(self.folder, lambda: restore_arrays(self.folder, *trees, is_partial=False))
-        leaves = zip(paths, jax.tree.leaves(read), strict=True)
-        return {names: leaf for names, leaf in leaves if names in wanted}
-
-    def _restore_args(self, names: Names, sharding: Sharding | None) -> Any:
-        shape, dtype, is_number = self.leaves[names]
-        if is_number:
-            return ocp.RestoreArgs()
-        numeric = None if dtype.startswith("key<") else jnp.dtype(dtype)
-        return restore_args(shape, numeric, sharding)
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexedArrays:
-    """A msgpack file, and next to it a TensorStore folder for each array: T5X's own layout.
-
-    Orbax 0.1, which did not describe its trees yet, wrote the same with other folder names.
-    """
-
-    folder: Path
-    shardings: ClassVar[Mapping[Names, Sharding]] = {}  # T5X noted none
-
-    @cached_property
-    def _contents(self) -> Mapping[Names, Any]:
-        """Numbers and arrays in the file, and open stores of those next to it."""
-        entries = dict(_flat(read_legacy(self.folder / INDEX), ()))
-        stores = {
-            names: ts.open(
-                {"driver": "zarr", "kvstore": {"driver": "file", "path": str(self.folder / leaf)}},
-                open=True,
-                read=True,
-            )
-            for names, leaf in entries.items()
-            if isinstance(leaf, str)
-        }
-        return entries | {n: tried(self.folder, store.result) for n, store in stores.items()}
-
-    @cached_property
-    def leaves(self) -> Mapping[Names, Stored]:
-        """Arrays in the file and next to it."""
-        return {names: self._stored(names, leaf) for names, leaf in self._contents.items()}
-
-    def _stored(self, names: Names, leaf: Any) -> Stored:
-        if not isinstance(leaf, ts.TensorStore):
-            array = np.asarray(leaf)
-            return Stored(array.shape, str(array.dtype), isinstance(leaf, int | float))
-        if leaf.dtype.name == "uint16":
-            raise LoadError(
-                f"`{self.folder}`: `{'/'.join(names)}` is uint16, which is how T5X stored bfloat16 "
-                "before version 3. Convert it with T5X"
-            )
-        return Stored(leaf.shape, leaf.dtype.name)
-
-    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
-        """Reads with TensorStore: each device its share."""
-        return tried(
-            self.folder,
-            lambda: {names: self._read(names, place) for names, place in wanted.items()},
-        )
-
-    def _read(self, names: Names, sharding: Sharding | None) -> Any:
-        stored, leaf = self.leaves[names], self._contents[names]
-
-        def part(index: Any) -> Any:
-            is_store = isinstance(leaf, ts.TensorStore)
-            return leaf[index].read().result() if is_store else np.asarray(leaf)[index]
-
-        if stored.is_number or is_wide(jnp.dtype(stored.dtype)):
-            return part(...)
-        place = sharding or SingleDeviceSharding(jax.local_devices()[0])
-        return jax.make_array_from_callback(stored.shape, place, part)
-
-
-Store = OrbaxTree | IndexedArrays
-
-
-def open_store(folder: Path) -> Store | None:
-    """Opens the folder of an item of a checkpoint; `None` if it is not in a known format."""
-    if (folder / ITEM_MARK).is_file():
-        return OrbaxTree(folder)
-    return IndexedArrays(folder) if (folder / INDEX).is_file() else None
-
-
-def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:
-    """The leaves of an index: numbers, arrays, and names of folders."""
-    if is_elsewhere(node):
-        yield at, _subfolder(node)
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
-            yield from _flat(child, (*at, str(key)))
-    elif isinstance(node, bool | int | float | np.ndarray | np.generic):
-        yield at, node
-
-
-def _subfolder(leaf: Any) -> str:
-    """The folder next to the file that an entry names, whatever path it recorded."""
-    if isinstance(leaf, Mapping):
-        kvstore = leaf["kvstore"]  # in buckets, the path was outside of it
-        path = leaf.get("path") or (kvstore.get("path") if isinstance(kvstore, Mapping) else None)
-    else:
-        path = leaf.removeprefix(PLACEHOLDER)
-    name = Path(str(path)).name
-    if name in ("", ".."):
-        raise LoadError(f"`{path!s:.80}` is not the folder of an array")
-    return name
+# keys of the trained parameters, where there is a copy of them too
+_PARAMS = ("params", "model", "target", "0")
+_VALUE = ("value",)
+STEP = "state/step"
+_LISTED = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +74,9 @@ class ForeignStep:
         with sync_errors():
             for item, store in self.stores.items():
                 at = {n: self.keys[n][1:] for n in wanted if self.keys.get(n, ("",))[0] == item}
-                places = {at[n]: _sharding(store.leaves[at[n]], wanted[n]) for n in at}
-                read = store.read(places) if places else {}
+                read = store.read({key: wanted[n].sharding for n, key in at.items()}) if at else {}
                 stored |= {name: read[key] for name, key in at.items()}
-        return {name: _leaf(infos[name], stored[name], place) for name, place in wanted.items()}
+        return {n: to_leaf(infos[n], stored[n], place.sharding) for n, place in wanted.items()}
 
     def same(self, names: Iterable[str]) -> bool | None:
         """Returns whether leaves are the same, bit for bit; `None` of other leaves than counts."""
@@ -364,18 +209,138 @@ def _leaves(stores: Mapping[str, Store]) -> dict[Names, Stored]:
     }
 
 
-def _sharding(stored: Stored, place: jax.ShapeDtypeStruct) -> Any:
-    """The sharding of what is stored; the words of a PRNG key are not split."""
-    is_longer = len(stored.shape) > len(place.shape)
-    return data_sharding(place.sharding, len(stored.shape)) if is_longer else place.sharding
+# Where a tree has the parameters, the state and the step of `written_by`
 
 
-def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
-    """The leaf as the schema has it: numbers become arrays, and words of keys become keys."""
-    if info.is_key:
-        if jnp.issubdtype(stored.dtype, jax.dtypes.prng_key):
-            return stored
-        return jax.random.wrap_key_data(stored, impl=key_kind(info.dtype)[0])
-    if isinstance(stored, jax.Array) and str(stored.dtype) == info.dtype:
-        return stored
-    return placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)
+def find_keys(
+    folder: Path, view: View, infos: Sequence[LeafInfo], shapes: Mapping[Names, tuple[int, ...]]
+) -> dict[str, Names]:
+    """Returns where a checkpoint, given by shapes and keys, has the leaves of an optimizer."""
+    left = set(shapes)
+    state = [info.name for info in infos if info.kind == "state" and info.name != STEP]
+    at, keys = _only(folder, "state", list(_state_paths(view.optimizer)), left)
+    by_name = dict(zip(state, keys.values(), strict=True))
+    left -= set(by_name.values())
+    trained = [path for path, _ in named_leaves(view.optimizer.target)]
+    names = {info.path[1:]: info.name for info in infos if info.kind == "params"}
+    _, keys = _only(folder, "parameters", [[*trained, *view.others], trained], left, at)
+    by_name |= {names[path]: key for path, key in keys.items()}
+    left -= set(by_name.values())
+    steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at)
+    if len(steps) > 1:
+        raise ForeignError(f"`{folder}`: several leaves may be the step: {_listed(sorted(steps))}")
+    if steps:
+        by_name[STEP] = steps[0]
+    for info in infos:
+        key = by_name.get(info.name)
+        if key is not None and not info.is_key and shapes[key] != info.shape:
+            raise ForeignError(
+                f"`{folder}`: `{path_str(key)}` is `{info.name}` of `written_by`: expected "
+                f"{list(info.shape)}, found {list(shapes[key])}. Give the optimizer that wrote it, "
+                "for the parameters that it had"
+            )
+    return by_name
+
+
+def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
+    """The paths of the leaves of a state: by fields, by positions, and as in a state dict."""
+    state = optimizer.state.param_states
+    yield [names for names, _ in named_leaves(state)]
+    yield list(_indexed(state, ()))
+    # In a state dict, groups share one tree by parameter: trace where each leaf goes.
+    leaves, structure = jax.tree.flatten(optimizer.state)
+    marks = [jax.ShapeDtypeStruct(np.shape(leaf), np.float32) for leaf in leaves]
+    marked = optimizer.replace(state=jax.tree.unflatten(structure, marks))
+    saved = marked.state_dict()["state"].get("param_states", {})
+    places = {id(leaf): names for names, leaf in named_leaves(saved)}
+    states = jax.tree.leaves(marked.state.param_states)
+    if all(id(mark) in places for mark in states):
+        yield [places[id(mark)] for mark in states]
+
+
+def _indexed(node: Any, at: Names) -> Iterator[Names]:
+    opened = children(node)
+    if opened is None:
+        if node is not None:
+            yield at
+        return
+    is_record = isinstance(node, tuple)
+    for i, (name, child) in enumerate(opened.children):
+        yield from _indexed(child, (*at, str(i) if is_record else name))
+
+
+def _only(
+    folder: Path, what: str, choices: Sequence[Sequence[Names]], left: set[Names], near: Names = ()
+) -> tuple[Names, Mapping[Names, Names]]:
+    """The first choice of leaves that is found, nearest to another place: its place and keys."""
+    if not choices[0]:
+        return (), {}
+    for paths in choices:
+        parts = _parts(paths, left)
+        places = _nearest(list(parts), near)
+        for name in _PARAMS if len(places) > 1 else ():
+            if preferred := [place for place in places if place[-1:] == (name,)]:
+                places = preferred
+                break
+        if len(places) == 1:
+            return places[0], parts[places[0]]
+        if places:
+            raise ForeignError(
+                f"`{folder}`: the {what} of `written_by` may be any of {_listed(places)}: open the "
+                "folder of one item, if they are several"
+            )
+    raise ForeignError(
+        f"`{folder}` does not hold the {what} of `written_by`: "
+        f"{_nearly(min(choices, key=len), left)}. Give the optimizer that wrote it"
+    )
+
+
+def _parts(paths: Sequence[Names], left: set[Names]) -> dict[Names, dict[Names, Names]]:
+    """The places that hold exactly these leaves, with the keys by path."""
+    by_path = {key[:-1]: key for key in left if key[-1:] == _VALUE} | {key: key for key in left}
+    parts = {}
+    for prefix in sorted(_prefixes(paths[0], by_path)):
+        keys = {path: by_path[at] for path in paths if (at := (*prefix, *path)) in by_path}
+        inside = sum(key[: len(prefix)] == prefix for key in left)
+        if len(keys) == len(paths) == inside:
+            parts[prefix] = keys
+    return parts
+
+
+def _prefixes(path: Names, keys: Iterable[Names]) -> set[Names]:
+    """What precedes a path in the keys that end with it."""
+    ends = {key: len(key) - len(path) for key in keys}
+    return {key[:end] for key, end in ends.items() if end >= 0 and key[end:] == path}
+
+
+def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
+    """Those that share the longest prefix with another place."""
+    lengths = range(len(near) + 1)
+    shared = {key: max(n for n in lengths if key[:n] == near[:n]) for key in keys}
+    return [key for key in keys if shared[key] == max(shared.values())]
+
+
+def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
+    """What is missing and what is extra at the place that has most of them."""
+    bare = {key[:-1] if key[-1:] == _VALUE else key for key in left}
+    wanted = {
+        place: {(*place, *path) for path in paths}
+        for place in set[Names]().union(*(_prefixes(path, bare) for path in paths)) or {()}
+    }
+    place = min(sorted(wanted), key=lambda place: len(wanted[place] - bare))
+    gone = sorted(wanted[place] - bare)
+    extra = sorted({key for key in bare if key[: len(place)] == place} - wanted[place])
+    parts = [f"expected {_listed(gone)}, found nothing there"] if gone else []
+    parts += [f"found {_listed(extra)} too"] if extra else []
+    return f"at `{path_str(place)}` " + ", and ".join(parts)
+
+
+def _listed(paths: Sequence[Names]) -> str:
+    shown = listed(map(path_str, paths[:_LISTED]))
+    return f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown
+
+
+def _is_step(key: Names) -> bool:
+    """Whether a number may be the step: it has that name, or a position in a tuple."""
+    last = key[-2] if key[-1:] == _VALUE and len(key) > 1 else key[-1]
+    return last == "step" or last.isdecimal()

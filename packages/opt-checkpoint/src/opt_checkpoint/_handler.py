@@ -175,9 +175,9 @@ class OptimizerRestore(ocp.args.CheckpointArgs):
     Attributes:
       target: an optimizer of any kind that `named_state` takes; its leaves may be abstract. Without
         one, the item is opened as a `SavedStep`, a source for `plan_restore`, and nothing is read.
-      allow: the kinds of changes that are admitted: see `plan_restore`.
-      rules: for single leaves: see `plan_restore`.
-      placement: where leaves go that the target does not place: see `plan_restore`.
+      allow: as `rules` and `placement`, see `plan_restore`.
+      rules: for single leaves.
+      placement: where leaves go that the target does not place.
     """
 
     target: Any = None
@@ -210,7 +210,7 @@ def _write_sums(directory: Any, saving: Saving) -> None:
 
 # What is written of an optimizer
 
-Origin = tuple[tuple[Any, Any], Schema]  # a schema after what it was made from
+Origin = tuple[tuple[Any, Any], Schema]  # what a schema depends on, and the schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Saving:
       arrays: to be stored, by name.
       tree: the same as a nested dictionary, by the keys of the store.
       digests: of them, in the same order.
-      origin: what the next step's schema need not be made anew from, if it is the same.
+      origin: what the schema depends on: while it is the same, the next step's is that schema.
     """
 
     manifest: Manifest
@@ -344,7 +344,7 @@ def _extra_info(path: Names, leaf: Any) -> LeafInfo:
 
 
 def _origin(view: View, previous: Origin | None) -> Origin:
-    """The schema of a view, and what it was made from: a third of a save, if it is not the same."""
+    """The schema of a view, and what it depends on; to name leaves is a third of a save."""
     scalars = [*jax.tree.leaves(view.optimizer.state.step), *view.others.values()]
     kinds = [(np.shape(x), getattr(x, "dtype", type(x))) for x in scalars]
     source = describe_state(view.optimizer)  # the same object for equal structures
@@ -384,7 +384,7 @@ def _to_store(info: LeafInfo, leaf: Any) -> Any:
     return np.array(leaf, order="C") if isinstance(leaf, np.ndarray) else _to_save(leaf)
 
 
-@functools.cache  # NumPy makes these names anew every time
+@functools.cache  # NumPy composes these names on every call
 def _dtype_name(dtype: Any) -> str:
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 

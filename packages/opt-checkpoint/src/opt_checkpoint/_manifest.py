@@ -161,19 +161,19 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, *, where: str) -> Manifest:
     """Reads the bytes of a file, which errors call `where`."""
     try:
-        whole = json.loads(data)
+        document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"`{where}` is not JSON: {error!s:.200}") from None
-    version = whole.get("format_version") if isinstance(whole, dict) else None
+    version = document.get("format_version") if isinstance(document, dict) else None
     if type(version) is not int or version < 1:
         raise LoadError(f"`{where}` is not a manifest: expected `format_version`")
     if version > FORMAT_VERSION:
         raise VersionError(
             f"`{where}`: written in format {version}, which needs opt-checkpoint >= "
-            f"{whole.get('needs')!s:.40}; this one reads format {FORMAT_VERSION}"
+            f"{document.get('needs')!s:.40}; this one reads format {FORMAT_VERSION}"
         )
-    body = whole.get("manifest")
-    if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
+    body = document.get("manifest")
+    if hashlib.sha256(_canonical(body)).hexdigest() != document.get("sha256"):
         raise DamagedError(f"`{where}` is damaged: its SHA-256 is not the one written in it")
     try:
         return _manifest(body)

@@ -98,9 +98,9 @@ def _entries(pairs: list[tuple[str, Any]]) -> Any:
     chunks, shape = sequence_of(entries.get("chunks")), sequence_of(entries.get("shape"))
     if not chunks or shape is None:
         raise ValueError(f"`{_CHUNKED}` is not an array in chunks")
-    whole = np.concatenate(chunks).reshape(shape)
-    whole.flags.writeable = False
-    return whole
+    array = np.concatenate(chunks).reshape(shape)
+    array.flags.writeable = False
+    return array
 
 
 def _extension(code: int, payload: bytes) -> Any:

@@ -45,15 +45,12 @@ def restore_legacy(
     `TrainState`, and states of Optax whose fields have changed since. The state of `flax.optim`'s
     optimizers goes where their equals in Optax keep it, see `flax_optim_equivalent`.
 
-    A file with states of Optax does not say which optimizer wrote it: the target decides. States of
-    the same fields and shapes cannot be distinguished, such as those of Adam, AdaBelief, Yogi,
-    NAdam and AdaMax, so restore into the optimizer that wrote it. Nor does it record how many
-    mini-steps a window of `MultiSteps` had.
+    A file with states of Optax does not say which optimizer wrote it, nor how long a window of
+    `MultiSteps` was. States of the same fields and shapes, such as those of Adam, AdaBelief, Yogi,
+    NAdam and AdaMax, cannot be distinguished: restore into the optimizer that wrote it.
 
     Args:
-      optimizer: the optimizer to go on with: it determines containers, shapes, dtypes and
-        shardings. Anything that `opt_core` restores: wrapped Optax optimizers, Adafactor, groups
-        of such.
+      optimizer: the optimizer to go on with; determines containers, shapes, dtypes, shardings.
       source: the bytes of a checkpoint, the path of a file, or what `read_legacy` returned.
       written_by: which optimizer of `flax.optim` wrote it, by the class's name, where `optimizer`
         was not built by `flax_optim_equivalent`; of groups a mapping from their names. An error

@@ -2,67 +2,47 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
-from jax.sharding import (
-    AbstractMesh,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from opt_core.errors import OptimizerError
-from opt_core.extend import (
-    LeafInfo,
-    Names,
-    Schema,
-    abstract,
-    is_wide,
-    named_leaves,
-    path_str,
-    shown,
-)
+from opt_core.extend import LeafInfo, Schema, abstract, named_leaves, path_str, shown
 
 from opt_checkpoint._digest import bound, digests
-from opt_checkpoint._folder import describe_foreign, is_orbax, item_folder, item_with_manifest
+from opt_checkpoint._folder import describe_foreign, is_orbax, item_with_manifest
 from opt_checkpoint._manifest import (
     EXTRA,
     PYTHON,
     Manifest,
     is_scalar,
     is_stored,
-    key_impl,
     nest,
     read_manifest,
     rebuilt,
     store_key,
 )
 from opt_checkpoint._processes import is_first, sync_errors
-from opt_checkpoint.errors import (
-    DamagedError,
-    ForeignError,
-    LeafError,
-    MissingError,
+from opt_checkpoint._stores import (
+    damaged,
+    restore_args,
+    restore_arrays,
+    saved_shardings,
+    to_leaf,
+    tree_metadata,
 )
+from opt_checkpoint.errors import DamagedError, ForeignError, LeafError, MissingError
 
 Level = Literal["manifest", "digests"]
 _BATCH_BYTES = 512 * 2**20
-_T = TypeVar("_T")
-_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,16 +198,11 @@ class SavedStep:
             raise damaged(self.path, f"`{next(iter(arrays))}` is not in the manifest")
 
     def _leaf(self, info: LeafInfo, stored: Any, sharding: Sharding | None) -> Any:
-        """The leaf of what is stored of it."""
         if info.dtype == PYTHON:
             return self.manifest.scalars[info.name]
-        if info.is_key:
-            struct = _struct(info)
-            data = stored if is_stored(info) else jnp.zeros(struct.shape, struct.dtype)
-            return jax.random.wrap_key_data(data, impl=key_impl(info.dtype))
-        if is_stored(info):
-            return stored
-        return placed(np.zeros(info.shape, jnp.dtype(info.dtype)), sharding)
+        if stored is None:  # without elements
+            stored = np.zeros((struct := _struct(info)).shape, struct.dtype)
+        return to_leaf(info, stored, sharding)
 
     def _read_stored(self, places: Mapping[str, Sharding | None]) -> dict[str, Any]:
         """Reads the stored arrays of some leaves and compares the digests."""
@@ -248,11 +223,12 @@ class SavedStep:
     def _read_unchecked(self, places: Mapping[str, Sharding | None]) -> dict[str, Any]:
         if not places:
             return {}
-        infos = [self.schema.by_name[name] for name in places]
-        args = [_restore_args(info, places[info.name]) for info in infos]
-        tree = nest({store_key(x.path): how for x, how in zip(infos, args, strict=True)})
-        arrays = flatten_dict(tried(self.path, lambda: restore_arrays(self.path, tree, tree)))
-        read = {info.name: arrays.get(store_key(info.path)) for info in infos}
+        keys = {name: store_key(self.schema.by_name[name].path) for name in places}
+        structs = {name: _struct(self.schema.by_name[name]) for name in places}
+        args = {n: restore_args(x.shape, x.dtype, places[n]) for n, x in structs.items()}
+        tree = nest({keys[name]: how for name, how in args.items()})
+        arrays = flatten_dict(restore_arrays(self.path, tree, tree))
+        read = {name: arrays.get(key) for name, key in keys.items()}
         for name, array in read.items():
             if not isinstance(array, jax.Array | np.ndarray):
                 raise damaged(self.path, f"`{name}` is missing")
@@ -265,13 +241,6 @@ def _struct(info: LeafInfo) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
     data: Any = jax.eval_shape(jax.random.key_data, abstract(info))
     return jax.ShapeDtypeStruct(data.shape, data.dtype)
-
-
-def _restore_args(info: LeafInfo, sharding: Sharding | None) -> Any:
-    struct = _struct(info)
-    if info.is_key:
-        sharding = data_sharding(sharding, len(struct.shape))
-    return restore_args(struct.shape, struct.dtype, sharding)
 
 
 def known_leaves(source: Any, names: Iterable[str]) -> dict[str, LeafInfo]:
@@ -353,95 +322,3 @@ def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
         like = f"{dtype}{list(np.shape(leaf))}"
         raise LeafError(f"`{info.name}`: expected {like} as in `like`, found {shown(info)}")
     return abstract(info, getattr(leaf, "sharding", None))
-
-
-# Arrays as Orbax reads them: into which shardings, where they were, its errors.
-
-
-def restore_arrays(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = True) -> Any:
-    """Reads arrays as `restore_args` say; of a partial `item`, a nested dict, only those in it."""
-    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=is_partial)
-    with closing(ocp.PyTreeCheckpointHandler()) as handler:  # after a failure it cannot be reused
-        return handler.restore(item_folder(folder), args=args)
-
-
-def tree_metadata(folder: Path) -> Any:
-    """Returns Orbax's metadata of every array of a step, in its tree; errors are typed."""
-    with closing(ocp.PyTreeCheckpointHandler()) as handler:
-        return tried(folder, lambda: handler.metadata(item_folder(folder)).tree)
-
-
-def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
-    """Returns how to read an array; a dtype of `None` is that of the store."""
-    if dtype is not None and is_wide(dtype):
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    place = sharding or SingleDeviceSharding(jax.local_devices()[0])
-    return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype)
-
-
-def data_sharding(sharding: Sharding | None, rank: int) -> Sharding | None:
-    """Returns the sharding of the data of PRNG keys: the words of a key are not split."""
-    if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec)))
-        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return sharding
-
-
-def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
-    """Returns it as a JAX array, if JAX can hold it."""
-    if is_wide(array.dtype):
-        return array
-    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
-
-
-def saved_shardings(folder: Path, keys: Mapping[_Key, Names]) -> dict[_Key, Sharding]:
-    """Returns where arrays were on a mesh, by their keys in the store."""
-    # Orbax's own reader opens every array, and this file once for each (Orbax 0.12).
-    file = item_folder(folder) / "_sharding"
-
-    def read() -> dict[_Key, Sharding]:
-        texts: dict[str, str] = json.loads(file.read_bytes()) if file.is_file() else {}
-        saved = {text: json.loads(text) for text in set(texts.values()) if text}
-        places = {
-            text: _sharding(ocp.metadata.NamedShardingMetadata.from_deserialized_dict(data))
-            for text, data in saved.items()
-            if data["sharding_type"] == "NamedSharding"
-        }
-        by_name = {base64.urlsafe_b64decode(x).decode(): places.get(texts[x]) for x in texts}
-        shardings = {key: by_name.get(".".join(names)) for key, names in keys.items()}
-        return {key: place for key, place in shardings.items() if place is not None}
-
-    return tried(folder, read)
-
-
-def _sharding(saved: Any) -> NamedSharding:
-    """A sharding of Orbax's metadata; on devices that are not here, of an `AbstractMesh`."""
-    # of JSON, which has no tuples
-    entries = (x if x is None or isinstance(x, str) else tuple(x) for x in saved.partition_spec)
-    spec = PartitionSpec(*entries)
-    try:
-        return NamedSharding(saved.to_jax_sharding().mesh, spec)
-    except ValueError:  # Orbax: the available devices are different
-        sizes = tuple(int(size) for size in saved.shape)
-        types = {} if saved.axis_types is None else {"axis_types": tuple(saved.axis_types)}
-        return NamedSharding(AbstractMesh(sizes, tuple(saved.axis_names), **types), spec)
-
-
-def tried(folder: Path, read: Callable[[], _T]) -> _T:
-    """Makes errors of Orbax and TensorStore typed, unless they say nothing of the checkpoint."""
-    try:
-        return read()
-    except (MemoryError, OptimizerError):
-        raise
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        if "RESOURCE_EXHAUSTED" in text:
-            raise
-        raise damaged(folder, f"cannot be read: {text}") from error
-
-
-def damaged(folder: Path, what: str) -> OptimizerError:
-    """Returns the error of a checkpoint that is damaged, or was deleted meanwhile."""
-    if not folder.is_dir():
-        return MissingError(f"`{folder}` has been deleted while it was read")
-    return DamagedError(f"`{folder}`: {what}")

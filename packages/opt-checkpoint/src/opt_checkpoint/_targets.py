@@ -82,18 +82,16 @@ def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
 
     A parameter is `params/<path>`. What a transformation keeps is `state/<transformation>/<field>`,
     with the path of its parameter, if it follows one: `state/adam/mu/decoder/kernel`,
-    `state/schedule/count`. In a group it is `state/groups/<group>/<transformation>/...`, whether
-    the groups are a `MultiOptimizer`'s or `optax.partition`'s. The name of the transformation is
-    that of the function that made the state (`scale_by_adam`: `adam`), so it does not depend on its
-    place in a chain or on wrappers around it; the second one, in the order of updates, is `adam#2`.
-    If the function has no name, as with a `lambda` for `init`, it is that of the state's type, and
-    plain containers are distinguished by their place only.
+    `state/schedule/count`. In a group, of a `MultiOptimizer` or of `optax.partition`, it is
+    `state/groups/<group>/<transformation>/...`. A transformation is named after the function that
+    made its state (`scale_by_adam`: `adam`), whatever its place in a chain; the second one, in the
+    order of updates, is `adam#2`. See `OptaxWrapper.describe_state`.
 
     Args:
-      target: an `opt_core.Optimizer` of any definition; a `TrainingState` of plain Optax; a Flax
-        `TrainState`, without the fields that a subclass adds; or the pair of a model and its
-        `nnx.Optimizer`, where variables that the optimizer does not update are `params/<path>` too.
-        Leaves may be abstract.
+      target: an `opt_core.Optimizer`; a `TrainingState` of plain Optax; a Flax `TrainState`,
+        without the fields that a subclass adds; or the pair of a model and its `nnx.Optimizer`,
+        where variables that the optimizer does not update are `params/<path>` too. Leaves may be
+        abstract.
       param_axes: logical axes of the parameters, recorded for every leaf where the definition
         derives them.
 
@@ -123,9 +121,9 @@ def plan_restore(
 ) -> Plan[_Target]:
     r"""Returns what restoring a checkpoint into an optimizer would do with every leaf.
 
-    Leaves are paired by name. A leaf whose parameter has moved to another group is found there.
-    What a group keeps for all its parameters, such as a count, is kept if all the groups that they
-    come from agree about it; otherwise that transformation is reinitialised in the group.
+    Leaves are paired by name; one whose parameter has moved to another group is found there. What
+    a group keeps for all its parameters, such as a count, is kept if all the groups that they come
+    from agree about it; otherwise that transformation is reinitialised in the group.
 
     Args:
       checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
@@ -139,11 +137,11 @@ def plan_restore(
         such as a clip, a schedule or another group, is reported and needs no word.
       rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
         first that matches decides, and admits what it says.
-      placement: where leaves go that the target itself does not place, that is, abstract ones
-        without shardings and arrays that are not committed to devices: a `MemoryPlan` or a `Layout`
-        of opt-partition, anything else with trees of shardings as `params` and `state` or
-        `opt_state`, one such tree for the state or the parameters, or one sharding for all leaves.
-        Without it, they go where the checkpoint had them, if those devices are here.
+      placement: where leaves go that the target does not place (abstract without shardings, or
+        not committed to devices): a `MemoryPlan` or a `Layout` of opt-partition, anything else with
+        trees of shardings as `params` and `state` or `opt_state`, one such tree for the state or
+        the parameters, or one sharding for all leaves. Without it, they go where the checkpoint had
+        them, if those devices are here.
 
     Returns:
       The plan. Only the schema has been read; `plan.apply()` restores, and returns the same kind as
@@ -204,16 +202,14 @@ def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:
       True
     """
     if not isinstance(named, NamedState):
-        named = _without_schema(target, named)
+        named = _without_schema(named)
     return plan_restore(named, target).apply()
 
 
-def _without_schema(target: Any, named: Mapping[str, Any]) -> NamedState:
+def _without_schema(named: Mapping[str, Any]) -> NamedState:
     """Leaves without a schema: each is what the target has under its name."""
-    infos_by_name = named_state(target).schema.by_name
-    paths = {name: x.path if (x := infos_by_name.get(name)) else split_path(name) for name in named}
     infos = (
-        leaf_info(leaf, paths[name], "params" if paths[name][0] == "params" else "state")
+        leaf_info(leaf, path := split_path(name), "params" if path[0] == "params" else "state")
         for name, leaf in named.items()
     )
     # Counts have no value: without settings they do not say whether a window is open.

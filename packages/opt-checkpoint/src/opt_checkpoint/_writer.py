@@ -59,7 +59,6 @@ class Writer:
         self._process = os.getpid()
         self._lock: WriterLock | None = None
         self._saving: int | None = None
-        self._failed: set[int] = set()
         self._is_stale = False
         self._origin: Origin | None = None
         with sync_errors():
@@ -86,7 +85,7 @@ class Writer:
             self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._origin)
         saving.check_equal(f"step {step} is not saved")
-        if self._failed:
+        if self._is_stale:
             self._clean()
         args = ocp.args.Composite(**{ITEM: OptimizerSave(saving)})
         self._saving = step
@@ -123,7 +122,6 @@ class Writer:
                 sync(self._directory)
         self._saving = None
         if step is not None and jax.process_count() == 1 and not self._has(step):
-            self._failed.add(step)
             raise SaveError(f"{where} is not there: was it removed?")
 
     def close(self) -> None:
@@ -197,8 +195,6 @@ class Writer:
             self._saving, self._is_stale = None, True
             if step is not None and self._has(step):
                 what = f"step {step} in `{self._directory}` is saved; what follows failed"
-            elif step is not None:
-                self._failed.add(step)
             text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise SaveError(f"{what}: {text}") from error
 
@@ -217,16 +213,16 @@ class Writer:
         self._clean()
 
     def _clean(self) -> None:
-        """Removes deleted steps from the trash, and leftovers of failed saves."""
+        """Removes deleted steps from the trash, and what failed and killed saves have left."""
         if self._lock is None:
             return
         try:
             self._lock.check()
         except LockError:
             return  # another process may hold it now
-        failed, self._failed = self._failed, set()
-        for step in failed:
-            shutil.rmtree(_temporary(self._directory, step), ignore_errors=True)
+        for path in self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}*"):
+            if self._saving is None or path != _temporary(self._directory, self._saving):
+                shutil.rmtree(path, ignore_errors=True)
         trash = self._directory / _TRASH
         if deleted := list(trash.iterdir()) if trash.is_dir() else []:
             sync(self._directory)  # the renames are on the disk before anything is deleted
@@ -284,7 +280,6 @@ def _open_manager(
             # It is called after the handlers' `finalize`, and before the rename (Orbax 0.12).
             post_finalization_callback=before_commit,
         ),
-        cleanup_tmp_directories=True,
         step_name_format=_StepNames(),
         todelete_subdir=_TRASH,
     )
