@@ -4,6 +4,7 @@ import os
 
 import jax
 import pytest
+from jax.sharding import AxisType, Mesh
 
 # Processes that run at the same time, or are killed, would leave half-written programs there.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -15,6 +16,12 @@ jax.config.update("jax_compilation_cache_dir", None)
 # to each leaf would hang now and then. Twice as many threads as devices are enough for both.
 os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    """All devices, as 4 x 2, with axes of either type."""
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(request.param,) * 2)
 
 
 # They need a framework each, which the default environment has not: `hatch run frameworks:tunix`.

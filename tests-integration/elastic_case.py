@@ -56,13 +56,7 @@ def _waves(rows: int, columns: int) -> jax.Array:
     return scaled
 
 
-def abstract(
-    definition: Any,
-    mesh: Mesh,
-    *,
-    rules: Any = RULES,
-    zero: bool = False,
-) -> Optimizer:
+def abstract(definition: Any, mesh: Mesh, *, rules: Any = RULES, zero: bool = False) -> Optimizer:
     """The optimizer, of `jax.ShapeDtypeStruct`s with shardings."""
 
     def init(params: Any) -> Any:

@@ -114,12 +114,7 @@ def constructors() -> dict[str, Case]:
     if hasattr(contrib, "galore"):
         # Singular vectors have no sign of their own, and none to show where a gradient is of rank
         # one; sharded sums come out a little different, which they magnify.
-        galore = {
-            "oracle": "shifts",
-            "explicit": SVD,
-            "rtol": 1e-2,
-            "without": ("empty", "row"),
-        }
+        galore = {"oracle": "shifts", "explicit": SVD, "rtol": 1e-2, "without": ("empty", "row")}
         table["contrib.galore"] = always(lambda: contrib.galore(1e-2, rank=RANK), **galore)
         table["contrib.galore: momentum"] = always(
             lambda: contrib.galore(1e-2, rank=RANK, base_optimizer=optax.trace(0.9)), **galore
@@ -138,8 +133,7 @@ def constructors() -> dict[str, Case]:
         lambda: aggregating.average_incrementally_updates(0, 2), **examples
     )
     table[prefix + "get_per_element_mean_and_sum_sq_diff_grads"] = always(
-        lambda: _first(aggregating.get_per_element_mean_and_sum_sq_diff_grads(0, 2)),
-        **examples,
+        lambda: _first(aggregating.get_per_element_mean_and_sum_sq_diff_grads(0, 2)), **examples
     )
     table[prefix + "track_per_element_mean_and_variance_with_ema"] = always(
         aggregating.track_per_element_mean_and_variance_with_ema,

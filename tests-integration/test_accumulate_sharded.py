@@ -98,12 +98,6 @@ def moved(program: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collect
     return [c for c in found if c.axes is None or set(c.axes) & {"data", "replica"}]
 
 
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
-    assert jax.device_count() == 8
-    return make_mesh(request.param)
-
-
 # Values and collectives.
 
 
@@ -142,19 +136,6 @@ def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.shard
     assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
     assert int(aux["total"]) == int(metrics.weight)
     np.testing.assert_allclose(aux["w"], 2 * params["w"], rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [16, 24])
-def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.sharding.Mesh) -> None:
-    set_mesh: Any = jax.set_mesh
-    params, batch = make_params(), make_batch()
-    with set_mesh(mesh):
-        args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
-        for reduce in ("auto", "deferred"):
-            vg: Any = functools.partial(accumulate_gradients, loss_fn, reduce=reduce)
-            vg = vg(microbatch_size=size)
-            assert_equal(jax.jit(vg)(*args), whole_batch(params, batch))
 
 
 @pytest.mark.sample(1)
@@ -244,8 +225,7 @@ def test_tensor_parallel_layers_with_their_reductions_inside() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "spec",
-    [P("data"), P("replica", "data"), P(("model", "data")), P("model")],
+    "spec", [P("data"), P("replica", "data"), P(("model", "data")), P("model")]
 )
 def test_several_data_axes_and_accumulators_over_any_of_them(spec: PartitionSpec) -> None:
     mesh = jax.make_mesh((2, 2, 2), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
@@ -267,30 +247,6 @@ def test_several_data_axes_and_accumulators_over_any_of_them(spec: PartitionSpec
 
 
 # Randomness and dropped parts.
-
-
-def noisy(params: Tree, batch: Tree, scale: jax.Array, *, rng: jax.Array) -> Any:
-    noise = jax.random.randint(rng, batch["mask"].shape, 0, 3).astype(jnp.float32)
-    losses = row_losses(params, batch) * noise * scale
-    return (losses.sum(), batch["mask"].sum()), jax.random.key_data(rng)
-
-
-@pytest.mark.slow
-def test_keys_are_the_same_for_any_sharding() -> None:
-    mesh = make_mesh(AxisType.Auto)
-    params, batch, key = make_params(), make_batch(), jax.random.key(5)
-    make = functools.partial(
-        accumulate_gradients, noisy, num_microbatches=NUM, rng=True, has_aux=True
-    )
-    run = jax.jit(make())
-    sharded = put(params, mesh, SPECS), put(batch, mesh, P("data"))
-    assert_equal(
-        run(params, batch, jnp.float32(2), rng=key), run(*sharded, jnp.float32(2), rng=key)
-    )
-    deferred = jax.jit(make(reduce="deferred", mesh=mesh))
-    (_, data), _ = deferred(*sharded, jnp.float32(2), rng=key)
-    parts = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(4 * NUM)]
-    assert_equal(data, jnp.stack(parts))  # a device's part is a microbatch of its own
 
 
 @pytest.mark.sample(1)
@@ -402,8 +358,7 @@ def test_rows_that_would_be_gathered_are_an_error_where_the_mesh_is_known() -> N
         jax.jit(vg(mesh=mesh))(*args)
     assert words in str(error.value)
     assert_equal(
-        jax.jit(vg(num_microbatches=16, mesh=mesh))(*args),
-        whole_batch(make_params(), make_batch()),
+        jax.jit(vg(num_microbatches=16, mesh=mesh))(*args), whole_batch(make_params(), make_batch())
     )
 
 

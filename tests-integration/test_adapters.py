@@ -195,9 +195,10 @@ def test_codes_have_the_names_of_their_parameter(haliax: tuple[Any, Any]) -> Non
     tx: Any = opt_precision.quantize_state(optax.adam(0.1), opt_precision.dynamic8())
     named = adapter.for_named_arrays(tx)
     state, expected = named.init(params), tx.init(plain)
+    step, of_tx = jax.jit(named.update), jax.jit(tx.update)
     for _ in range(2):
-        updates, state = named.update(params, state, params)
-        of_plain, expected = tx.update(plain, expected, plain)
+        updates, state = step(params, state, params)
+        of_plain, expected = of_tx(plain, expected, plain)
     mu = state.inner[0].mu["w"]
     assert mu.codes.axes == axes
     assert mu.scale.shape == (64, 1)

@@ -16,11 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from opt_checkpoint import Checkpointer, LeafInfo, NamedState, Schema, leaf_path
-from opt_checkpoint.errors import (
-    CheckpointError,
-    MissingError,
-    SaveError,
-)
+from opt_checkpoint.errors import CheckpointError, MissingError, SaveError
 
 pytestmark = pytest.mark.faults
 

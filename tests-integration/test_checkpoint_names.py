@@ -14,13 +14,7 @@ import optax
 import pytest
 from every_definition import NAMES, bits, definition_of, optimizer_structs
 from flax import nnx
-from opt_checkpoint import (
-    Schema,
-    TrainingState,
-    named_state,
-    plan_restore,
-    restore_named,
-)
+from opt_checkpoint import Schema, TrainingState, named_state, plan_restore, restore_named
 from opt_core import MultiOptimizer, Optimizer
 from opt_core.extend import read_record, record_data
 

@@ -18,12 +18,7 @@ import opt_adafactor
 import opt_optax_bridge as opt
 import pytest
 from opt_checkpoint import NamedState, Plan, named_state, plan_restore
-from opt_core import (
-    FROZEN,
-    MultiOptimizer,
-    Optimizer,
-    OptimizerDef,
-)
+from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
 from optax_case import Case, contrib, multi_steps, optax
 from optax_table import TABLE
 from recurrences import Slot, slots
@@ -93,10 +88,7 @@ VARIANTS: dict[str, Callable[[], OptimizerDef]] = {
     "our Adafactor: momentum": adafactor(beta1=0.9),
     "our Adafactor: unfactored": adafactor(factored=False),
 }
-NAMES = (
-    *(name for name, case in TABLE.items() if _fits(case) and not _is_part(name)),
-    *VARIANTS,
-)
+NAMES = (*(name for name, case in TABLE.items() if _fits(case) and not _is_part(name)), *VARIANTS)
 
 
 @functools.cache

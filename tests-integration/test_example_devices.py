@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -58,10 +55,7 @@ def make(platform: str, *counts: int) -> list[Device]:
     ],
 )
 def test_devices_that_are_taken(
-    platform: str,
-    counts: tuple[int, ...],
-    flags: dict[str, Any],
-    mesh: str,
+    platform: str, counts: tuple[int, ...], flags: dict[str, Any], mesh: str
 ) -> None:
     devices = load("devices")
     config, taken = devices.choose_devices(devices.Config(**flags).check(), make(platform, *counts))
@@ -98,45 +92,6 @@ def test_accelerators_are_taken_where_there_are_any(monkeypatch: pytest.MonkeyPa
     assert config.mesh == "data=2,model=1"
     assert mesh == (((2, 1), ("data", "model")), there)
     assert settings.jax_platforms == before
-
-
-TAKING = """
-import json, os, sys
-sys.path.insert(0, sys.argv[1])
-import jax
-from lm.devices import Config, UsageError, take_devices
-for settings, mesh in json.loads(sys.argv[2]):
-    if os.fork():  # Before there is a backend: each child makes its own.
-        os.wait()
-        continue
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    try:
-        config, taken = take_devices(Config(mesh=mesh).check(), 1)
-        print(config.mesh, taken.size, flush=True)
-    except UsageError as error:
-        print(error, flush=True)
-    os._exit(0)
-"""
-TAKEN: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "", "data=4,model=2 8"),
-    ({}, "data=1,model=2", "data=1,model=2 2"),
-    *(({"jax_num_cpu_devices": n}, "", f"data={n},model=1 {n}") for n in (1, 2, 4)),
-    ({"jax_num_cpu_devices": 6}, "", "data=4,model=1 4"),
-    ({"jax_platforms": "cuda"}, "", "JAX finds no device of the platform 'cuda'"),
-]
-
-
-@pytest.mark.slow
-def test_virtual_devices_where_there_is_only_a_cpu() -> None:
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "PYTHONW"))}
-    cases = json.dumps([case[:2] for case in TAKEN])
-    command = [sys.executable, "-c", TAKING, str(EXAMPLES), cases]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(TAKEN), done.stdout
-    for line, (_, _, said) in zip(lines, TAKEN, strict=True):
-        assert line.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ MOVED = {
         "state/param_states/1/rng_key: extra",
     ],
     "t5x/wrapper_inject_hyperparams": [
-        "state/param_states/hyperparams_states/learning_rate/count: missing",
+        "state/param_states/hyperparams_states/learning_rate/count: missing"
     ],
 }
 # Drawn by JAX before `jax_threefry_partitionable` became the default.

@@ -16,15 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from elastic_case import (
-    abstract,
-    assert_same_bits,
-    bits,
-    compile_step,
-    create,
-    make_mesh,
-    momentum,
-)
+from elastic_case import abstract, assert_same_bits, bits, compile_step, create, make_mesh, momentum
 from kills import Worker, Workers, free_port, last_steps, pause, read_events, wait_for
 from opt_checkpoint import Checkpointer
 
@@ -85,10 +77,7 @@ def check_folder(folder: Path, expected: Callable[[int], Mapping[str, Any]]) -> 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_d1_killed_at_every_file_event_of_a_save(
-    workers: Workers,
-    expected: Callable[[int], Mapping[str, Any]],
-    tmp_path: Path,
-    mode: str,
+    workers: Workers, expected: Callable[[int], Mapping[str, Any]], tmp_path: Path, mode: str
 ) -> None:
     """D1: SIGKILL at each file event that Python sees of one save, the oldest step's deletion too.
 
@@ -126,10 +115,7 @@ def test_d1_killed_at_every_file_event_of_a_save(
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_d2_killed_at_random(
-    workers: Workers,
-    expected: Callable[[int], Mapping[str, Any]],
-    tmp_path: Path,
-    mode: str,
+    workers: Workers, expected: Callable[[int], Mapping[str, Any]], tmp_path: Path, mode: str
 ) -> None:
     """D2: random SIGKILLs, each process going on where the one before was killed.
 

@@ -17,11 +17,7 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from opt_adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap
-from opt_checkpoint import (
-    flax_optim_equivalent,
-    read_legacy,
-    restore_legacy,
-)
+from opt_checkpoint import flax_optim_equivalent, read_legacy, restore_legacy
 from opt_checkpoint.errors import EquivalenceError, LoadError
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, to_state_dict
 from opt_core.errors import RestoreError

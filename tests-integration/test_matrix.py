@@ -1,17 +1,22 @@
-"""Muon on eight devices: the planned collectives and no other, the numbers of one device."""
+"""opt-matrix on eight devices and with the other packages: planned collectives, Optax's numbers."""
 
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matrix_plans
 import numpy as np
+import opt_optax_bridge as opt
 import optax
 import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from opt_accumulate import MultiSteps
+from opt_checkpoint import Stack, Unstack, named_state, plan_restore
+from opt_core import MultiOptimizer
 from opt_matrix import (
     Dims,
     Matrices,
@@ -27,6 +32,8 @@ from opt_matrix import (
 )
 from opt_matrix.errors import PlanError, PlanMismatchError
 from opt_partition import read_collectives
+
+# Muon on eight devices: the planned collectives and no other, the numbers of one device.
 
 contrib: Any = optax.contrib
 RNG = np.random.default_rng(0)
@@ -88,8 +95,7 @@ def expected() -> Any:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    ("shape", "spec"),
-    [((8,), P("x", None)), ((8,), P(None, "x")), ((4, 2), P("x", "y"))],
+    ("shape", "spec"), [((8,), P("x", None)), ((8,), P(None, "x")), ((4, 2), P("x", "y"))]
 )
 def test_two_collectives_and_optax_numbers(
     shape: tuple[int, ...], spec: Any, kind: AxisType
@@ -137,67 +143,6 @@ def test_split_matrices(shape: tuple[int, int], spec: Any, gram: bool) -> None:
     found = orthogonal(plan, params, NamedSharding(mesh, spec))
     alone = scale_by_muon(orthogonalize=newton_schulz(dtype=None))
     close(found, alone.update(params, alone.init(params))[0], 1e-3 if gram else 1e-4)
-
-
-@pytest.mark.slow
-def test_stacks_experts_heads_and_fused_matrices() -> None:
-    mesh = mesh_of((4, 2))
-    params = {
-        "experts": normal(2, 8, 16, 32),
-        "fused": normal(2, 16, 24),
-        "heads": normal(16, 4, 8),
-        "per_head": normal(16, 4, 8),
-    }
-    specs = {
-        "experts": P(None, "x", None, "y"),
-        "fused": P(None, "x", "y"),
-        "heads": P("x", "y"),
-        "per_head": P("x", "y"),
-    }
-    matrices = Matrices.by_path(
-        {
-            "experts": (-2, -1),
-            "fused": Dims((1,), (2,), split=(16, 4, 4)),
-            "heads": (0, (1, 2)),
-            "per_head": (0, 2),
-        }
-    )
-    shardings = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
-    plan = plan_matrices(params, shardings, mesh, matrices, fn=F32)
-    found = orthogonal(plan, params, shardings)
-    alone = scale_by_muon(orthogonalize=F32, matrices=matrices)
-    close(found, jax.jit(alone.update)(params, alone.init(params))[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "spec", "is_stack", "fn"),
-    [
-        ((8,), P("x"), False, F32),
-        ((8,), P(None, "x"), True, newton_schulz()),
-        ((4, 2), P("x", "y"), False, newton_schulz()),
-        ((4, 2), P("x"), True, F32),
-    ],
-)
-def test_groups_bound_the_temporaries(shape: Any, spec: Any, is_stack: bool, fn: Any) -> None:
-    mesh = mesh_of(shape)
-    count, size = 96, (64, 128)
-    tree: Any = {f"w{n:02}": jax.ShapeDtypeStruct(size, np.float32) for n in range(count)}
-    if is_stack:
-        tree, spec = {"w": jax.ShapeDtypeStruct((count, *size), np.float32)}, P(None, *spec)
-    sharding = NamedSharding(mesh, spec)
-    whole = plan_matrices(tree, sharding, mesh, STACKS, fn=fn, max_group_bytes=1 << 30)
-    bound = whole.temp_bytes // 3
-    plan = plan_matrices(tree, sharding, mesh, STACKS, fn=fn, max_group_bytes=bound)
-    assert len(plan.groups) == 3
-    tx: Any = scale_by_muon(plan=plan)
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-    state = jax.eval_shape(tx.init, placed)._replace(mu=placed)
-    # An update is given gradients and state away, as in a step.
-    program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(placed, state).compile()
-    plan.check(program, exclusive=True)
-    memory: Any = program.memory_analysis()
-    assert memory.temp_size_in_bytes <= 1.1 * bound
 
 
 def test_layers_share_the_iteration() -> None:
@@ -337,24 +282,6 @@ def test_state_stays_with_its_matrices() -> None:
         results.append(jax.device_get(found))
     close(results[0], results[1], 1e-4)
     close(results[0]["b"], np.linalg.pinv(2 * params["b"]).swapaxes(1, 2), 1e-3)
-
-
-@pytest.mark.slow
-def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
-    mesh = mesh_of((8,))
-    sharding = NamedSharding(mesh, P("x"))
-    plan = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
-    tx = muon(0.1, matrices=RANK2, plan=plan)
-    steps = MultiSteps(tx, 2)
-    params = jax.device_put(PARAMS, sharding)
-    state = jax.jit(steps.init)(params)
-    apply = jax.jit(steps.apply)
-    same, state = apply(params, state, params)
-    close(same, PARAMS, 0.0)
-    found, state = apply(same, state, params)
-    updates, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
-    close(found, optax.apply_updates(params, updates))
-    plan.check(apply.lower(params, state, params).compile())
 
 
 @pytest.mark.sample(1)
@@ -536,3 +463,142 @@ def test_a_state_of_other_matrices_is_not_restacked() -> None:
         new.restack(state, old.plan)
     with pytest.raises(PlanError, match="`state` is of 0 groups, and `before` has 1"):
         old.restack((), old.plan)
+
+
+# Muon with the other packages: checkpoints, groups, accumulation, 8-bit momentum, memory plans.
+
+LAYERS = 3
+UNROLLED = Matrices.by_path({".*/wi": (-2, -1), ".*/b|head": None})
+
+
+def decoder_layers() -> dict[str, Any]:
+    each = {f"layers_{n}": {"b": normal(8), "wi": normal(8, 16)} for n in range(LAYERS)}
+    return {**each, "head": normal(5)}
+
+
+def stacked(tree: dict[str, Any]) -> dict[str, Any]:
+    each = [tree[f"layers_{n}"] for n in range(LAYERS)]
+    return {"head": tree["head"], "layers": jax.tree.map(lambda *x: jnp.stack(x), *each)}
+
+
+def stepped(optimizer: Any, grads: Any) -> Any:
+    return optimizer.apply_gradient(grads)
+
+
+def ours(matrices: Matrices = UNROLLED) -> Any:
+    return opt.wrap_optax_optimizer(muon)(0.1, matrices=matrices, orthogonalize=F32)
+
+
+def theirs(params: Any) -> Any:
+    """Optax's, given which leaves of these parameters are matrices."""
+
+    def dims(params: Any) -> Any:
+        def one(path: Any, leaf: Any) -> Any:
+            if path[-1].key != "wi":
+                return None
+            return contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    make = opt.wrap_optax_optimizer(contrib.muon)
+    return make(0.1, muon_weight_dimension_numbers=dims)
+
+
+def assert_all_close(found: Any, expected: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+STACK = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2"))]
+UNSTACK = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", index=r"\2"))]
+
+
+@pytest.mark.slow
+def test_a_state_of_optax_is_restored_and_restacked_and_goes_back() -> None:
+    params, first, second = decoder_layers(), decoder_layers(), decoder_layers()
+    before = stepped(theirs(params).create(params), first)
+
+    target = ours().create(params)
+    plan = plan_restore(named_state(before), target)
+    assert plan.is_exact, str(plan)
+    same = plan.apply()
+    assert_all_close(same.state, before.state, 0)  # bit for bit
+    expected = stepped(before, second).target
+    assert_all_close(stepped(same, second).target, expected, 1e-5)
+
+    target = ours().create(stacked(params))
+    scanned = plan_restore(named_state(before), target, rules=STACK).apply()
+    assert_all_close(stepped(scanned, stacked(second)).target, stacked(expected), 1e-5)
+
+    target = theirs(params).create(params)
+    back = plan_restore(named_state(scanned), target, rules=UNSTACK).apply()
+    assert_all_close(back, before, 0)
+
+
+@opt.wrap_optax_optimizer
+def muonh(learning_rate: Any) -> Any:
+    direction = scale_by_muon(matrices=UNROLLED, orthogonalize=F32)
+    return hyperball(direction, UNROLLED, learning_rate, rest=optax.adam(1e-2))
+
+
+@pytest.mark.slow
+def test_hyperball_is_restored_and_goes_on_bit_for_bit() -> None:
+    params, first, second = decoder_layers(), decoder_layers(), decoder_layers()
+    before = stepped(muonh(optax.linear_schedule(0.1, 0.0, 9)).create(params), first)
+    target = muonh(optax.linear_schedule(0.1, 0.0, 9)).create(decoder_layers())
+    plan = plan_restore(named_state(before), target)
+    assert plan.is_exact, str(plan)
+    assert_all_close(stepped(plan.apply(), second), stepped(before, second), 0)
+    whole = muonh(0.1).create(params).apply_gradient(first, learning_rate=0.05).target
+    assert_all_close(whole, stepped(muonh(0.05).create(params), first).target, 1e-6)
+
+
+def test_groups_and_a_learning_rate_at_run_time() -> None:
+    params, grads = decoder_layers(), decoder_layers()
+    definition = MultiOptimizer.from_rules(
+        [
+            ("vectors", ".*/b|head", opt.sgd(0.5)),
+            ("matrices", ".*/wi", ours(Matrices.by_path({".*": (-2, -1)}))),
+        ]
+    )
+    optimizer = definition.create(params)
+    whole = optimizer.apply_gradient(grads, learning_rate=0.1).target
+    halved = optimizer.apply_gradient(grads, learning_rate=0.05).target
+    alone = stepped(ours().create(params), grads).target
+    for name in ("layers_0", "layers_2"):
+        assert_all_close(whole[name]["wi"], alone[name]["wi"], 1e-6)
+        moved = params[name]["wi"] - whole[name]["wi"]
+        assert_all_close(params[name]["wi"] - halved[name]["wi"], 0.5 * moved, 1e-5)
+    assert_all_close(whole["head"], params["head"] - 0.1 * grads["head"], 1e-6)
+
+
+# Muon on a decoder's matrices: planned for thousands of devices, compiled for hundreds.
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("name", "mesh"), matrix_plans.CASES)
+def test_plans_of_all_defaults_cost_what_whole_matrices_do(name: str, mesh: str) -> None:
+    start = time.process_time()
+    plan = matrix_plans.plan_of(name, mesh)
+    assert time.process_time() - start < 2
+    devices = math.prod(plan.mesh_shape.values())
+    for group in plan.groups:
+        assert group.collectives <= 2
+        share = matrix_plans.share_of(plan, group)
+        stack = group.stack_size(plan.mesh_shape)
+        matrices = stack - group.padding * stack // (group.count + group.padding)
+        if matrices >= devices:
+            assert group.flops_per_device <= 1.1 * group.ideal_flops * stack / matrices
+            assert group.bytes_per_device <= 12 * share
+        else:
+            assert group.flops_per_device == plan.fn.flops(*group.shape)
+            whole = math.prod(group.shape) * np.dtype(group.kind.dtype).itemsize
+            assert group.bytes_per_device <= 2 * whole
+    assert plan.temp_bytes <= max(plan.min_group_bytes, plan.max_group_bytes)
+    # What cannot be met is no more than one matrix needs, with a few copies in float32.
+    assert plan.min_group_bytes <= 8 * 4 * max(math.prod(group.shape) for group in plan.groups)
+
+
+def test_the_table_of_the_docs_is_what_is_planned() -> None:
+    page = Path(__file__).parents[1] / "docs/performance.md"
+    assert matrix_plans.table() in page.read_text()

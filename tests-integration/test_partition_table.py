@@ -205,10 +205,7 @@ def reference(name: str) -> tuple[list[Tree], tuple[Tree, Tree]]:
     return data, train(name, data)
 
 
-BY_DEFAULT = {
-    ("sm3", AxisType.Auto),
-    ("adam", AxisType.Explicit),
-}
+BY_DEFAULT = {("sm3", AxisType.Auto), ("adam", AxisType.Explicit)}
 # `explicit` says why a transformation fails on an Explicit mesh.
 ON_DEVICES = [
     pytest.param(

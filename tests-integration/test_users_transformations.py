@@ -20,7 +20,7 @@ from flax import struct
 from flax.core import FrozenDict
 from jax.flatten_util import ravel_pytree
 from opt_checkpoint import named_state, plan_restore
-from opt_core import Optimizer, StateDescription, describe_state
+from opt_core import Optimizer, describe_state
 from opt_core.extend import path_str
 from opt_optax_bridge import OptaxWrapper
 
@@ -123,23 +123,6 @@ def variational() -> Any:
     return transformation(init_fn)
 
 
-@case("optax_wrapper", **{"": "tree"})
-def eligibility_traces() -> Any:
-    return transformation(zeros)
-
-
-@case(ema1="tree", ema2="tree", step=None)
-def two_averages() -> Any:
-    def init_fn(params: Any) -> Any:
-        return {
-            "ema1": zeros(params),
-            "ema2": jax.tree.map(jnp.array, params),
-            "step": jnp.array(0),
-        }
-
-    return transformation(init_fn)
-
-
 @case(momentum="tree", rng=None)
 def langevin() -> Any:
     key = jax.random.key(3)
@@ -207,10 +190,7 @@ class ShampooState(NamedTuple):
     stats: Any
 
 
-@case(
-    count=None,
-    stats=lambda name: ["left", "right"] if DIMS[name] == 2 else ["left"],
-)
+@case(count=None, stats=lambda name: ["left", "right"] if DIMS[name] == 2 else ["left"])
 def shampoo() -> Any:
     def stats(p: Any) -> Any:
         if p.ndim < 2:
@@ -260,58 +240,7 @@ def distributed_shampoo() -> Any:
     return transformation(init_fn)
 
 
-FIELDS = ("momentum/codes", "momentum/diagonal")
-
-
-@case(
-    stats={
-        f"{i}/{field}": name
-        for i, name in enumerate(NAMES)
-        for field in (*(f"statistics/{k}" for k in axes_of(name)), *FIELDS)
-    },
-    count=None,
-)
-def sharded_shampoo() -> Any:
-    def init_fn(params: Any) -> Any:
-        blocks = []
-        for leaf in jax.tree.leaves(params):
-            moment = Quantized(leaf.astype(jnp.int8), jnp.zeros(leaf.shape[:1]), leaf.shape)
-            blocks.append(Block([leaf @ leaf.T] * leaf.ndim, moment))
-        return {"count": jnp.int32(0), "stats": blocks}
-
-    return transformation(init_fn)
-
-
 # Lists, flat and grouped.
-
-
-class SoapState(NamedTuple):
-    exp_avg: Any
-    gg: Any
-    q: Any
-    is_initialized: Any
-
-
-@struct.dataclass
-class Axes:
-    axes: tuple[Any, ...]
-
-
-@case(
-    exp_avg="tree",
-    gg=lambda name: [f"axes/{i}" for i in axes_of(name)],
-    q=lambda name: [f"axes/{i}" for i in axes_of(name)],
-    is_initialized=None,
-)
-def soap() -> Any:
-    def axes(p: Any) -> Any:
-        return Axes(tuple(jnp.zeros((size, size)) for size in p.shape))
-
-    def init_fn(params: Any) -> Any:
-        square = jax.tree.map(axes, params)
-        return SoapState(zeros(params), square, jax.tree.map(jnp.copy, square), jnp.array(False))
-
-    return transformation(init_fn)
 
 
 @case(mu="tree", Qs={f"{i}/{k}": name for i, name in enumerate(NAMES) for k in axes_of(name)})
@@ -342,27 +271,6 @@ def scanned_kron() -> Any:
 @case("optax_wrapper", **{"": "list"})
 def list_of_moments() -> Any:
     return transformation(lambda params: [jnp.zeros_like(x) for x in jax.tree.leaves(params)])
-
-
-@case(moments="list", count=None)
-def tuple_of_moments() -> Any:
-    def init_fn(params: Any) -> Any:
-        return {"count": jnp.int32(0), "moments": tuple(0.0 * x for x in jax.tree.leaves(params))}
-
-    return transformation(init_fn)
-
-
-@case(
-    accumulators={str(i): name for i, name in enumerate(NAMES)},
-    velocity={str(i): name for i, name in enumerate(NAMES)},
-)
-def keyed_by_index() -> Any:
-    def init_fn(params: Any) -> Any:
-        leaves = dict(enumerate(jax.tree.leaves(params)))
-        moments = {str(i): jnp.zeros_like(leaf) for i, leaf in leaves.items()}
-        return {"accumulators": moments, "velocity": {k: 1.0 * x for k, x in leaves.items()}}
-
-    return transformation(init_fn)
 
 
 @case(m={name.replace("/", "."): name for name in NAMES})
@@ -450,14 +358,6 @@ def best_so_far() -> Any:
     def init_fn(params: Any) -> Any:
         norms = jnp.stack([jnp.sum(x**2) for x in jax.tree.leaves(params)])
         return {"norms": norms, "total": jnp.sqrt(jnp.sum(norms)), "best": params}
-
-    return transformation(init_fn)
-
-
-@case(kernel="dense/kernel", step=None)
-def one_matrix() -> Any:
-    def init_fn(params: Any) -> Any:
-        return {"kernel": jnp.zeros_like(params["dense"]["kernel"]), "step": jnp.int32(0)}
 
     return transformation(init_fn)
 
@@ -638,24 +538,13 @@ def built(name: str) -> Optimizer:
     return OptaxWrapper(CASES[name].build()).create(PARAMS)
 
 
-@functools.cache
-def described(name: str) -> StateDescription:
-    return describe_state(built(name))
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_leaves_follow_their_parameters(name: str) -> None:
-    said = {
-        path_str(leaf.path): None if leaf.parameter is None else path_str(leaf.parameter)
-        for leaf in described(name).leaves
-    }
-    assert said == CASES[name].follows
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_states_are_named_after_what_made_them(name: str) -> None:
-    names = {leaf.transformation for leaf in described(name).leaves}
-    assert {x.removeprefix(f"{MINE}.") for x in names} == CASES[name].names
+def test_leaves_follow_their_parameters_and_are_named_after_what_made_them(name: str) -> None:
+    leaves = describe_state(built(name)).leaves
+    parameters = {path_str(x.path): x.parameter and path_str(x.parameter) for x in leaves}
+    assert parameters == CASES[name].follows
+    names = {leaf.transformation.removeprefix(f"{MINE}.") for leaf in leaves}
+    assert names == CASES[name].names
 
 
 def test_likes_are_found_in_the_order_in_which_they_are_called() -> None:

@@ -210,9 +210,7 @@ def by_masked_layers(x: jax.Array, mesh: Mesh) -> Any:
     return laid(jax.lax.fori_loop(0, len(x), layer, x), mesh, None, "data")
 
 
-def each_layer(
-    function: Callable[[jax.Array], Any],
-) -> Callable[[jax.Array, Mesh], Any]:
+def each_layer(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array, Mesh], Any]:
     """A move of the parts that a device has of each of the stacked layers, one after the other."""
     return on_shards(lambda parts: jax.lax.map(function, parts), None, "data")
 

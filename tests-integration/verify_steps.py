@@ -155,10 +155,7 @@ def several_steps(recipe: Recipe, unroll: int = 1) -> Callable[[Meshes], Step]:
         batches = jax.ShapeDtypeStruct((3, *batch.shape), batch.dtype)
         spec = NamedSharding(one.inputs[2].mesh, P(None, *one.inputs[2].spec))
         return dataclasses.replace(
-            one,
-            function=steps,
-            arguments=(params, state, batches),
-            inputs=(*one.inputs[:2], spec),
+            one, function=steps, arguments=(params, state, batches), inputs=(*one.inputs[:2], spec)
         )
 
     return build

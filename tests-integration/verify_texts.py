@@ -1,4 +1,4 @@
-"""Stores what other compilers make of the programs of `verify_healthy.py` and `verify_faulty.py`.
+"""Stores what other compilers make of the programs of `verify_programs.py`.
 
     hatch run gpu-programs:python tests-integration/verify_texts.py gpu   # no GPU is needed
     python tests-integration/verify_texts.py tpu   # pip install 'jax[tpu]'; no TPU is needed
@@ -111,8 +111,7 @@ def compiler(platform: str) -> str:
 def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
     from opt_partition._verify import leaves
     from opt_partition._verify.hlo import parse_program
-    from verify_faulty import FAULTY, WASTEFUL, is_undone
-    from verify_healthy import HEALTHY
+    from verify_programs import FAULTY, HEALTHY, WASTEFUL, is_undone
     from verify_recipes import Meshes
 
     meshes = Meshes(devices(platform))

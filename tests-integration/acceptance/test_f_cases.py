@@ -11,14 +11,7 @@ import opt_adafactor
 import opt_optax_bridge
 import optax
 import pytest
-from every_definition import (
-    NAMES,
-    bits,
-    case_of,
-    definition_of,
-    random_params,
-    training_step,
-)
+from every_definition import NAMES, bits, case_of, definition_of, random_params, training_step
 from opt_accumulate import MultiSteps, check_skips, guard
 from opt_accumulate.errors import StuckError
 from opt_core import Optimizer

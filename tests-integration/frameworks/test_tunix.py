@@ -118,9 +118,7 @@ def train(
     batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=np.ones_like(tokens))
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("fsdp", "tp"))
     config = peft_trainer.TrainingConfig(
-        eval_every_n_steps=100,
-        max_steps=steps,
-        checkpoint_root_directory=folder and str(folder),
+        eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=folder and str(folder)
     )
     with mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(nnx, "Optimizer", optimizer)

@@ -1,7 +1,8 @@
-"""Training steps with a fault planted in them: `verify` must find it, and nothing else."""
+"""Training steps for `verify`: with a fault planted in them, wasteful, and healthy."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,9 +21,11 @@ from verify_moves import (
     by_masked_layers,
     laid,
     moving,
+    ring_gather_in_a_loop,
 )
 from verify_recipes import (
     F32,
+    LAYERS,
     MOMENTUM,
     Meshes,
     P,
@@ -31,22 +34,32 @@ from verify_recipes import (
     Step,
     Tree,
     both,
+    by_shape,
+    constrain,
     layers,
+    layers_loss,
     shapes_of,
 )
 from verify_steps import (
     ADAM,
     BF16,
+    DECODER_TP,
     DECODER_ZERO,
+    EXPERTS,
+    FACTORED,
     FACTORS,
     FSDP,
     FSDP_TP,
+    GROUPS,
+    MOE,
+    TP,
     all_gather,
     asking,
     bucketed,
     by_hand,
     by_layer,
     cast_state,
+    clipped,
     decoder,
     gather_and_add,
     gather_and_sum,
@@ -54,12 +67,19 @@ from verify_steps import (
     layer_by_layer,
     letting_xla_decide,
     micro_batched,
+    moe_loss,
     multi_steps,
     over,
+    placed_gather,
+    ring_gather,
     scaled_gather,
     several_steps,
+    sum_and_slice,
+    sum_scatter,
     whole_update,
 )
+
+# With a fault planted in them: `verify` must find it, and nothing else.
 
 
 def gathers(*paths: str) -> frozenset[tuple[str, str | None]]:
@@ -322,3 +342,198 @@ WASTEFUL: list[Program] = [
     Program("state_not_donated", Recipe(donate=(0,)), warns=frozenset({"donation"})),
     Program("params_not_donated", Recipe(donate=(1,)), warns=frozenset({"donation"})),
 ]
+
+
+# Healthy: `verify` must find nothing wrong with them.
+
+CONTRIB: Any = optax.contrib
+
+
+def in_micro_batches(gradients: Any) -> Recipe:
+    batch = jax.ShapeDtypeStruct((4, 64, 256), F32)
+    return Recipe(tx=ADAM, batch=batch, batch_spec=P(None, "data"), gradients=gradients)
+
+
+ANY = {"state_gathers": "any"}
+HEALTHY: list[Program] = [
+    Program("replicated", Recipe(tx=ADAM, state={})),
+    Program("zero1_adamw", Recipe(tx=ADAM)),
+    Program("zero1_momentum", Recipe()),
+    Program("zero1_lion", Recipe(tx=optax.lion(1e-3))),
+    Program("zero1_lamb", Recipe(tx=optax.lamb(1e-3))),
+    Program("zero1_clipped", Recipe(tx=clipped(ADAM))),
+    Program("zero1_clipped_by_unit", Recipe(tx=optax.chain(optax.adaptive_grad_clip(0.1), ADAM))),
+    Program("zero1_columns", Recipe(tx=ADAM, state={"w": P(None, "data"), "b": P("data")})),
+    Program("zero1_bf16_params", Recipe(tx=optax.adamw(1e-3, mu_dtype=F32), shapes=BF16)),
+    Program("zero1_injected", Recipe(tx=optax.inject_hyperparams(optax.adamw)(1e-3))),
+    Program("zero1_schedule", Recipe(tx=optax.adamw(optax.cosine_decay_schedule(1e-3, 100)))),
+    Program("zero1_ema_of_updates", Recipe(tx=optax.chain(ADAM, optax.ema(0.9)))),
+    Program("zero1_groups", Recipe(tx=GROUPS)),
+    Program("zero1_masked", Recipe(tx=optax.masked(ADAM, {"w": True, "b": False}))),
+    Program("zero1_finite", Recipe(tx=optax.apply_if_finite(ADAM, 3))),
+    Program("zero1_schedule_free", Recipe(tx=CONTRIB.schedule_free_adamw(1e-3))),
+    Program("zero1_over_tp", Recipe("grid", TP, {"w": P("data", "model"), "b": P("model")}, ADAM)),
+    Program(
+        "zero1_over_tp_order",
+        Recipe("grid", TP, {"w": P(None, ("model", "data")), "b": P(("model", "data"))}, ADAM),
+    ),
+    Program(
+        "zero1_over_tp_other_order",
+        Recipe("grid", TP, {"w": P(None, ("data", "model")), "b": P(("data", "model"))}, ADAM),
+    ),
+    Program("zero1_two_axes", Recipe("grid", {}, {"w": P("data", "model"), "b": P("data")}, ADAM)),
+    Program(
+        "zero1_both_axes", Recipe("grid", {}, {"w": P(("data", "model")), "b": P("data")}, ADAM)
+    ),
+    Program(
+        "zero1_other_dimension",
+        Recipe("grid", {"w": P("model")}, {"w": P("data", "model"), "b": P("data")}, ADAM),
+    ),
+    Program(
+        "zero1_pods",
+        Recipe(
+            "cube",
+            {"w": P("data", "model")},
+            {"w": P(("data", "pod"), "model"), "b": P("pod")},
+            ADAM,
+            batch_spec=P(("pod", "data")),
+        ),
+    ),
+    Program("zero1_scatter_and_gather", by_hand(sum_scatter, all_gather)),
+    Program("zero1_sum_and_gather", by_hand(sum_and_slice, all_gather)),
+    Program("zero1_ring", by_hand(sum_scatter, ring_gather)),
+    Program("zero1_ring_in_a_loop", by_hand(sum_scatter, ring_gather_in_a_loop)),
+    Program("zero1_placed_sum", by_hand(sum_scatter, placed_gather)),
+    Program("zero1_layers", layers(tx=ADAM, state={"w": P(None, "data")})),
+    Program("zero1_layers_on_devices", layers(tx=ADAM, state={"w": P("data")})),
+    Program("zero1_layer_by_layer", layers(tx=by_layer(MOMENTUM), state={"w": P(None, "data")})),
+    Program("zero2_adamw", Recipe(tx=ADAM, on_grads=constrain)),
+    Program("zero2_layers", layers(tx=ADAM, state={"w": P(None, "data")}, on_grads=constrain)),
+    Program("fsdp_adamw", Recipe(tx=ADAM, **both(FSDP))),
+    Program("fsdp_clipped", Recipe(tx=clipped(ADAM), **both(FSDP))),
+    Program("fsdp_lamb", Recipe(tx=optax.lamb(1e-3), **both(FSDP))),
+    Program("fsdp_layers", layers(tx=ADAM, **both({"w": P(None, "data")}))),
+    Program(
+        "fsdp_layers_remat",
+        Recipe(
+            shapes=LAYERS,
+            loss=functools.partial(layers_loss, remat=True),
+            tx=ADAM,
+            **both({"w": P(None, None, "data")}),
+        ),
+    ),
+    Program("fsdp_layers_on_devices", layers(tx=ADAM, **both({"w": P("data")}))),
+    Program("fsdp_tp_adamw", Recipe("grid", tx=ADAM, **both(FSDP_TP))),
+    Program("fsdp_tp_clipped", Recipe("grid", tx=clipped(ADAM), **both(FSDP_TP))),
+    Program("fsdp_pods", Recipe("cube", tx=ADAM, **both({"w": P(("pod", "data"), "model")}))),
+    Program(
+        "hsdp",
+        Recipe("cube", tx=ADAM, batch_spec=P(("pod", "data")), **both({"w": P("data", "model")})),
+    ),
+    Program("tp_adamw", Recipe("grid", tx=ADAM, **both(TP))),
+    Program("zero1_multi_steps", Recipe(tx=multi_steps(3))),
+    Program("zero1_multi_steps_every_step", Recipe(tx=multi_steps(1))),
+    Program("fsdp_multi_steps", Recipe(tx=multi_steps(3), **both(FSDP))),
+    Program("zero1_multi_steps_finite", Recipe(tx=optax.apply_if_finite(multi_steps(2), 3))),
+    Program("zero1_micro_batches", in_micro_batches(micro_batched(True))),
+    Program("zero1_micro_batches_deferred", in_micro_batches(micro_batched(False))),
+    Program("adafactor_zero1", Recipe(tx=FACTORED, place_state=FACTORS)),
+    Program(
+        "adafactor_fsdp_tp",
+        Recipe(
+            "grid",
+            FSDP_TP,
+            tx=FACTORED,
+            place_state=by_shape(
+                {(256, 512): P("data", "model"), (256,): P("data"), (512,): P("model")}
+            ),
+        ),
+    ),
+    Program(
+        "adafactor_momentum",
+        Recipe(
+            tx=optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9), place_state=FACTORS
+        ),
+    ),
+    Program("sm3", Recipe(tx=optax.sm3(0.1), place_state=FACTORS)),
+    Program(
+        "muon",
+        Recipe(
+            "grid",
+            FSDP_TP,
+            tx=CONTRIB.muon(1e-3),
+            place_state=by_shape({(256, 512): P("data", "model"), (512,): P("model")}),
+        ),
+        options=ANY,
+    ),
+    Program("muon_replicated", Recipe(tx=CONTRIB.muon(1e-3), state={})),
+    Program(
+        "lbfgs",
+        Recipe(
+            tx=optax.lbfgs(linesearch=None, memory_size=3),
+            params=FSDP,
+            place_state=by_shape(
+                {
+                    (256, 512): P("data"),
+                    (512,): P("data"),
+                    (3, 256, 512): P(None, "data"),
+                    (3, 512): P(None, "data"),
+                }
+            ),
+        ),
+    ),
+    Program(
+        "fsdp_transposed",
+        Recipe("grid", {"w": P("data", "model")}, {"w": P("model", "data")}, ADAM),
+    ),
+    Program("fsdp_other_axes", Recipe("grid", {"w": P("model")}, {"w": P("data", "model")}, ADAM)),
+    Program(
+        "fsdp_other_order",
+        Recipe("grid", {"w": P(("model", "data"))}, {"w": P(("data", "model"))}, ADAM),
+    ),
+    Program(
+        "fsdp_other_dimension",
+        Recipe(
+            "cube", {"w": P(("pod", "data"), "model")}, {"w": P("model", ("data", "pod"))}, ADAM
+        ),
+    ),
+    Program("moe", Recipe(shapes=MOE, loss=moe_loss, tx=ADAM, **both(EXPERTS))),
+    Program(
+        "moe_zero1",
+        Recipe(
+            "grid",
+            {"up": P("data"), "down": P("data")},
+            {"up": P("data", "model"), "down": P("data", "model"), "router": P("data")},
+            ADAM,
+            loss=moe_loss,
+            shapes=MOE,
+        ),
+    ),
+    Program("decoder_fsdp_tp", decoder(mesh="grid", **both(DECODER_TP))),
+    Program("decoder_zero1", decoder(state=DECODER_ZERO)),
+    Program("decoder_zero2", decoder(state=DECODER_ZERO, on_grads=constrain)),
+    Program(
+        "decoder_adafactor",
+        decoder(
+            mesh="grid",
+            params=DECODER_TP,
+            tx=FACTORED,
+            place_state=by_shape({(512, 256): P(None, "model"), (256,): P("model")}),
+        ),
+    ),
+    Program("several_steps_fsdp", several_steps(Recipe(tx=ADAM, **both(FSDP)))),
+    Program("several_steps_zero1", several_steps(Recipe(tx=ADAM))),
+    Program(
+        "several_steps_layer_by_layer",
+        several_steps(layers(tx=by_layer(MOMENTUM), state={"w": P(None, "data")})),
+    ),
+    Program("zero1_bucket", bucketed(False)),
+]
+# XLA sums the gradients of these in whole, though each device uses a part; so it is said.
+_SUMMED = "zero1_sum_and_gather|(zero1|fsdp)_layers_on_devices"
+_SUMMED_BY = {"gpu": _SUMMED, "tpu": f"{_SUMMED}|decoder_zero[12]"}
+
+
+def is_summed(name: str, platform: str) -> bool:
+    """Whether the compiler all-reduces gradients that a reduce-scatter would do for."""
+    return platform in _SUMMED_BY and re.fullmatch(_SUMMED_BY[platform], name) is not None

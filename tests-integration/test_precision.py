@@ -1,0 +1,756 @@
+"""opt-precision with the other packages: on meshes, in plans, groups, NNX and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_nnx
+import opt_optax_bridge as opt
+import opt_precision as op
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from opt_accumulate import MultiSteps
+from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
+from opt_checkpoint.errors import LeafError, PlanError
+from opt_core import MultiOptimizer, Optimizer, describe
+from opt_partition import init_sharded, memory_plan
+from opt_precision.errors import OrderError
+from optax_table import TABLE
+from partition_oracles import (
+    EQUAL,
+    QUICK,
+    random_data,
+    shard_bytes,
+    step_of,
+    strongly_typed,
+    structs,
+)
+
+# opt-precision on meshes: the same codes and parameters everywhere, and nothing is sent.
+
+P = PartitionSpec
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\(")
+_SHAPES: Any = {"wide": (64, 1024), "tall": (512, 64), "vector": (8192,)}
+_ALIGNED: Any = {
+    "wide": P("data", "model"),
+    "tall": P(("data", "model"), None),
+    "vector": P("model"),
+}
+_CROSSED: Any = {
+    "wide": P(None, ("data", "model")),
+    "tall": P("data", "model"),
+    "vector": P("data"),
+}
+# Those that are alike are compiled once.
+SHAPES, ALIGNED, CROSSED = (
+    {f"{name}{i}": of[name] for name in _SHAPES for i in range(2 if name == "wide" else 1)}
+    for of in (_SHAPES, _ALIGNED, _CROSSED)
+)
+
+
+def params() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(0.02 * rng.normal(size=shape), jnp.bfloat16)
+        for name, shape in SHAPES.items()
+    }
+
+
+def grads(step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def wrapped(codec: Any, layout: Any = None) -> Any:
+    inner: Any = op.quantize_state(optax.adamw(1e-3), codec, chunk_bytes=40_000, layout=layout)
+    return op.stochastic_weights(inner)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_state_begins_where_the_parameters_lie(kind: AxisType) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    across = NamedSharding(mesh, P("data"))
+    start = jax.device_put({"large": jnp.ones((64, 1024)), "small": jnp.ones(8)}, across)
+    start = {name: leaf.astype(jnp.bfloat16) for name, leaf in start.items()}
+    for tx in (op.quantize_state(optax.adamw(1e-3), op.dynamic8()), optax.adamw(1e-3)):
+        state: Any = op.master_weights(tx).init(start)
+        leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+        assert len(leaves) in (6, 8)
+        for leaf in leaves:
+            assert leaf.sharding.is_equivalent_to(across, leaf.ndim)
+
+
+def run(tx: Any, start: Any, lies: Any = None) -> tuple[Any, str]:
+    """Two steps, and the text of the compiled step."""
+
+    def put(tree: Any) -> Any:
+        return tree if lies is None else jax.device_put(tree, lies)
+
+    held = put(start)
+    state = tx.init(held)
+    step = jax.jit(tx.apply)
+    text = step.lower(held, state, put(grads(0))).compile().as_text() or ""
+    for number in range(2):
+        held, state = step(held, state, put(grads(number)))
+    return jax.tree.map(np.asarray, jax.tree.leaves((held, state))), text
+
+
+class Plain:
+    """Raw Optax, with our `apply`."""
+
+    def __init__(self, tx: Any) -> None:
+        self.init = tx.init
+        self.apply = functools.partial(op.apply, tx)
+
+
+def mesh_of(number: int, kind: Any = AxisType.Auto) -> Any:
+    shape = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[number]
+    devices = jax.devices()[:number]
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert bits(one) == bits(other)
+
+
+@functools.cache
+def on_one_device(codec: Any) -> Any:
+    return run(wrapped(codec), params())[0]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("codec", [op.dynamic8(), op.log8()], ids=["dynamic8", "log8"])
+@pytest.mark.parametrize("number", [2, 8])
+def test_every_mesh_makes_the_same_codes(number: int, codec: Any, kind: Any) -> None:
+    mesh = mesh_of(number, kind)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
+    with jax.set_mesh(mesh):
+        layout = lies if kind == AxisType.Auto else None
+        found, text = run(wrapped(codec, layout), params(), lies)
+    assert_same(found, on_one_device(codec))
+    assert not _COLLECTIVE.findall(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
+    mesh = mesh_of(8, kind)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in CROSSED.items()}
+    tx = wrapped(op.dynamic8(), lies if kind == AxisType.Auto else None)
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="blocks of moments lie on several"):
+        found, _ = run(tx, params(), lies)
+    assert_same(found, on_one_device(op.dynamic8()))
+
+
+@pytest.mark.slow
+def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
+    mesh = mesh_of(8, AxisType.Auto)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
+    found, _ = run(wrapped(op.dynamic8()), params(), lies)
+    assert_same(found, on_one_device(op.dynamic8()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", ["clipped after", "lamb"])
+def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
+    inner: Any = {
+        "lamb": optax.lamb(1e-2),
+        "clipped after": optax.chain(optax.adamw(1e-2), optax.clip_by_global_norm(0.1)),
+    }[name]
+    tx: Any = op.stochastic_weights
+    expected, _ = run(tx(op.quantize_state(inner, op.dynamic8(), chunk_bytes=40_000)), params())
+    mesh = mesh_of(8, kind)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
+    with jax.set_mesh(mesh):
+        layout = lies if kind == AxisType.Auto else None
+        ours: Any = op.quantize_state(inner, op.dynamic8(), chunk_bytes=40_000, layout=layout)
+        found, text = run(tx(ours), params(), lies)
+        _, theirs = run(Plain(inner), params(), lies)
+    # Sums are made in another order, so a stochastic rounding may be another now and then.
+    for one, other in zip(found, expected, strict=True):
+        assert np.mean(np.asarray(one) != np.asarray(other)) <= 1e-3
+    assert {kind for kind, _ in _COLLECTIVE.findall(text)} == {"all-reduce"}
+    assert len(_COLLECTIVE.findall(text)) <= len(_COLLECTIVE.findall(theirs))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": optax.adamw(1e-3),
+    "lamb": optax.lamb(1e-3),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "with hyper-parameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_explicit_meshes_need_no_context(inner: Any) -> None:
+    """Also for leaves of one element, which are on every device."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    lies = {
+        "one": NamedSharding(mesh, P()),
+        "scalar": NamedSharding(mesh, P()),
+        "wide": NamedSharding(mesh, P("x")),
+    }
+    start = {"one": jnp.ones(1), "scalar": jnp.ones(()), "wide": jnp.ones((64, 512))}
+    start = {name: leaf.astype(jnp.bfloat16) for name, leaf in start.items()}
+    held = jax.device_put(start, lies)
+    for weights in (op.stochastic_weights, op.master_weights):
+        tx: Any = weights(op.quantize_state(inner, op.dynamic8(), chunk_bytes=20_000))
+        found = []
+        for given in (start, held):
+            state = tx.init(given)
+            made = jax.jit(tx.apply)(given, state, given)
+            before: Any = jax.tree.structure(state)
+            assert before == jax.tree.structure(made[1])
+            found.append(jax.tree.leaves(made))
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-2
+            )
+        assert made[0]["wide"].sharding.is_equivalent_to(lies["wide"], 2)
+
+
+def test_parts_of_arrays_in_a_function_of_each_device() -> None:
+    """In a `shard_map` of the user's, leaves are what this device has of them."""
+    mesh = jax.make_mesh((8,), ("x",))
+    tx: Any = op.stochastic_weights(op.quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    start = {"w": jnp.ones((64, 512), jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, start)
+
+    def of_codes(leaf: Any) -> Any:
+        return P("x") if leaf.ndim else P()
+
+    specs = {"w": P("x")}, jax.tree.map(of_codes, state)
+    step = jax.shard_map(
+        lambda p, s, g: tx.apply(p, s, g),
+        mesh=mesh,
+        in_specs=(*specs, {"w": P("x")}),
+        out_specs=specs,
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        lies = NamedSharding(mesh, P("x"))
+        held = jax.device_put(start, lies)
+        opt_state = jax.jit(tx.init)(held)
+        made, _ = jax.jit(step)(held, opt_state, held)
+    assert np.abs(np.asarray(made["w"], np.float32) - 1).max() < 0.01
+    assert np.any(np.asarray(made["w"], np.float32) != 1)
+
+
+# opt-partition and the state of opt-precision: placed and planned to the byte, and verified.
+
+PLANNED_SHAPES = {
+    "long": (8192,),
+    "odd": (512, 1000),
+    "short": (128, 3, 4, 32),
+    "wide": (512, 1024),
+}
+AXES = {"long": ("m",), "odd": ("e", "m"), "short": ("e", None, "m", None), "wide": ("e", "m")}
+RULES = [("e", "data"), ("m", "model")]
+
+
+def planned_params() -> Any:
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in PLANNED_SHAPES.items()
+    }
+
+
+def with_remainder(**options: Any) -> Any:
+    inner: Any = op.quantize_state(optax.adamw(1e-3), op.dynamic8(), **options)
+    return op.master_weights(inner, storage="remainder")
+
+
+@pytest.mark.parametrize("zero", [None, "data"])
+def test_the_plan_is_to_the_byte(zero: Any) -> None:
+    rules = op.partition_rules()
+    plan = memory_plan(
+        with_remainder(),
+        planned_params(),
+        AXES,
+        RULES,
+        mesh_of(8),
+        zero=zero,
+        derivation_rules=rules,
+    )
+    number = sum(leaf.size for leaf in jax.tree.leaves(planned_params()))
+    fields = plan.state_fields
+    assert fields["Encoded.codes"] >= 2 * number // 8
+    assert fields["RemainderState.low"] >= 2 * number // 8
+    assert 0 < fields["Encoded.scale"] <= 0.1 * fields["Encoded.codes"]
+    assert "temporaries, at most" in str(plan)
+    state = jax.jit(
+        lambda: with_remainder().init(
+            jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), planned_params())
+        ),
+        out_shardings=plan.state.shardings,
+    )()
+    assert set(shard_bytes(state)) == {plan.state_bytes_per_device}
+
+
+def test_scales_lie_where_their_blocks_do() -> None:
+    plan = memory_plan(
+        with_remainder(),
+        planned_params(),
+        AXES,
+        RULES,
+        mesh_of(8),
+        derivation_rules=op.partition_rules(),
+    )
+    specs = {row.leaf.path: tuple(row.leaf.spec) for row in plan.rows if row.kind == "state"}
+    under = "inner/inner/0/nu/"
+    assert specs[under + "wide/codes"] == specs[under + "wide/scale"] == ("data", "model")
+    assert specs[under + "odd/codes"] == ("data", "model")
+    assert specs[under + "long/scale"] == ("model",)
+    assert specs[under + "short/scale"] == (None, None, "model", None)  # a block over 4 devices
+    assert any("scale" in note for note in plan.notes)
+
+
+def test_init_sharded_takes_the_rules() -> None:
+    shapes, on = planned_params(), mesh_of(8)
+    start = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+    plan = memory_plan(
+        with_remainder(), shapes, AXES, RULES, on, derivation_rules=op.partition_rules()
+    )
+    held = jax.device_put(start, plan.params.shardings)
+    state = init_sharded(with_remainder(), held, plan.state)
+    assert jax.tree.map(lambda x: x.sharding.spec, state) == jax.tree.map(
+        lambda s: s.spec, plan.state.shardings
+    )
+
+
+# opt-precision where transformations go: windows, guards, run-time numbers, NNX.
+
+
+def stochastic(learning_rate: Any) -> Any:
+    inner: Any = op.quantize_state(optax.adamw(learning_rate), op.dynamic8())
+    return op.stochastic_weights(inner)
+
+
+def kernel() -> dict[str, Any]:
+    return {"kernel": (0.02 * jax.random.normal(jax.random.key(0), (64, 256))).astype(jnp.bfloat16)}
+
+
+def kernel_grads(step: int) -> dict[str, Any]:
+    return {"kernel": jax.random.normal(jax.random.key(step), (64, 256))}
+
+
+def test_hyper_parameters_at_run_time() -> None:
+    definition = opt.wrap_optax_optimizer(stochastic)
+    start: Optimizer = definition(1e-3).create(kernel())
+    step: Any = jax.jit(lambda o, rate: o.apply_gradient(kernel_grads(0), learning_rate=rate))
+    other: Optimizer = definition(0.1).create(kernel())
+    other = jax.jit(lambda o: o.apply_gradient(kernel_grads(0)))(other)
+    found = step(start, 0.1)
+    structures: Any = jax.tree.structure(found.state), jax.tree.structure(start.state)
+    assert structures[0] == structures[1]
+    assert bits(found.target) == bits(other.target)
+    assert bits(step(start, 1e-3).target) != bits(found.target)
+    assert step._cache_size() == 1
+
+
+PRECISIONS: dict[str, Any] = {
+    "body": op.Precision(weights="stochastic", state=op.dynamic8()),
+    "head": op.Precision(weights="kahan", state=op.bfloat16()),
+    "rest": None,
+}
+
+
+def in_groups(precisions: Any, learning_rate: float = 1e-2) -> MultiOptimizer:
+    plain = opt.adamw(learning_rate)
+    rows = [
+        (name, f"{name}/.*", plain if precision is None else plain.with_precision(precision))
+        for name, precision in precisions.items()
+    ]
+    return MultiOptimizer.from_rules(rows)
+
+
+def groups_of_params() -> dict[str, Any]:
+    return {name: kernel() for name in PRECISIONS}
+
+
+def groups_of_grads(step: int) -> dict[str, Any]:
+    return {name: kernel_grads(step) for name in PRECISIONS}
+
+
+def test_each_group_has_a_precision() -> None:
+    optimizer: Optimizer = in_groups(PRECISIONS).create(groups_of_params())
+    by_hand: dict[str, Any] = {
+        "body": op.stochastic_weights(op.quantize_state(optax.adamw(0.1), op.dynamic8())),
+        "head": op.master_weights(
+            op.quantize_state(optax.adamw(0.1), op.bfloat16()), storage="kahan"
+        ),
+        "rest": optax.adamw(0.1),
+    }
+    rows = [(name, f"{name}/.*", opt.OptaxWrapper(tx)) for name, tx in by_hand.items()]
+    expected: Optimizer = MultiOptimizer.from_rules(rows).create(groups_of_params())
+    step: Any = jax.jit(lambda o, g, rate: o.apply_gradient(g, learning_rate=rate))
+    plain: Any = jax.jit(lambda o, g: o.apply_gradient(g))
+    for number in range(2):
+        optimizer = step(optimizer, groups_of_grads(number), 0.1)
+        expected = plain(expected, groups_of_grads(number))
+    assert step._cache_size() == 1
+    assert bits(optimizer.target) == bits(expected.target)
+    assert bits(optimizer.state) == bits(expected.state)
+    assert [row.precision for row in describe(optimizer).rows] == [
+        "stochastic weights, dynamic8 state",
+        "kahan weights, bfloat16 state",
+        "",
+    ]
+
+
+@pytest.mark.slow
+def test_groups_that_are_alike_do_not_share_noise() -> None:
+    both = dict.fromkeys(("body", "head"), PRECISIONS["body"])
+    optimizer: Optimizer = in_groups(both).create({name: kernel() for name in both})
+    optimizer = optimizer.apply_gradient({name: kernel_grads(0) for name in both})
+    one, other = (np.asarray(optimizer.target[name]["kernel"], np.float32) for name in both)
+    assert 0 < np.count_nonzero(one != other) < one.size
+    np.testing.assert_allclose(one, other, rtol=2**-7)
+
+
+def test_windows_belong_outside() -> None:
+    with pytest.raises(OrderError, match="`quantize_state` is around `MultiSteps`"):
+        op.quantize_state(MultiSteps(optax.adam(1e-3), 2), op.dynamic8())
+
+
+@pytest.mark.parametrize("weights", ["stochastic", "remainder8"])
+def test_nnx_optimizers(weights: Any) -> None:
+    """Flax's makes the same steps as ours."""
+    x = jax.random.normal(jax.random.key(1), (8, 64))
+    precision = op.Precision(weights=weights, state=op.dynamic8())
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        loss, kernel_grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, kernel_grads)
+        return loss
+
+    def trained(make: Any) -> tuple[list[float], Any]:
+        model = nnx.Linear(64, 256, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        optimizer = make(model, precision(optax.adamw(1e-2)), wrt=nnx.Param)
+        losses = [float(step(model, optimizer)) for _ in range(20)]
+        assert model.kernel[...].dtype == jnp.bfloat16
+        assert "uint8" in {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(optimizer))}
+        return losses, nnx.state(model, nnx.Param)
+
+    ours, theirs = trained(opt_nnx.Optimizer), trained(nnx.Optimizer)
+    assert ours[0] == theirs[0]
+    assert bits(ours[1]) == bits(theirs[1])
+    assert ours[0][-1] < 0.5 * ours[0][0]
+
+
+def test_codes_are_sharded_in_flax_as_the_parameter_is_and_scales_are_not_cut() -> None:
+    kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "x"))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(64, 256, kernel_init=kernel_init, rngs=nnx.Rngs(0))
+        tx = op.quantize_state(optax.adamw(1e-2), op.dynamic8())
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        step = nnx.jit(lambda m, o: o.update(m, nnx.state(m, nnx.Param)))
+        for _ in range(2):
+            step(model, optimizer)
+        mu = optimizer.opt_state.inner[0].mu["kernel"]
+        assert isinstance(mu, op.Encoded)
+        specs = nnx.get_partition_spec((mu.codes, mu.scale))
+    assert [tuple(spec) for spec in jax.tree.leaves(specs)] == [(None, "x"), ()]
+    assert mu.codes[...].addressable_shards[0].data.shape == (64, 128)
+
+
+def test_named_arrays_on_a_mesh_are_refused() -> None:
+    named = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("NamedArray", ["array", "axes"]), ["array"], ["axes"]
+    )
+    params = {"w": named(jnp.ones((64, 64)), ("embed", "mlp"))}
+    tx = op.quantize_state(optax.adam(0.1), op.dynamic8())
+    tx.init(params)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(op.errors.PrecisionError, match="`for_named_arrays"):
+        tx.init(params)
+
+
+# Low-precision state in checkpoints: bit by bit on any mesh, and as another way of storing it.
+
+SAVED = {"bias": (3,), "kernel": (64, 256)}
+ALL = frozenset({"cast", "optimizer", "drop", "initialise"})
+EIGHT: Any = op.dynamic8()
+MAKE: dict[str, Any] = {
+    "float32": lambda tx: tx,
+    "8 bits": lambda tx: op.quantize_state(tx, EIGHT),
+    "remainder": lambda tx: op.master_weights(op.quantize_state(tx, EIGHT), storage="remainder"),
+    "remainder8": lambda tx: op.master_weights(op.quantize_state(tx, EIGHT), storage="remainder8"),
+    "kahan": lambda tx: op.master_weights(op.quantize_state(tx, op.bfloat16()), storage="kahan"),
+    "master": lambda tx: op.master_weights(tx),
+    "stochastic": lambda tx: op.stochastic_weights(op.quantize_state(tx, op.log8())),
+}
+
+
+def saved_params(dtype: Any) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), len(SAVED))
+    rows = zip(SAVED.items(), keys, strict=True)
+    return {name: jax.random.normal(key, shape).astype(dtype) for (name, shape), key in rows}
+
+
+def dtype_of(name: str) -> Any:
+    return jnp.float32 if name in ("float32", "8 bits") else jnp.bfloat16
+
+
+def definition(name: str) -> Any:
+    return opt.OptaxWrapper(MAKE[name](optax.adamw(1e-3)))
+
+
+def trained_as(name: str, steps: int = 2) -> Optimizer:
+    optimizer: Optimizer = definition(name).create(saved_params(dtype_of(name)))
+    grads = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)), optimizer.target)
+    step = jax.jit(lambda optimizer: optimizer.apply_gradient(grads))
+    for _ in range(steps):
+        optimizer = step(optimizer)
+    return optimizer
+
+
+def adam(optimizer: Optimizer) -> Any:
+    nodes = jax.tree.leaves(
+        op.decode(optimizer.state.param_states),
+        is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState),
+    )
+    return next(node for node in nodes if isinstance(node, optax.ScaleByAdamState))
+
+
+# Largest differences of parameters and moments, relative to the largest of the leaf.
+EXACT, BITS16, BITS8 = 1e-6, 0.004, 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "params_error", "moments_error"),
+    [
+        ("float32", "remainder", 0, BITS8),
+        ("remainder", "float32", 0, EXACT),
+        ("remainder", "kahan", 2**-16, BITS16),
+        ("remainder", "remainder8", 2**-16, 0),
+        ("remainder8", "float32", 0, EXACT),
+        ("float32", "8 bits", 0, BITS8),
+        ("8 bits", "remainder", 0, 0),
+        ("master", "remainder", 0, BITS8),
+        ("kahan", "master", 0, EXACT),
+        ("remainder", "stochastic", 2**-7, BITS8),
+    ],
+)
+def test_a_state_continues_as_it_is_stored_now(
+    old: str, new: str, params_error: float, moments_error: float
+) -> None:
+    saved, target = trained_as(old), trained_as(new, 0)
+    restored = plan_restore(named_state(saved), target, allow=ALL).apply()
+    assert jax.tree.map(jax.typeof, restored) == jax.tree.map(jax.typeof, target)
+    before, after = (op.master_of(o.state.param_states, o.target) for o in (saved, restored))
+    rows = [(before, after, params_error)]
+    rows += [
+        (getattr(adam(saved), f), getattr(adam(restored), f), moments_error) for f in ("mu", "nu")
+    ]
+    for one, other, limit in rows:
+        for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+            assert np.abs(np.asarray(a - b)).max() <= limit * np.abs(np.asarray(a)).max()
+    assert int(adam(restored).count) == 2
+    restored.apply_gradient(jax.tree.map(jnp.ones_like, restored.target))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="no state on the host")
+def test_codes_on_the_host_are_made_and_read() -> None:
+    plain = optax.sgd(0.1, momentum=0.9)
+    tx = op.quantize_state(op.offload_state(plain), EIGHT)
+    host: Optimizer = opt.OptaxWrapper(tx).create(saved_params(jnp.float32))
+    saved: Optimizer = opt.OptaxWrapper(plain).create(saved_params(jnp.float32))
+    saved = saved.apply_gradient(saved.target)
+    there = plan_restore(named_state(saved), host, allow=ALL).apply()
+    codes = there.state.param_states.inner[0].trace["kernel"].codes
+    assert codes.sharding.memory_kind == "pinned_host"
+    back = plan_restore(named_state(there), saved, allow=ALL).apply()
+    found, near, wanted = (
+        np.asarray(op.decode(state)[0].trace["kernel"])
+        for state in (
+            back.state.param_states,
+            there.state.param_states.inner,
+            saved.state.param_states,
+        )
+    )
+    np.testing.assert_array_equal(found, near)
+    np.testing.assert_allclose(found, wanted, atol=BITS8 * np.abs(wanted).max())
+
+
+def test_digits_are_lost_only_where_that_is_admitted() -> None:
+    saved = named_state(trained_as("float32"))
+    with pytest.raises(PlanError, match="float32 -> dynamic8"):
+        plan_restore(saved, trained_as("8 bits", 0), allow=ALL - {"cast"}).check()
+
+
+def test_codes_without_the_package_that_stored_them_are_an_error() -> None:
+    saved = named_state(trained_as("8 bits", 0))
+    storage = {how: {**data, "package": "not_here"} for how, data in saved.schema.storage.items()}
+    schema = dataclasses.replace(saved.schema, storage=storage)
+    with pytest.raises(LeafError, match=r"mu/codes/kernel` is stored as .*: install `not-here`"):
+        plan_restore(dataclasses.replace(saved, schema=schema), trained_as("float32", 0))
+
+
+def test_parameters_without_their_remainder_reset_it() -> None:
+    saved: Optimizer = opt.adamw(1e-3).create(saved_params(jnp.bfloat16))
+    plan = plan_restore(named_state(saved), trained_as("remainder"), allow=ALL)
+    assert "params/kernel: bfloat16 -> float32, saved without its remainder, which is reset" in str(
+        plan
+    )
+    restored = plan.apply()
+    assert not any(leaf.any() for leaf in jax.tree.leaves(restored.state.param_states.low))
+    assert_same(restored.target, saved.target)
+
+
+def test_what_is_stored_alike_is_carried_bit_by_bit() -> None:
+    saved = trained_as("remainder")
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    target: Optimizer = opt.OptaxWrapper(MAKE["remainder"](tx)).create(saved_params(jnp.bfloat16))
+    rules: Any = [("params/bias", "cast")]  # with rules everything is planned as if in float32
+    for given in ((), rules):
+        restored = plan_restore(named_state(saved), target, allow=ALL, rules=given).apply()
+        assert_same(restored, saved)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:blocks of moments lie on several devices")
+@pytest.mark.parametrize("name", ["remainder", "stochastic"])
+def test_eight_devices_then_four_then_one(name: str, tmp_path: Path) -> None:
+    specs = {"bias": P(), "kernel": P("data", "model"), "wide": P(None, "model")}
+    start = {**saved_params(jnp.bfloat16), "wide": jnp.ones((8, 1024), jnp.bfloat16)}
+    grads = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)), start)
+
+    def tx_on(mesh: Any) -> tuple[Any, Any]:
+        lies = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+        inner: Any = op.quantize_state(optax.adamw(1e-3), EIGHT, layout=lies)
+        if name == "stochastic":
+            return op.stochastic_weights(inner), lies
+        return op.master_weights(inner, storage="remainder"), lies
+
+    def stepped(state: Any) -> Any:
+        step = jax.jit(state.tx.apply)
+        new, opt_state = step(state.params, state.opt_state, grads)
+        return state.replace(params=new, opt_state=opt_state, step=state.step + 1)
+
+    def created(number: int) -> TrainingState:
+        mesh = mesh_of(number)
+        tx, lies = tx_on(mesh)
+        held = jax.device_put(start, lies)
+
+        def on_mesh(leaf: jax.Array) -> jax.Array:
+            is_placed = isinstance(leaf.sharding, NamedSharding)
+            return leaf if is_placed else jax.device_put(leaf, NamedSharding(mesh, P()))
+
+        return TrainingState(tx, held, jax.tree.map(on_mesh, tx.init(held)))
+
+    expected = created(1)
+    state = created(8)
+    for number in (4, 1):
+        state, expected = stepped(state), stepped(expected)
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(int(state.step), state)
+        target = created(number)
+        state = Checkpointer(tmp_path, read_only=True).restore_latest(target)
+        assert_same((state.params, state.opt_state), (expected.params, expected.opt_state))
+        for leaf, like in zip(*map(jax.tree.leaves, (state, target)), strict=True):
+            if isinstance(like, jax.Array) and like.committed:
+                assert leaf.sharding == like.sharding
+    assert_same(stepped(state).params, stepped(expected).params)
+
+
+# Every transformation of Optax under `quantize_state`: nothing changes, and what is a moment.
+
+
+def trained_with(name: str, tx: Any, data: list[Any]) -> tuple[Any, Any]:
+    start, *targets = data
+    state = jax.tree.map(strongly_typed, tx.init(start))
+    step = jax.jit(step_of(TABLE[name], tx), compiler_options=QUICK)
+    for target in targets:
+        start, state = step(start, state, target)
+    return start, state
+
+
+def is_refused(name: str, tx: Any, params: Any) -> bool:
+    """Whether a wrapper belongs outside, or the state grows, which no wrapper can keep."""
+    # Parameters that are pairs; an update of a shape that is not the parameter's.
+    if TABLE[name].grows or name in ("lookahead", "scale_by_distance_over_gradients"):
+        return True
+    try:
+        jax.eval_shape(tx.init, params)
+    except OrderError:
+        return True
+    return False
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", TABLE)
+def test_the_identity_changes_no_bit_and_eight_bits_no_type(name: str) -> None:
+    case = TABLE[name]
+    shapes = structs(EQUAL, case)
+    tx = case.build(shapes)
+    ours = op.quantize_state(tx, op.identity())
+    if is_refused(name, ours, shapes):
+        pytest.skip("belongs around `quantize_state`, or grows")
+    data = random_data(shapes, 3)
+    one, other = trained_with(name, tx, data), trained_with(name, ours, data)
+    for a, b in zip(*map(jax.tree.leaves, (one[0], other[0])), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(*map(jax.tree.leaves, (one[1], other[1].inner)), strict=True):
+        if not jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(a, b)
+    eight = op.quantize_state(tx, op.dynamic8(min_size=1))
+    state = jax.eval_shape(eight.init, shapes)
+    step = step_of(case, eight)
+    new = jax.eval_shape(step, data[0], state, data[1])[1]
+    types: Any = jax.tree.map(jax.typeof, new)
+    assert types == jax.tree.map(jax.typeof, state)
+
+
+# The comparison of precisions: what the specification asks of the losses and the updates.
+
+PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "compare_precisions.py"
+
+
+@pytest.mark.slow  # four to ten minutes
+def test_every_method_learns_as_float32_does_but_casting(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--out", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((tmp_path / "runs.json").read_text())
+    runs, ratchets = found["runs"], found["ratchet"]
+    exact = runs.pop("float32")
+    largest = max(max(run["largest"][20:]) for run in exact)
+    for name, own in runs.items():
+        pairs = zip(own, exact, strict=True)
+        mean = np.mean([run["held_out"] - of["held_out"] for run, of in pairs])
+        most = max(max(run["largest"][20:]) for run in own)
+        if name == "bfloat16, cast":
+            assert mean >= 0.04
+        elif name == "nearest 8 bits":
+            assert most > 100 * largest
+        else:
+            assert mean <= 0.01, name
+            assert most <= 2 * largest, name
+    end = ratchets["float32"][-1]
+    assert ratchets["8 bits"][-1] == pytest.approx(end, rel=0.05)
+    assert ratchets["bfloat16"][-1] == pytest.approx(end, rel=0.05)
+    assert ratchets["8 bits, nearest"][-1] > 100 * end
+    assert (tmp_path / "precision.png").read_bytes().startswith(b"\x89PNG")
