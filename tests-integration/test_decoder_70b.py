@@ -103,13 +103,13 @@ def _summary(decoder_70b: Any) -> str:
 
 
 def _fields(decoder_70b: Any) -> str:
-    head = ["optimizer", "field", "whole", "per device", "with ZeRO"]
+    head = ["optimizer", "field", "unsharded", "per device", "with ZeRO"]
     rows = []
     for name in JOBS:
         before, after = planned(decoder_70b, name, "none"), planned(decoder_70b, name)
         for field, size in before.state_fields.items():
-            whole = sum(row.leaf.bytes for row in before.rows if row.field == field)
-            sizes = (whole, size, after.state_fields[field])
+            unsharded = sum(row.leaf.bytes for row in before.rows if row.field == field)
+            sizes = (unsharded, size, after.state_fields[field])
             rows.append([f"`{name}`", f"`{field}`", *map(human_bytes, sizes)])
     return _markdown(head, rows)
 
