@@ -107,21 +107,18 @@ def check_integer(name: str, value: Any, least: int) -> int:
     return number
 
 
-def broadcast_prefix(
-    prefix: Any, tree: Any, argument: str, is_leaf: Callable[[Any], bool] | None = None
-) -> list[Any]:
+def broadcast_prefix(prefix: Any, tree: Any, argument: str) -> list[Any]:
     """Returns, for every leaf of `tree`, the leaf of `prefix` at or above it."""
     try:
-        full = jax.tree.broadcast(prefix, tree, is_leaf)
+        return jax.tree.leaves(jax.tree.broadcast(prefix, tree))
     except ValueError as error:
         raise OptionError(
             f"`{argument}` must be one value for all, or a tree like {_leaves(tree)}, which may "
-            f"end above these; it has {_leaves(prefix, is_leaf)}."
+            f"end above these; it has {_leaves(prefix)}."
         ) from error
-    return jax.tree.leaves(full, is_leaf)
 
 
-def _leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
-    paths = [path_str(path) for path, _ in tree_flatten_with_path(tree, is_leaf)[0]]
+def _leaves(tree: Any) -> str:
+    paths = [path_str(path) for path, _ in tree_flatten_with_path(tree)[0]]
     shown = ", ".join(paths[:_SHOWN]) or "no leaves"
     return shown if len(paths) <= _SHOWN else f"{shown} and {len(paths) - _SHOWN} more"

@@ -115,8 +115,8 @@ class First:
     def state(self, plan: Sequence[Planned] | None = None) -> Any:
         """The state; its encoded leaves are made without the leaves themselves where they can."""
         program, leaves = self._program, []
-        values = dict(zip(program.arguments, map(_wide, self.params), strict=True))
-        values |= program.consts
+        params = [param.astype(wide(param).dtype) for param in self.params]
+        values = {**dict(zip(program.arguments, params, strict=True)), **program.consts}
         for atom, planned in zip(program.outs, plan or self.leaves, strict=True):
             form, aval, constant = planned.format, planned.aval, _constant_of(program, atom)
             if constant is None:
@@ -211,10 +211,6 @@ def _apart(node: Any) -> Any:
     codes = jax.tree.unflatten(jax.tree.structure(node, is_leaf=is_encoded), [leaf.codes])
     scale = None if leaf.scale is None else type(node)(leaf.scale)
     return Encoded(codes, scale, leaf.format)
-
-
-def _wide(param: jax.Array) -> jax.Array:
-    return param.astype(wide(param).dtype)
 
 
 def _constant_of(program: Program, atom: Atom) -> Any:

@@ -102,16 +102,11 @@ class Program:
             )
         return results
 
-    def maker(self, value: Var) -> JaxprEqn | None:
-        """The equation that makes a value, if one does."""
-        index = self._makers.get(value)
-        return None if index is None else self.equations[index]
-
     def origin(self, atom: Atom, through: frozenset[str]) -> Atom:
         """What a value is made of by nothing but some primitives of one operand."""
-        while isinstance(atom, Var):
-            eqn = self.maker(atom)
-            if eqn is None or eqn.primitive.name not in through:
+        while isinstance(atom, Var) and (index := self._makers.get(atom)) is not None:
+            eqn = self.equations[index]
+            if eqn.primitive.name not in through:
                 break
             atom = eqn.invars[0]
         return atom
