@@ -16,7 +16,7 @@ from opt_core import (
     check_gradients,
     increment_step,
 )
-from opt_core.errors import HyperParamError, TreeMismatchError
+from opt_core.errors import HyperParamError
 from opt_core.extend import split_path
 
 from opt_adafactor._axes import factor_rules_from_axes
@@ -28,6 +28,7 @@ from opt_adafactor._state import (
     _AdafactorParamState,
     derive_axes,
     describe,
+    flatten_states,
     init_states,
 )
 from opt_adafactor._update import decay_rate_pow, learning_rate_of, update_tree
@@ -276,7 +277,7 @@ class Adafactor(OptimizerDef):
         self._check_overrides(hyper_params)
         check_gradients(params, grads)
         plan = self._plan(params)
-        states, unflatten = _flatten_states(plan, state.param_states), plan.treedef.unflatten
+        states, unflatten = flatten_states(plan, state.param_states), plan.treedef.unflatten
         arrays = plan.arrays(params), plan.arrays(grads)
         new, new_states = update_tree(plan, hyper_params, state.step, *arrays, states)
         return unflatten(new), OptimizerState(increment_step(state.step), unflatten(new_states))
@@ -386,24 +387,6 @@ class Adafactor(OptimizerDef):
 
     def _identity(self) -> Any:
         return self.hyper_params, self.dtype_momentum, self._own_map, self._axis_rules
-
-
-def _flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
-    """Returns the state of every parameter, in the order of the plan."""
-    try:
-        states = plan.treedef.flatten_up_to(param_states)
-    except ValueError as error:
-        raise TreeMismatchError(
-            f"`param_states` do not have the tree structure of the parameters: {error}. Create the "
-            "state for these parameters, and restore into it."
-        ) from None
-    for path, state in zip(plan.paths, states, strict=True):
-        if not isinstance(state, _AdafactorParamState):
-            raise TreeMismatchError(
-                f"`param_states` of `{path}`: expected an Adafactor parameter state, found a "
-                f"{type(state).__name__}"
-            )
-    return [jax.tree.map(jnp.asarray, state) for state in states]
 
 
 def _nest(path: str, leaf: Any) -> Any:

@@ -130,6 +130,24 @@ def describe(
     return StateDescription(tuple(leaves), (adafactor,))
 
 
+def flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
+    """Returns the state of every parameter, in the order of the plan."""
+    try:
+        states = plan.treedef.flatten_up_to(param_states)
+    except ValueError as error:
+        raise TreeMismatchError(
+            f"`param_states` do not have the tree structure of the parameters: {error}. Create the "
+            "state for these parameters, and restore into it."
+        ) from None
+    for path, state in zip(plan.paths, states, strict=True):
+        if not isinstance(state, _AdafactorParamState):
+            raise TreeMismatchError(
+                f"`param_states` of `{path}`: expected an Adafactor parameter state, found a "
+                f"{type(state).__name__}"
+            )
+    return [jax.tree.map(jnp.asarray, state) for state in states]
+
+
 def check_states(plan: Plan, params: Sequence[Any], states: Sequence[_AdafactorParamState]) -> None:
     """Raises a `TreeMismatchError` unless the states have the shapes that the rules imply."""
     lines = []

@@ -16,11 +16,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from opt_matrix import _check, _costs
-from opt_matrix._layouts import LeafLayout
-from opt_matrix._matrices import Matrices, leaves_by_path, path_str
+from opt_matrix._layouts import LeafLayout, place_like, placed
+from opt_matrix._matrices import Matrices, leaves_by_path, path_str, refuse_others
 from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
 from opt_matrix._transfer import Transfer, split
-from opt_matrix.errors import OptionError, PlanError, UndecidedError
+from opt_matrix.errors import OptionError, PlanError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class Distributed:
         specs = {path: layout.partition_spec for path, layout in plan.layouts.items()}
         body = functools.partial(self._body, prepare or (lambda _, x: x))
         trees = tuple(
-            {path: _placed(each[path], specs[path]) for path in plan.layouts}
+            {path: placed(each[path], specs[path]) for path in plan.layouts}
             for each in (leaves, *map(leaves_by_path, others))
         )
         in_specs = (PartitionSpec(), (specs,) * len(trees), self._state_specs)
@@ -212,11 +212,11 @@ class Distributed:
                     (last,) = leaves.values()
             results |= leaves
             new_states.append(state)
-        placed = {
+        leaves = {
             path: _unblocked(results[path], plan.layouts[path], leaf)
             for path, leaf in trees[0].items()
         }
-        return placed, tuple(new_states) if states else ()
+        return leaves, tuple(new_states) if states else ()
 
     def _compute(self, group: Group, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         """Returns what the function makes of a stack, in the dtype of the group, and its state."""
@@ -336,10 +336,10 @@ def _bits_of(x: jax.Array) -> Any:
 
 def _moved_rows(rows: Sequence[int | None], start: jax.Array, *parts: Any) -> Any:
     """Returns these rows of the concatenated parts; of `start`, where there is none."""
-    stack = jnp.concatenate([_placed(part, PartitionSpec()) for part in parts])
+    stack = jnp.concatenate([placed(part, PartitionSpec()) for part in parts])
     moved = stack[np.array([row or 0 for row in rows])].astype(start.dtype)
     is_moved = np.array([row is not None for row in rows]).reshape(-1, *[1] * (start.ndim - 1))
-    return place_like(jnp.where(is_moved, moved, _placed(start, PartitionSpec())), start)
+    return place_like(jnp.where(is_moved, moved, placed(start, PartitionSpec())), start)
 
 
 def _blocks(leaf: jax.Array, layout: LeafLayout) -> jax.Array:
@@ -375,31 +375,6 @@ def _check_same_matrices(before: MatrixPlan, after: MatrixPlan) -> None:
     )
     if others := [path for path in {**old, **new} if old.get(path) != new.get(path)]:
         raise PlanError(f"`before` is a plan of other matrices; they differ in {others}")
-
-
-def refuse_others(who: str, others: Sequence[str]) -> None:
-    """Raises `UndecidedError` where there are leaves that hold no matrices."""
-    if others:
-        raise UndecidedError(
-            f"`{who}` updates matrices alone, and these hold none; `rest` of `muon` or "
-            "`hyperball`, or `optax.partition`, sends them to another optimizer:\n  "
-            + "\n  ".join(others)
-        )
-
-
-def place_like(leaf: jax.Array, like: jax.Array) -> Any:
-    """The leaf with the sharding of another, where types have one."""
-    return _placed(leaf, jax.typeof(like).sharding.spec)
-
-
-def _placed(leaf: Any, spec: PartitionSpec) -> Any:
-    """The leaf with a layout, where its type says that it lies otherwise."""
-    sharding = jax.typeof(leaf).sharding
-    mesh = sharding.mesh
-    # Of Auto axes types say nothing, and nothing can be placed over them.
-    if mesh.empty or not mesh.explicit_axes or (mesh.auto_axes and any(spec)):
-        return leaf
-    return leaf if sharding.spec == spec else jax.sharding.reshard(leaf, NamedSharding(mesh, spec))
 
 
 def _shard_map(

@@ -25,9 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_matrix._distribute import place_like, refuse_others
-from opt_matrix._matrices import Dims, Matrices, leaves_by_path, path_str
-from opt_matrix._muon import labelled, require_rules
+from opt_matrix._layouts import place_like
+from opt_matrix._matrices import (
+    Dims,
+    Matrices,
+    labelled,
+    leaves_by_path,
+    path_str,
+    refuse_others,
+    require_rules,
+)
 from opt_matrix.errors import OptionError
 
 

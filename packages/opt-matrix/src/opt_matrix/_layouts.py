@@ -1,4 +1,4 @@
-"""How the matrices of one leaf lie over a mesh, in plain numbers."""
+"""How the matrices of one leaf lie over a mesh."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -123,3 +124,18 @@ def _entry(entry: Any) -> Axes:
     if isinstance(entry, tuple):
         return entry
     raise PlanError(f"{entry!r} is not an entry of a spec with a meaning here; name mesh axes")
+
+
+def place_like(leaf: jax.Array, like: jax.Array) -> Any:
+    """The leaf with the sharding of another, where types have one."""
+    return placed(leaf, jax.typeof(like).sharding.spec)
+
+
+def placed(leaf: Any, spec: PartitionSpec) -> Any:
+    """The leaf with a layout, where its type says that it lies otherwise."""
+    sharding = jax.typeof(leaf).sharding
+    mesh = sharding.mesh
+    # Of Auto axes types say nothing, and nothing can be placed over them.
+    if mesh.empty or not mesh.explicit_axes or (mesh.auto_axes and any(spec)):
+        return leaf
+    return leaf if sharding.spec == spec else jax.sharding.reshard(leaf, NamedSharding(mesh, spec))

@@ -222,6 +222,35 @@ class Matrices:
         return resolved
 
 
+def labelled(params: Any, matrices: Matrices, of_matrices: str, of_rest: str) -> Any:
+    """A tree with a name for each leaf: that of matrices, or that of the rest."""
+    decided = matrices.resolve(params)
+
+    def label(path: Any, _: Any) -> str:
+        return of_rest if decided[path_str(path)] is None else of_matrices
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def require_rules(matrices: Any) -> None:
+    """Raises `OptionError` where `matrices` is something else."""
+    if not isinstance(matrices, Matrices):
+        raise OptionError(
+            "`matrices` must say which leaves hold matrices, e.g. `Matrices.by_rank2()`; got "
+            f"{type(matrices).__name__}"
+        )
+
+
+def refuse_others(who: str, others: Sequence[str]) -> None:
+    """Raises `UndecidedError` where there are leaves that hold no matrices."""
+    if others:
+        raise UndecidedError(
+            f"`{who}` updates matrices alone, and these hold none; `rest` of `muon` or "
+            "`hyperball`, or `optax.partition`, sends them to another optimizer:\n  "
+            + "\n  ".join(others)
+        )
+
+
 def as_dims(dims: Any) -> Dims | None:
     """Returns what a user writes for one leaf as `Dims`."""
     if dims is None or isinstance(dims, Dims):

@@ -14,9 +14,17 @@ import optax
 from optax.contrib import _muon
 from optax.contrib._muon import MuonState
 
-from opt_matrix._distribute import Distributed, place_like, refuse_others, side_by_side
-from opt_matrix._layouts import leaf_layout
-from opt_matrix._matrices import Dims, Matrices, leaves_by_path, path_str
+from opt_matrix._distribute import Distributed, side_by_side
+from opt_matrix._layouts import leaf_layout, place_like
+from opt_matrix._matrices import (
+    Dims,
+    Matrices,
+    labelled,
+    leaves_by_path,
+    path_str,
+    refuse_others,
+    require_rules,
+)
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
 from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices
 from opt_matrix.errors import OptionError, PlanError
@@ -217,25 +225,6 @@ def _is_variable(node: Any) -> bool:
 def _bare(node: Any) -> Any:
     """What masks a parameter, without the variable around: trainers read the dtype of each."""
     return node if jax.tree.leaves(node) else optax.MaskedNode()
-
-
-def labelled(params: Any, matrices: Matrices, of_matrices: str, of_rest: str) -> Any:
-    """A tree with a name for each leaf: that of matrices, or that of the rest."""
-    decided = matrices.resolve(params)
-
-    def label(path: Any, _: Any) -> str:
-        return of_rest if decided[path_str(path)] is None else of_matrices
-
-    return jax.tree_util.tree_map_with_path(label, params)
-
-
-def require_rules(matrices: Any) -> None:
-    """Raises `OptionError` where `matrices` is something else."""
-    if not isinstance(matrices, Matrices):
-        raise OptionError(
-            "`matrices` must say which leaves hold matrices, e.g. `Matrices.by_rank2()`; got "
-            f"{type(matrices).__name__}"
-        )
 
 
 def scale_by_shape() -> optax.GradientTransformation:
