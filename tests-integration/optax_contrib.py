@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,28 +27,21 @@ from optax_case import (
 
 def constructors() -> dict[str, Case]:
     """Constructors of `optax.contrib` and of `optax.experimental`."""
-    simple: Mapping[str, Callable[[], Transformation]] = {
-        "acprop": lambda: contrib.acprop(1e-2),
-        "ademamix": lambda: contrib.ademamix(1e-2),
-        "adopt": lambda: contrib.adopt(1e-2),
-        "cocob": contrib.cocob,
-        "dog": contrib.dog,
-        "dowg": contrib.dowg,
-        "madgrad": lambda: contrib.madgrad(1e-2),
-        "normalize": contrib.normalize,
-        "scale_by_acprop": contrib.scale_by_acprop,
-        "scale_by_ademamix": contrib.scale_by_ademamix,
-        "scale_by_adopt": contrib.scale_by_adopt,
-        "scale_by_cocob": contrib.scale_by_cocob,
-        "scale_by_madgrad": lambda: contrib.scale_by_madgrad(1e-2),
-        "scale_by_simplified_ademamix": contrib.scale_by_simplified_ademamix,
+    plain = (
+        "cocob dog dowg normalize scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob "
+        "scale_by_simplified_ademamix schedule_free_adamw schedule_free_sgd"
+    )
+    of_a_rate = "acprop ademamix adopt madgrad scale_by_madgrad simplified_ademamix"
+    there = vars(contrib)
+    simple: dict[str, Callable[[], Transformation]] = {
         "schedule_free": lambda: contrib.schedule_free(optax.adam(1e-2), 1e-2),
         "schedule_free: factored": lambda: contrib.schedule_free(adafactor(), 1e-2),
-        "schedule_free_adamw": contrib.schedule_free_adamw,
-        "schedule_free_sgd": contrib.schedule_free_sgd,
-        "simplified_ademamix": lambda: contrib.simplified_ademamix(1e-2),
         "sam": lambda: contrib.sam(optax.adam(1e-2), contrib.normalize(), sync_period=2),
         "sam: factored": lambda: contrib.sam(adafactor(), optax.sgd(1e-2, 0.9), sync_period=2),
+    }
+    simple |= {name: there[name] for name in plain.split() if name in there}
+    simple |= {
+        name: functools.partial(there[name], 1e-2) for name in of_a_rate.split() if name in there
     }
     table = {f"contrib.{name}": always(make) for name, make in simple.items()}
     ambiguous: Mapping[str, Callable[[], Transformation]] = {

@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import deterministic_run
+import elastic_case
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +33,13 @@ def test_a6_a_run_has_one_hash() -> None:
     """With and without donation, again in one process and in three at a time: one hash."""
 
     def elsewhere(_: int) -> str:
-        command = [sys.executable, deterministic_run.__file__]
+        command = [sys.executable, elastic_case.__file__]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    run = deterministic_run.compiled_run(donate=True)
+    run = elastic_case.compiled_run(donate=True)
     hashes = {run() for _ in range(10)}
-    hashes.add(deterministic_run.compiled_run(donate=False)())
+    hashes.add(elastic_case.compiled_run(donate=False)())
     with ThreadPoolExecutor(3) as pool:
         hashes.update(pool.map(elsewhere, range(3)))
     assert len(hashes) == 1
