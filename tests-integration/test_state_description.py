@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from opt_core import Optimizer, StateDescription, describe_state
 from opt_core.extend import path_str
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge._description.known import KNOWN
+from opt_optax_bridge._known import KNOWN
 from opt_partition import explain
 from optax_table import TABLE
 

@@ -18,7 +18,7 @@ import pytest
 from opt_core import describe_state, regroup
 from opt_core.errors import SurgeryError
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge._description.known import KNOWN
+from opt_optax_bridge._known import KNOWN
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 contrib: Any = optax.contrib

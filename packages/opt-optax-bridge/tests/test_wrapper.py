@@ -228,7 +228,7 @@ def test_a_precision_is_around_the_transformation() -> None:
     assert again == scaled
     assert again.precision == Scaled(2.0)
     assert scaled.hyper_params.learning_rate == plain.hyper_params.learning_rate
-    built = OptaxWrapper(optax.adam(0.5), precision=Scaled(2.0)).create(params)
+    built = OptaxWrapper(optax.adam(0.5)).with_precision(Scaled(2.0)).create(params)
     assert_close(built.apply_gradient(grads).target, step(scaled.create(params), 0.5).target)
 
 

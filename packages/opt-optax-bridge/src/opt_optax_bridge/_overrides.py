@@ -199,7 +199,7 @@ def _numbers(overrides: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def float_dtype(value: Any) -> Any:
-    """Returns the floating-point dtype in which a hyper-parameter is told."""
+    """Returns the floating-point dtype in which a hyper-parameter is reported."""
     dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", np.dtype(float)))
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
 
@@ -270,7 +270,7 @@ _Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or positions
 
 
 def named(name: str, value: Any) -> Any:
-    """Returns `value`, marked with a name by which it is found in the traced program."""
+    """Returns `value`, marked with a name that the traced program shows."""
     return checkpoint_name(value, _PREFIX + name)
 
 

@@ -11,10 +11,9 @@ import inspect
 import itertools
 import pickle
 import pkgutil
-import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.struct
@@ -24,12 +23,14 @@ import numpy as np
 import optax
 from opt_core import OptimizerDef
 from opt_core.errors import HyperParamError
-from opt_core.extend import reached
 
 from opt_optax_bridge._transformation import as_optax
 
 _Path = tuple[str, ...]
 """The name of a hyper-parameter, preceded by the names of the parts that contain it."""
+
+
+_ANY_SIGNATURE = inspect.signature(lambda *args, **kwargs: None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +66,23 @@ class Recipe:
         return getattr(constructor, "__name__", type(constructor).__name__)
 
     @functools.cached_property
-    def _bound(self) -> inspect.BoundArguments | None:
+    def _bound(self) -> inspect.BoundArguments:
         """Every argument of the signature, defaults included."""
         try:
             bound = inspect.signature(self.constructor).bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):  # no signature, or arguments that the call will reject
-            return None
+            bound = _ANY_SIGNATURE.bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return bound
 
     @property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return self._bound.signature.parameters if self._bound else {}
+        return self._bound.signature.parameters
 
     @functools.cached_property
     def arguments(self) -> Mapping[str, Any]:
         """Every named argument with its value, defaults included."""
-        named = dict(self._bound.arguments) if self._bound else {}
+        named = dict(self._bound.arguments)
         for name, parameter in self._parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named |= named.pop(name)
@@ -92,7 +93,7 @@ class Recipe:
     @functools.cached_property
     def parts(self) -> Mapping[str, OptimizerDef]:
         """The definitions among the arguments."""
-        return definitions_in(self._bound.arguments if self._bound else {})
+        return definitions_in(self._bound.arguments)
 
     @functools.cached_property
     def _recipes(self) -> Mapping[str, Recipe]:
@@ -169,8 +170,6 @@ class Recipe:
     @property
     def identity(self) -> Any:
         """Equal for recipes of the same transformation, however their arguments were passed."""
-        if self._bound is None:
-            return self.constructor, self.args, self.kwargs
         return self.constructor, dict(self._bound.arguments)
 
     def build(self, **overrides: Any) -> Any:
@@ -178,7 +177,7 @@ class Recipe:
         return self._build({self._fields.get(name, (name,)): v for name, v in overrides.items()})
 
     def _build(self, overrides: Mapping[_Path, Any]) -> Any:
-        if self._bound is None or not (overrides or self.parts):
+        if not (overrides or self.parts):
             return self.constructor(*self.args, **self.kwargs)
         replaced = {
             path[0]: _in_place_of(self.arguments[path[0]], value)
@@ -394,42 +393,6 @@ def _is_same(a: Any, b: Any) -> bool:
 def field_values(record: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass by name."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-
-
-# Transformations whose constructor is not known.
-
-
-def how_to_override(tx: Any, names: Collection[str]) -> str:
-    """Returns the line with which arguments called `names` could be overridden, for messages."""
-    constructor = _constructor_of(tx, names)
-    example = f" for `{constructor}(...)`" if constructor else ""
-    return (
-        "What is already built has no hyper-parameters. Wrap its constructor: "
-        f"`wrap_optax_optimizer({constructor or 'constructor'})(...)`{example}. Those of Optax, "
-        "among its arguments too, are wrapped in opt_optax_bridge: `opt_optax_bridge.adamw(...)` "
-        "for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` for `optax.chain(...)`"
-    )
-
-
-def _constructor_of(tx: Any, names: Collection[str]) -> str | None:
-    """The class of `tx`, or a function that defines a part of it and takes one of `names`."""
-    # Of Optax's own constructors a transformation does not tell: all return chains.
-    if not isinstance(tx, tuple):  # `MultiSteps` is an object
-        return _public_name(type(tx).__module__, type(tx).__qualname__)
-    for value in reached(tx):
-        if not isinstance(value, types.FunctionType) or value.__module__.startswith("optax."):
-            continue
-        scope, is_nested, _ = value.__qualname__.partition(".<locals>.")
-        constructor = getattr(sys.modules.get(value.__module__), scope, None)
-        with contextlib.suppress(TypeError, ValueError):  # no function, or without a signature
-            if is_nested and {*inspect.signature(constructor).parameters} & {*names}:  # type: ignore[arg-type]
-                return _public_name(value.__module__, scope)
-    return None
-
-
-def _public_name(module: str, name: str) -> str:
-    package = module.partition(".")[0]
-    return f"{package if hasattr(sys.modules.get(package), name) else module}.{name}"
 
 
 def dumps(content: Any) -> bytes:

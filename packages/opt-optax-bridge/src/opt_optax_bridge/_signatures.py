@@ -1,11 +1,13 @@
-"""The extra arguments of a transformation's update, such as `value`.
+"""What the functions of a transformation take: extra arguments such as `value`, and overrides.
 
 A chain accepts any keyword: what its parts take is read off what `update` has captured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -100,3 +102,36 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function, follow_wrapped=follow_wrapped).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return {}
+
+
+def how_to_override(tx: Any, names: Collection[str]) -> str:
+    """Returns the line with which arguments called `names` could be overridden, for messages."""
+    constructor = _constructor_of(tx, names)
+    example = f" for `{constructor}(...)`" if constructor else ""
+    return (
+        "What is already built has no hyper-parameters. Wrap its constructor: "
+        f"`wrap_optax_optimizer({constructor or 'constructor'})(...)`{example}. Those of Optax, "
+        "among its arguments too, are wrapped in opt_optax_bridge: `opt_optax_bridge.adamw(...)` "
+        "for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` for `optax.chain(...)`"
+    )
+
+
+def _constructor_of(tx: Any, names: Collection[str]) -> str | None:
+    """The class of `tx`, or a function that defines a part of it and takes one of `names`."""
+    # Of Optax's own constructors a transformation does not tell: all return chains.
+    if not isinstance(tx, tuple):  # `MultiSteps` is an object
+        return _public_name(type(tx).__module__, type(tx).__qualname__)
+    for value in reached(tx):
+        if not isinstance(value, types.FunctionType) or value.__module__.startswith("optax."):
+            continue
+        scope, is_nested, _ = value.__qualname__.partition(".<locals>.")
+        constructor = getattr(sys.modules.get(value.__module__), scope, None)
+        with contextlib.suppress(TypeError, ValueError):  # no function, or without a signature
+            if is_nested and {*inspect.signature(constructor).parameters} & {*names}:  # type: ignore[arg-type]
+                return _public_name(value.__module__, scope)
+    return None
+
+
+def _public_name(module: str, name: str) -> str:
+    package = module.partition(".")[0]
+    return f"{package if hasattr(sys.modules.get(package), name) else module}.{name}"

@@ -24,7 +24,7 @@ from opt_core.errors import HyperParamError
 from opt_core.extend import fingerprint, listed, reached, strip_weak_type, unalias
 from opt_core.protocols import Transformation, UpdatesParams, WrapsTransformation
 
-from opt_optax_bridge._description.describe import describe_optax
+from opt_optax_bridge._describe import describe_optax
 from opt_optax_bridge._overrides import (
     Update,
     ask,
@@ -38,10 +38,10 @@ from opt_optax_bridge._recipe import (
     changed_fields,
     dumps,
     field_values,
-    how_to_override,
     make_hyper_params,
 )
 from opt_optax_bridge._signatures import (
+    how_to_override,
     missing_keywords,
     taken_keywords,
     takes_any_keyword,
@@ -67,13 +67,13 @@ class OptaxWrapper(OptimizerDef):
         definition is taken over with its hyper-parameters. One that also is
         `opt_core.protocols.UpdatesParams`, like `opt_accumulate.MultiSteps`, is passed the
         parameters themselves.
-      precision: see `with_precision`.
 
     Attributes:
       optax_optimizer: the transformation.
       recipe: how it was constructed, if known.
       hyper_params: a frozen dataclass of the arguments that can be overridden; empty if none.
       built_with: the hyper-parameters that the transformation was built with.
+      precision: how parameters and state are stored, see `with_precision`.
 
     Examples:
       >>> optimizer = OptaxWrapper(optax.sgd(0.1)).create({'w': jnp.ones(2)})
@@ -89,12 +89,7 @@ class OptaxWrapper(OptimizerDef):
     precision: WrapsTransformation | None = None
     _built: Any
 
-    def __init__(
-        self,
-        optax_optimizer: Any,
-        *,
-        precision: WrapsTransformation | None = None,
-    ) -> None:
+    def __init__(self, optax_optimizer: Any) -> None:
         if not isinstance(optax_optimizer, Transformation):
             advice = "Call the constructor, or wrap it with `wrap_optax_optimizer`"
             if isinstance(optax_optimizer, OptimizerDef):
@@ -108,8 +103,6 @@ class OptaxWrapper(OptimizerDef):
             self._define(optax_optimizer.optax_optimizer, optax_optimizer.recipe)
         else:
             self._define(optax_optimizer, None)
-        if precision is not None:
-            vars(self).update(vars(self.with_precision(precision)))
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Self:
@@ -444,11 +437,10 @@ class OptaxWrapper(OptimizerDef):
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns what every leaf of the state means; see `OptimizerDef.describe_state`.
 
-        A table describes Optax's transformations; others are described as far as functions, types
-        and shapes tell (`LeafDescription.source` is `'types'`). A transformation is named after the
-        function or class that makes its state: `scale_by_adam` is `adam`. If no function tells, as
-        with a `lambda` for `init`, it is named after the type of its state, or if that is another
-        transformation's, after its update function.
+        A table describes Optax's transformations, and functions, types and shapes others
+        (`LeafDescription.source` is `'types'`). A transformation is named after the function or
+        class that makes its state: `scale_by_adam` is `adam`. If no function tells, as with a
+        `lambda` for `init`, it is named after the type of its state, or after its update function.
 
         Examples:
           >>> from opt_core import describe_state

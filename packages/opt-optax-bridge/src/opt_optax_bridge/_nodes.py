@@ -111,7 +111,7 @@ class Node:
 
     @property
     def injects(self) -> bool:
-        """Whether it builds the nested transformation anew in every step."""
+        """Whether it rebuilds the nested transformation in every step."""
         return self.is_optax and self.factory in _INJECTING and "inner_factory" in self.held
 
     @property

@@ -1,1 +1,0 @@
-"""What the state of an Optax transformation means."""
