@@ -15,6 +15,7 @@ import opt_matrix
 import opt_nnx
 import opt_optax_bridge as opt
 import opt_partition
+import opt_precision
 import optax
 import pytest
 from flax import nnx
@@ -240,6 +241,31 @@ def test_layouts_of_a_state_without_mu(tmp_path: Path) -> None:
     print("momentum", *whole, "zero", *run)
     np.testing.assert_allclose(run.losses, whole.losses, rtol=1e-4)
     assert run.size < whole.size / 3
+
+
+def eight_bits(config: Any, schedule: Any, model: Any) -> Any:
+    adamw = optax.adamw(
+        schedule,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.adam_weight_decay,
+    )
+    return opt_precision.quantize_state(adamw, opt_precision.dynamic8())
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_eight_bits_are_sharded(axis: str, tmp_path: Path) -> None:
+    settings: Any = {"base_emb_dim": 64, "base_mlp_dim": 256}  # smaller leaves stay in 32 bits
+    if axis == "fsdp":
+        settings |= {"ici_fsdp_parallelism": 4, "shape": (1, 2)}
+    plain = train(tmp_path, adamw, nnx.Optimizer, **settings)
+    if axis == "data":
+        settings |= {"layouts": True, "shard_optimizer_over_data": True}
+    run = train(tmp_path, eight_bits, nnx.Optimizer, **settings)
+    print("8 bits", axis, *run, "float32", *plain)
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=1e-3)
+    assert run.size < plain.size / 2.5
 
 
 def muon(config: Any, schedule: Any, model: Any) -> Any:
