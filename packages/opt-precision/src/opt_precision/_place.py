@@ -103,7 +103,7 @@ def shards(mesh: Any, entry: Any) -> int:
     return math.prod(mesh.shape[name] for name in axis_names(entry))
 
 
-def cut_block(
+def crossing_format(
     mesh: Any, spec: PartitionSpec, shape: Sequence[int], formats: Sequence[Format]
 ) -> Format | None:
     """The first format with a block that lies on several devices."""
@@ -118,17 +118,19 @@ def block_spec(
     mesh: Any, spec: PartitionSpec, shape: Sequence[int], formats: Sequence[Format]
 ) -> PartitionSpec:
     """Where a leaf lies while it is computed: with every block of it on one device."""
-    form = cut_block(mesh, spec, shape, formats)
+    form = crossing_format(mesh, spec, shape, formats)
     if form is None:
         return spec
     return PartitionSpec(*(None if dim == form.axis else at for dim, at in enumerate(spec)))
 
 
-def warn_of_cut_blocks(place: Place, leaves: Sequence[tuple[str, Shape, list[Format]]]) -> None:
+def warn_of_crossing_blocks(
+    place: Place, leaves: Sequence[tuple[str, Shape, list[Format]]]
+) -> None:
     """Warns of leaves, by path, shape and formats, that are gathered in every step."""
     lines = []
     for (path, shape, formats), spec in zip(leaves, place.specs, strict=False):
-        if (form := cut_block(place.mesh, spec, shape, formats)) is not None:
+        if (form := crossing_format(place.mesh, spec, shape, formats)) is not None:
             parts = shards(place.mesh, spec[form.axis])
             size = shape[form.axis] // parts
             fitting = next((n for n in range(min(size, 4096), 15, -1) if size % n == 0), None)

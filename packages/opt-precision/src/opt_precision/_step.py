@@ -105,7 +105,7 @@ class Step:
             for leaf in update.leaves
         ]
         self._place = _place.find_place(arguments.layout, likes)
-        _place.warn_of_cut_blocks(
+        _place.warn_of_crossing_blocks(
             self._place, [(x.path, x.shape, x.formats) for x in update.leaves]
         )
         self._is_traced = any(
