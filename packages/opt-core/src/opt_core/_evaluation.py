@@ -8,7 +8,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from opt_core._trees import Names, children, path_names, path_str
+from opt_core._trees import Names, children, named_leaves, path_str
 from opt_core.errors import EvaluationError
 
 _SCHEDULE_FREE: Final = frozenset({"b1", "weight_sum", "z"})
@@ -25,8 +25,7 @@ def evaluation_params(params: Any, state: Any) -> Any:
         if len(averages) > 1:
             raise _conflict(averages[0][0], averages[1][0])
         params = params.slow
-    keyed, structure = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {path_names(path): leaf for path, leaf in keyed}
+    leaves = dict(named_leaves(params))
     owners: dict[Names, str] = {}
     found = dict(leaves)
     for owner, average in averages:
@@ -39,7 +38,7 @@ def evaluation_params(params: Any, state: Any) -> Any:
                 raise _conflict(owners[path], owner)
             owners[path] = owner
             found[path] = jnp.asarray(leaf, jnp.result_type(leaves[path]))
-    return jax.tree.unflatten(structure, list(found.values()))
+    return jax.tree.unflatten(jax.tree.structure(params), list(found.values()))
 
 
 def _averages(params: Any, node: Any, path: Names = ()) -> Iterator[tuple[str, dict[Names, Any]]]:
@@ -49,21 +48,17 @@ def _averages(params: Any, node: Any, path: Names = ()) -> Iterator[tuple[str, d
         return
     owner = f"`{path_str(path)}` ({type(node).__name__})"
     if callable(getattr(type(node), "eval_params", None)):
-        yield owner, _by_path(node.eval_params(params))
+        yield owner, dict(named_leaves(node.eval_params(params)))
     elif _fields(node) >= _SCHEDULE_FREE:
-        own, b1 = _by_path(params), jnp.asarray(node.b1)
-        z = _by_path(node.z)
-        yield owner, {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z.items() if at in own}
+        own, b1 = dict(named_leaves(params)), jnp.asarray(node.b1)
+        z = named_leaves(node.z)
+        yield owner, {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z if at in own}
     for name, child in opened.children:
         yield from _averages(params, child, (*path, name))
 
 
 def _fields(node: Any) -> frozenset[str]:
     return frozenset(getattr(node, "_fields", ()))
-
-
-def _by_path(tree: Any) -> dict[Names, Any]:
-    return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _conflict(one: str, other: str) -> EvaluationError:

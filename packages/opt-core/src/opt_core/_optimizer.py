@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 import flax.struct
@@ -22,7 +22,7 @@ from opt_core._state_dict import (
     restore_state_dict,
     to_state_dict,
 )
-from opt_core._trees import listed, named_leaves, path_str, strip_weak_type, unalias
+from opt_core._trees import Names, listed, named_leaves, path_str, strip_weak_type, unalias
 from opt_core.errors import HyperParamError, RestoreError
 from opt_core.protocols import WrapsTransformation
 
@@ -231,6 +231,14 @@ class OptimizerDef:
         from opt_core._describe import describe_by_types
 
         return describe_by_types(self, params, state)
+
+    def split(self, optimizer: Optimizer) -> dict[str, Optimizer] | None:
+        """Returns the optimizers of the groups by name; `None` of a definition without groups.
+
+        Args:
+          optimizer: one of this definition.
+        """
+        return None
 
     def create(self, target: Params) -> Optimizer[Params]:
         """Returns an optimizer of `target` before its first step.
@@ -500,6 +508,16 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         """Returns the deviations that `restore_state` would report, restoring nothing."""
         _, report = self.optimizer_def._match(self.target, self.state, state_dict)
         return report
+
+
+def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
+    """Yields the optimizers without groups that an optimizer consists of, possibly itself."""
+    parts = optimizer.optimizer_def.split(optimizer)
+    if parts is None:
+        yield outer, optimizer
+        return
+    for name, part in parts.items():
+        yield from leaf_groups(part, (*outer, name))
 
 
 def _not_arrays(target: Any) -> list[str]:

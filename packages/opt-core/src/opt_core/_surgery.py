@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_core._groups.multi_optimizer import MultiOptimizer, leaf_groups
+from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Except, Group, Rest, pattern_str, positions_of
-from opt_core._optimizer import Optimizer, OptimizerDef, Params
+from opt_core._optimizer import Optimizer, OptimizerDef, Params, leaf_groups
 from opt_core._plan.leaves import HeldState, View, named_view
 from opt_core._plan.match import make_plan
 from opt_core._plan.pairing import Side, source_side
@@ -79,7 +79,7 @@ def regroup(
       >>> len(plan.initialised), len(plan.dropped)
       (0, 1)
     """
-    request = Request.make(allow, rules, schedules=_checked(schedules))
+    request = Request.make(allow, rules, schedules=schedules)
     return _carried_out(_held(optimizer), _created(optimizer, definition), request, placement)
 
 
@@ -141,7 +141,7 @@ def unfreeze(
       GroupError: the pattern matches nothing, or leaves that are not frozen; lists these.
     """
     target = _created_with(optimizer, Group(name, pattern, definition))
-    request = Request.make((), schedules=_checked(schedules))
+    request = Request.make((), schedules=schedules)
     return _carried_out(_held(optimizer), target, request, placement)
 
 
@@ -169,12 +169,12 @@ def reset(
     names = group_of(optimizer.optimizer_def, group)
     held = _held(optimizer)
     side = source_side(held, held.schema)
-    anew = {
+    initialised = {
         side.names[i]
         for i, leaf in enumerate(side.leaves)
         if leaf.group[: len(names)] == names and not _stays(side, i)
     }
-    request = Request.make({"drop"}, anew=anew, discards_state=True)
+    request = Request.make({"drop"}, reset=initialised, discards_state=True)
     # The shapes are those of the state: nothing else is created, nor traced.
     target = optimizer.replace(state=_shapes(optimizer.state))
     return _carried_out(held, target, request, placement)
@@ -241,12 +241,6 @@ def _carried_out(
 ) -> tuple[Optimizer, Plan[Optimizer]]:
     plan: Plan[Optimizer] = make_plan(held, View(target), request, placement)
     return plan.apply(), plan
-
-
-def _checked(schedules: Schedules) -> Schedules:
-    if schedules not in ("continue", "restart"):
-        raise GroupError(f"`schedules` must be 'continue' or 'restart', found {schedules!r}")
-    return schedules
 
 
 # The table of groups.

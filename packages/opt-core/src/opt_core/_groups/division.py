@@ -223,8 +223,7 @@ def from_layout(optimizer: Optimizer, layout: Any) -> GroupStates:
 
 def _merged(optimizer: Optimizer) -> Any:
     """The states as one tree with an entry per parameter; `None` where that is not so."""
-    definition: Any = optimizer.optimizer_def
-    division = definition.division(optimizer.state)
+    division = optimizer.state.param_states.division
     positions = division.treedef.unflatten(range(len(division.owners)))
     entries: list[Any] = [None] * len(division.owners)
     for name, part in _split(optimizer).items():
@@ -241,9 +240,7 @@ def _merged(optimizer: Optimizer) -> Any:
 
 
 def _split(optimizer: Optimizer) -> dict[str, Optimizer]:
-    definition: Any = optimizer.optimizer_def
-    parts: dict[str, Optimizer] = definition.split(optimizer)
-    return parts
+    return optimizer.optimizer_def.split(optimizer) or {}
 
 
 def _written(part: Optimizer) -> Any:

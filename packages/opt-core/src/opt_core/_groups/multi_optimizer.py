@@ -42,7 +42,7 @@ from opt_core._optimizer import (
     increment_step,
 )
 from opt_core._state_dict import RestoreReport, to_state_dict
-from opt_core._trees import Names, listed, named_leaves
+from opt_core._trees import listed, named_leaves
 from opt_core.errors import GroupError, HyperParamError
 
 
@@ -495,16 +495,6 @@ class MultiOptimizer(OptimizerDef):
 
 def _zero() -> jax.Array:
     return jnp.zeros((), jnp.int32)
-
-
-def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
-    """Yields the optimizers without groups that an optimizer consists of, possibly itself."""
-    definition = optimizer.optimizer_def
-    if not isinstance(definition, MultiOptimizer):
-        yield outer, optimizer
-        return
-    for name, part in definition.split(optimizer).items():
-        yield from leaf_groups(part, (*outer, name))
 
 
 # What an update of groups is given, with errors that name them.

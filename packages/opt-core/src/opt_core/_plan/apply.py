@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from opt_core._describe import describe_state
-from opt_core._groups.multi_optimizer import leaf_groups
-from opt_core._optimizer import Optimizer, OptimizerState
+from opt_core._optimizer import Optimizer, OptimizerState, leaf_groups
 from opt_core._plan.leaves import (
     HeldState,
     LeafInfo,
@@ -151,8 +150,8 @@ def _leaf(
         return placed(array, sharding)
     if row.action == "initialised":
         return None
-    given = [arrays[name] for name in row.sources]
-    has_64_bits = any(isinstance(x, np.ndarray) and is_wide(x.dtype) for x in given)
+    sources = [arrays[name] for name in row.sources]
+    has_64_bits = any(map(_is_on_host, sources))
     if has_64_bits and "cast" not in row.kinds:
         raise LeafError(
             f"`{row.leaf.name}`: {row.leaf.dtype} needs `jax_enable_x64`: set it, or give the "
@@ -161,13 +160,13 @@ def _leaf(
     if _grows(row):
         return None
     if row.how is None and not set(row.kinds) & {"cast", "reshape"}:
-        return placed(given[0], sharding)
+        return placed(sources[0], sharding)
     if isinstance(row.how, Mapped) and row.how.is_opaque:
-        made, fits = _called(row, row.how, given, allow)
+        array, fits = _called(row, row.how, sources, allow)
         checks.append((fits, row))
     else:
-        made = _converted(row, given, sharding, checks)
-    return placed(made, sharding)
+        array = _converted(row, sources, sharding, checks)
+    return placed(array, sharding)
 
 
 def _grows(row: Row) -> bool:
@@ -175,47 +174,51 @@ def _grows(row: Row) -> bool:
     return isinstance(row.how, Padded) and row.leaf.kind == "state"
 
 
-def _converted(row: Row, given: Sequence[Any], sharding: Any, checks: list[tuple[Any, Row]]) -> Any:
-    """A leaf made of others; whether all values survive is added to the checks."""
-    # JAX cannot hold 64 bits here, so the source gives NumPy's.
-    is_held = [not (isinstance(x, np.ndarray) and is_wide(x.dtype)) for x in given]
-    given = [x if held else _cast_on_host(row, x) for x, held in zip(given, is_held, strict=True)]
+def _is_on_host(array: Any) -> bool:
+    """Whether a source has given NumPy's array, as JAX cannot hold 64 bits here."""
+    return isinstance(array, np.ndarray) and is_wide(array.dtype)
+
+
+def _converted(
+    row: Row, sources: Sequence[Any], sharding: Any, checks: list[tuple[Any, Row]]
+) -> Any:
+    """A leaf computed from others; whether all values survive is added to the checks."""
+    arrays = [_cast_on_host(row, x) if _is_on_host(x) else x for x in sources]
     out = sharding if isinstance(sharding, NamedSharding) else None
     convert = _compiled_converter(row.how, row.leaf.shape, row.leaf.dtype, out)
-    made, fits = _paced(convert(given))
+    array, fits = _paced(convert(arrays))
     checks.append((fits, row))
-    return made
+    return array
 
 
-def _called(row: Row, by: Mapped, given: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
-    """What a function makes that needs values: nothing of it was known before."""
+def _called(row: Row, by: Mapped, sources: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
+    """The result of a function that needs values: nothing of it was known before."""
     leaf, name = row.leaf, function_name(by.fn)
     try:
-        found = by.fn(*given)
+        result = by.fn(*sources)
     except Exception as error:
         raise LeafError(
             f"`{leaf.name}`: `{name}` raises {type(error).__name__}: {error}"
         ) from error
-    is_array = isinstance(found, jax.Array | np.ndarray | np.generic)
-    result = shown(found) if is_array else type(found).__name__
+    is_array = isinstance(result, jax.Array | np.ndarray | np.generic)
+    text = shown(result) if is_array else type(result).__name__
     may_cast = "cast" in allow and not leaf.is_key
-    is_right = is_array and found.shape == leaf.shape
-    if not is_right or (str(found.dtype) != leaf.dtype and not may_cast):
-        expected = f"one array {leaf}"
-        raise LeafError(f"`{leaf.name}`: `{name}` returns {result}, expected {expected}")
+    is_right = is_array and result.shape == leaf.shape
+    if not is_right or (str(result.dtype) != leaf.dtype and not may_cast):
+        raise LeafError(f"`{leaf.name}`: `{name}` returns {text}, expected one array {shown(leaf)}")
     if leaf.is_key:
-        return found, True
+        return result, True
     with np.errstate(all="ignore"):
-        made = found.astype(jnp.dtype(leaf.dtype))
-        return jnp.asarray(made), all_survive(found, made)
+        array = result.astype(jnp.dtype(leaf.dtype))
+        return jnp.asarray(array), all_survive(result, array)
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_converter(
     how: Conversion | None, shape: tuple[int, ...], dtype: str, sharding: Any
 ) -> Any:
-    def convert(given: list[Any]) -> tuple[Any, Any]:
-        values = given[0] if how is None else how.values(given, shape)
+    def convert(sources: list[Any]) -> tuple[Any, Any]:
+        values = sources[0] if how is None else how.values(sources, shape)
         values = jnp.reshape(values, shape)
         cast = values if dtype.startswith("key<") else values.astype(dtype)
         return cast, all_survive(values, cast)
@@ -224,10 +227,10 @@ def _compiled_converter(
 
 
 def _cast_on_host(row: Row, array: Any) -> np.ndarray[Any, Any]:
-    made, lost = convert_held(np.asarray(array), jnp.dtype(row.leaf.dtype))
+    cast, lost = convert_held(np.asarray(array), jnp.dtype(row.leaf.dtype))
     if lost is not None:
         raise _misfit(row)
-    return made
+    return cast
 
 
 def _raise_misfits(checks: Sequence[tuple[Any, Row]]) -> None:
@@ -273,7 +276,7 @@ def unlike_initial(view: View, schema: Schema) -> Mapping[str, str]:
         why = f"`init` makes {len(initial)} leaves, the target's state has {len(infos)}"
         return dict.fromkeys((leaf.name for leaf in infos), why)
     return {
-        leaf.name: f"`init` makes {shape} here, expected {leaf}"
+        leaf.name: f"`init` makes {shown(shape)} here, expected {shown(leaf)}"
         for leaf, shape in zip(infos, initial, strict=True)
         if (tuple(shape.shape), str(shape.dtype)) != (leaf.shape, leaf.dtype)
     }

@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from opt_core._describe import describe_state
 from opt_core._description import TransformationDescription, TransformationKey
-from opt_core._groups.multi_optimizer import leaf_groups
-from opt_core._optimizer import Optimizer
+from opt_core._optimizer import Optimizer, leaf_groups
 from opt_core._trees import Names, committed_sharding, named_leaves, path_str
 from opt_core.errors import LeafError
 from opt_core.protocols import Storage
@@ -339,12 +338,14 @@ def named_view(view: View, *, param_axes: Any = None) -> NamedState:
 
 def leaf_info(leaf: Any, path: Names, kind: Kind, **about: Any) -> LeafInfo:
     """Returns the record of a leaf: its shape and dtype, its value if it is a single integer."""
-    shape, dtype = tuple(np.shape(leaf)), _dtype(leaf)
-    return LeafInfo(path, shape, dtype, kind, value=count_of(leaf), **about)
+    return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, value=count_of(leaf), **about)
 
 
 def _dtype(leaf: Any) -> str:
-    return str(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
+    return _dtype_name(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
+
+
+_dtype_name = functools.cache(str)  # NumPy takes long over the name of a dtype
 
 
 def _storages(tree: Any) -> list[Storage | None]:
@@ -393,7 +394,7 @@ def _check_unique(infos: list[LeafInfo]) -> None:
     for info in infos:
         if info.name in seen:
             raise LeafError(
-                f"two leaves would have the name `{info.name}`: {info} and "
+                f"two leaves would have the name `{info.name}`: {shown(info)} and "
                 f"{shown(seen[info.name])}. Rename a key of the parameters or a field of the state."
             )
         seen[info.name] = info

@@ -155,7 +155,7 @@ class _Matcher:
         ], move
 
     def _require_initialise(self, row: Row, move: Move, j: int) -> Row:
-        """A row of a state with what has to be admitted for a leaf that begins anew."""
+        """A row of a state with what has to be admitted for a leaf that `init` makes."""
         if row.action != "initialised" or not begins_untrained(move, j):
             return row
         note = row.note or move.at_a_count.get(row.leaf.kept_by, "")
@@ -179,7 +179,7 @@ class _Matcher:
             i
             for i, leaf in enumerate(self.old.leaves)
             if self.request.rule(leaf.name, drop=True) is not None
-            or (leaf.parameter is not None and self._begins_anew(leaf.name))
+            or (leaf.parameter is not None and self._lets_go(leaf.name))
         }
         idle = frozen(self.named.schema)
         trained = {o for param, found in self.origins.items() if param not in idle for o in found}
@@ -194,9 +194,9 @@ class _Matcher:
 
     def _is_fresh(self, name: str) -> bool:
         """Whether a rule says that a leaf of the target does not come from the checkpoint."""
-        return name in self.request.anew or self._action(name) in ("initialise", "keep")
+        return name in self.request.reset or self._action(name) in ("initialise", "keep")
 
-    def _begins_anew(self, name: str) -> bool:
+    def _lets_go(self, name: str) -> bool:
         """Whether a rule lets go a leaf of the source by what it says of its namesake."""
         return name in self.named.schema.by_name and self._action(name) in ("initialise", "keep")
 
@@ -219,7 +219,7 @@ class _Matcher:
     def _row_by_rule(self, leaf: LeafInfo) -> Row | None:
         """The row of a leaf whose source a rule states."""
         found = self.request.rule(leaf.name)
-        if leaf.name in self.request.anew:
+        if leaf.name in self.request.reset:
             return self._initialised(leaf, "")
         if found is None:
             return None
@@ -279,7 +279,7 @@ class _Matcher:
         return fitted(leaf, sources, kinds, note, allow)
 
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
-        """The row of a leaf that begins anew; for states see `_require_initialise`."""
+        """The row of a leaf that `init` makes; for states see `_require_initialise`."""
         kinds = () if leaf.transformation else ("initialise",)
         admitted = is_ruled or {*kinds} <= self.request.allow
         is_missing = leaf.kind == "params" and _is_abstract(self.named[leaf.name])
@@ -323,7 +323,7 @@ class _Matcher:
                 continue
             i = self._places.get(leaf.name)
             is_free = i is not None and not is_trained(move.old, i)
-            is_let_go = leaf.name in self.request.anew or self._begins_anew(leaf.name)
+            is_let_go = leaf.name in self.request.reset or self._lets_go(leaf.name)
             note = _EVALUATED.get(leaf.kept_by.name, "") if leaf.role == "params_copy" else ""
             found.append(self._dropped_row(leaf, leaf.name, note, is_free=is_free or is_let_go))
         return [*found, *self._unused_slices(rows)]
@@ -366,7 +366,7 @@ def _restarted(old: Side, new: Side, pairs: Sequence[Pair]) -> list[Pair]:
 
     def of(side: Side, group: Names) -> Any:
         params = {param for param, owner in side.owners.items() if owner[: len(group)] == group}
-        return params, [made for made in side.transformations if made.group == group]
+        return params, [x for x in side.transformations if x.group == group]
 
     groups = {leaf.group for leaf in new.leaves if leaf.role == "schedule_count"}
     same = {group for group in groups if of(old, group) == of(new, group)}
@@ -407,13 +407,13 @@ def suggested_renames(move: Move) -> Iterator[str]:
 def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
     """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
     found = {}
-    for made in side.transformations:
-        own = side.leaves_of(made.key)
+    for transformation in side.transformations:
+        own = side.leaves_of(transformation.key)
         if own and all(i in chosen for i in own):
             looks = (
                 (side.leaves[i].field, side.leaves[i].parameter, side.leaves[i].shape) for i in own
             )
-            found[made] = frozenset(looks)
+            found[transformation] = frozenset(looks)
     return found
 
 

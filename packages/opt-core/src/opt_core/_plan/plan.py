@@ -25,15 +25,15 @@ from opt_core._plan.rules import (
     function_name,
 )
 from opt_core._trees import aligned
-from opt_core.errors import SurgeryError
+from opt_core.errors import GroupError, SurgeryError
 
 Allowance: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
 """A word of `allow=`: a change that the caller admits.
 
-`initialise`: state that begins anew where training has gone on, or a parameter that the source
-lacks. `drop`: trained state, or a parameter, without a successor. `cast`: another dtype, if every
-value fits. `reshape`: another shape of the same size. `regroup`: a leaf whose parameter is in
-another group, which is always admitted. `optimizer`: moments that go on under other mathematics.
+`initialise`: state that restarts where training has gone on, or a parameter that the source lacks.
+`drop`: trained state, or a parameter, without a successor. `cast`: another dtype, if every value
+fits. `reshape`: another shape of the same size. `regroup`: a leaf whose parameter is in another
+group, which is always admitted. `optimizer`: moments that go on under other mathematics.
 """
 
 KINDS: Final = frozenset(get_args(Allowance))
@@ -65,14 +65,22 @@ class Request:
     rules: tuple[tuple[re.Pattern[str], Action], ...] = ()
     # whether new schedules continue from the step, or restart at 0
     schedules: Schedules = "continue"
-    anew: Collection[str] = frozenset()  # names of leaves that begin anew, as the caller has asked
+    reset: Collection[str] = frozenset()  # names of leaves that the caller has asked to initialise
     discards_state: bool = False  # whether the caller has asked to discard the state of parameters
     error: type[SurgeryError] = SurgeryError  # what a refused plan raises
 
     @classmethod
-    def make(cls, allow: Iterable[str], rules: Sequence[Rule] = (), **settings: Any) -> Request:
+    def make(
+        cls,
+        allow: Iterable[str],
+        rules: Sequence[Rule] = (),
+        schedules: Schedules = "continue",
+        **settings: Any,
+    ) -> Request:
         """Checks and compiles."""
-        return cls(check_allowances(allow), tuple(map(compiled, rules)), **settings)
+        if schedules not in get_args(Schedules):
+            raise GroupError(f"`schedules` must be 'continue' or 'restart', found {schedules!r}")
+        return cls(check_allowances(allow), tuple(map(compiled, rules)), schedules, **settings)
 
     def rule(self, name: str, *, drop: bool = False) -> tuple[int, Action, re.Match[str]] | None:
         """The first rule for a name of the target, or, with `drop`, of the checkpoint."""
@@ -141,10 +149,8 @@ class Problem(NamedTuple):
     # the transformation and the name of the setting that has changed, if it is one
     setting: Setting | None = None
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The words of `allow` that admit it."""
-        return () if self.needs is None else (self.needs,)
+    def __str__(self) -> str:
+        return _with_words(self.text, [] if self.needs is None else [self.needs])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +220,7 @@ class Plan(Generic[_Target]):
 
     @property
     def initialised(self) -> tuple[str, ...]:
-        """Names in the target of leaves that begin anew, or keep the target's own value."""
+        """Names in the target of leaves that `init` makes, or that keep the target's own value."""
         return self.names("initialised")
 
     @property
@@ -228,7 +234,7 @@ class Plan(Generic[_Target]):
 
         Of leaves that are refused for one reason the first one, and their number.
         """
-        changes = [_with_words(problem.text, problem.words) for problem in self.refused_changes]
+        changes = list(map(str, self.refused_changes))
         alike: dict[Any, list[Row]] = {}
         for row in self.rows:
             if not row.is_ok:
@@ -240,14 +246,13 @@ class Plan(Generic[_Target]):
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             why = first.problem or first.note
             text = f"`{first.leaf.name}`{more} would be {first.action}{f': {why}' if why else ''}"
-            words = () if first.problem else tuple(self._missing([first]))
-            leaves.append(_with_words(text, words))
+            leaves.append(_with_words(text, [] if first.problem else self._missing([first])))
         return *changes, *leaves
 
     @property
     def missing_words(self) -> frozenset[str]:
         """What must be added to `allow` for everything that is possible at all."""
-        words = {word for problem in self.refused_changes for word in problem.words}
+        words = {problem.needs for problem in self.refused_changes if problem.needs is not None}
         return self._missing(self.rows) | words
 
     def _missing(self, rows: Iterable[Row]) -> frozenset[str]:
@@ -263,7 +268,7 @@ class Plan(Generic[_Target]):
         if self.is_ok:
             return self
         words = ", ".join(f"'{word}'" for word in sorted(self.missing_words))
-        is_possible = all(problem.words for problem in self.refused_changes)
+        is_possible = all(problem.needs is not None for problem in self.refused_changes)
         is_possible &= not any(row.problem for row in self.rows)
         advice = f"If this is intended, pass `allow={{{words}}}`"
         if any(not row.is_admitted for row in self.rows):
@@ -339,9 +344,9 @@ class Plan(Generic[_Target]):
         count = max(_LISTED, urgent)
         if len(lines) > count:
             lines = [*lines[:count], f"... and {len(lines) - count} more: `table()` has all"]
-        wrong = [f"!* {_with_words(x.text, x.words)}" for x in self.refused_changes]
-        told = [f" * {note}" for note in self.notes]
-        return "\n".join([self._summary(), *wrong, *told, *lines])
+        wrong = [f"!* {problem}" for problem in self.refused_changes]
+        notes = [f" * {note}" for note in self.notes]
+        return "\n".join([self._summary(), *wrong, *notes, *lines])
 
 
 def fitted(
@@ -409,7 +414,7 @@ def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:
     return ("cast",), ""
 
 
-def _with_words(text: str, words: Sequence[str]) -> str:
+def _with_words(text: str, words: Iterable[str]) -> str:
     asked = ", ".join(f"'{word}'" for word in words)
     return f"{text} (allow: {asked})" if asked else text
 

@@ -102,7 +102,7 @@ class Move:
     @functools.cached_property
     def at_a_count(self) -> Mapping[TransformationKey, str]:
         """The transformations that go on at a count, where Adam does not correct zero moments."""
-        # A leaf that begins anew in one of them would make steps several times too long.
+        # A leaf that restarts in one of them would make steps several times too long.
         found: dict[TransformationKey, str] = {}
         for leaf, sources in zip(self.new.leaves, self.sources, strict=True):
             value = self.old.leaves[sources[0]].value if sources else 0
@@ -118,7 +118,7 @@ class Move:
 
 
 def problems(move: Move) -> Iterator[Problem]:
-    """Yields what stands in the way, apart from leaves that begin anew or have no successor."""
+    """Yields what stands in the way, apart from leaves that restart or have no successor."""
     found: dict[Problem, None] = {}
     for (before, after), pairs in move.continued.items():
         old, new = move.old.transformation(before), move.new.transformation(after)
@@ -150,7 +150,7 @@ def is_trained(side: Side, i: int) -> bool:
 
 
 def begins_untrained(move: Move, j: int) -> bool:
-    """Whether a new leaf without a source begins anew where training has gone on."""
+    """Whether a new leaf without a source restarts where training has gone on."""
     leaf = move.new.leaves[j]
     if move.sources[j] or j in move.ruled:
         return False
@@ -169,7 +169,7 @@ def begins_untrained(move: Move, j: int) -> bool:
 
 
 def _is_left_by_its_count(move: Move, j: int) -> bool:
-    """Whether a count begins at 0 beside moments that go on: their bias would be corrected anew."""
+    """Whether a count begins at 0 for moments that go on: their bias would be corrected again."""
     where = move.new.leaves[j].kept_by
     if has_window(move.new.transformation(where)):
         return False
@@ -184,8 +184,8 @@ def _of_bearing(
         bearing = bearing_of(name, old, new)
         was, now = old.settings.get(name), new.settings.get(name)
         # A setting that the checkpoint lacks may have been the same.
-        is_told = (name in old.settings and name in new.settings) or name == UPDATE
-        is_redefined = bearing.effect == "refused" and is_told and was != now
+        is_known = (name in old.settings and name in new.settings) or name == UPDATE
+        is_redefined = bearing.effect == "refused" and is_known and was != now
         if is_redefined and not _is_ruled(move, name, pairs):
             yield Problem(
                 f"`{name}` of `{new.key}` was {setting_text(was)}, is {setting_text(now)}: the "
@@ -298,8 +298,8 @@ def _other_inputs(
         yield Problem(f"what acts before {name} is in another order: {order}", "optimizer")
     for key in shared:
         if _learns_nothing(move.new, new[key]):
-            for setting, told in _changed_settings(old[key], new[key]):
-                yield _changed(new[key], setting, told, f", which acts before {name},")
+            for setting, change in _changed_settings(old[key], new[key]):
+                yield _changed(new[key], setting, change, f", which acts before {name},")
 
 
 def _acting(
@@ -356,7 +356,7 @@ def _is_sum(leaf: LeafInfo) -> bool:
 
 
 def _lost_windows(move: Move) -> Iterator[Problem]:
-    """Open windows of which a part would be lost or begin anew."""
+    """Open windows of which a part would be lost or restart."""
     goes_on: dict[TransformationKey, list[TransformationKey]] = {}
     for before, after in move.continued:
         goes_on.setdefault(before, []).append(after)
@@ -479,10 +479,10 @@ def setting_notes(move: Move) -> Iterator[tuple[Setting, str]]:
     # Leaves that moved show which transformations of other groups go on.
     successors |= {pair: None for pair in move.continued if pair[0][0] != pair[1][0]}
     for before, after in successors:
-        for setting, told in _changed_settings(
+        for setting, change in _changed_settings(
             old.transformation(before), new.transformation(after)
         ):
-            yield (after, setting), f"`{setting}` of `{after}` {told}"
+            yield (after, setting), f"`{setting}` of `{after}` {change}"
 
 
 def _changed_settings(

@@ -287,17 +287,10 @@ class Mapped(Conversion):
     """What a function makes of the sources."""
 
     fn: Callable[..., Any]  # takes them one by one
-    is_alike: bool = True  # whether its result is sharded as they are, as far as that divides
     is_opaque: bool = False  # whether it needs values, so nothing is known of its result
 
     def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
         return self.fn(*sources)
-
-    def source_spec(self, spec: Spec) -> Spec:
-        return spec if self.is_alike else []
-
-    def leaf_spec(self, spec: Spec) -> Spec:
-        return spec if self.is_alike else []
 
 
 def _with(spec: Spec, axis: int) -> Spec:

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from opt_core._groups.multi_optimizer import leaf_groups
-from opt_core._optimizer import Optimizer
+from opt_core._optimizer import Optimizer, leaf_groups
 from opt_core._plan.leaves import (
     LeafInfo,
     NamedState,

@@ -86,7 +86,7 @@ class RuledRows:
             if not self.had.is_placeholder(source):
                 what = f"`{source.name}` {list(source.shape)} is not"
                 raise Refused(f"is a placeholder, and {what}: another choice of what is factored")
-        how = Mapped("stack", _first, is_alike=False)
+        how = Mapped("stack", _first)
         return self._converted(row, sources, how, note="a placeholder")
 
     def _stacked(self, row: Row, axis: int, is_following: bool) -> Row:
