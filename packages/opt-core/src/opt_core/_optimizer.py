@@ -67,10 +67,6 @@ def increment_step(step: Any) -> Any:
     return jnp.where(step < _INT32_MAX, step + 1, step)
 
 
-def _is_placed_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
-
-
 class OptimizerDef:
     """How parameters are updated: immutable, comparable, without state of its own.
 
@@ -267,7 +263,8 @@ class OptimizerDef:
                 ) from error
             raise
         optimizer = Optimizer(optimizer_def=self, state=state, target=target)
-        if any(_is_placed_shape(leaf) for leaf in jax.tree.leaves(target)):
+        shapes = [x for x in jax.tree.leaves(target) if isinstance(x, jax.ShapeDtypeStruct)]
+        if any(x.sharding is not None for x in shapes):
             from opt_core._plan.apply import placed_like_params
 
             return placed_like_params(optimizer)

@@ -93,7 +93,9 @@ def divide(
         if not match and not may_be_empty(group):
             problems.append(f"{group} matches no parameter" + _hint(group.pattern, leaves))
     if problems:
-        raise GroupError(_message(problems))
+        more = [f"... and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        lines = [f"  {line}" for line in (*problems[:_LISTED], *more)]
+        raise GroupError("\n".join(["the groups do not divide the parameters:", *lines, _ADVICE]))
     trained = tuple(group.name for group in groups if not group.is_frozen)
     return Division(tuple(group.name for group in groups), trained, tuple(owners), treedef)
 
@@ -103,13 +105,6 @@ def _hint(pattern: Any, leaves: Sequence[Leaf]) -> str:
         return ""
     count = sum(1 for leaf in leaves if re.search(pattern, leaf.path))
     return f"; a part of the path matches for {count}: write '.*' around it" if count else ""
-
-
-def _message(problems: Sequence[str]) -> str:
-    lines = [f"  {line}" for line in problems[:_LISTED]]
-    if len(problems) > _LISTED:
-        lines.append(f"  ... and {len(problems) - _LISTED} more")
-    return "\n".join(["the groups do not divide the parameters:", *lines, _ADVICE])
 
 
 def groups_of_pairs(

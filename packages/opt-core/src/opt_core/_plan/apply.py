@@ -20,7 +20,6 @@ from opt_core._plan.leaves import (
     HeldState,
     LeafInfo,
     Schema,
-    Source,
     View,
     abstract,
     is_wide,
@@ -499,7 +498,8 @@ def places_of(plan: Plan[Any]) -> list[Any]:
         return found
     known = [x for x in found if x is not None and not _is_abstract(x)]
     asked = next(filter(_is_abstract, found), None)
-    saved = _saved(plan.source, [rows[i] for i in left])
+    names = [rows[i].sources[0] for i in left if rows[i].sources]
+    saved = plan.source.shardings(names) if names else {}
     anchor, is_elsewhere = _anchor(known, asked, saved.values())
     for i in left:
         row, place = rows[i], found[i]
@@ -517,12 +517,6 @@ def _own(values: Sequence[Any]) -> list[Any]:
     if jax.device_count() == 1 and all(isinstance(value, jax.Array) for value in values):
         return [value.sharding for value in values]  # there is nowhere else to be
     return [committed_sharding(value) for value in values]
-
-
-def _saved(source: Source, rows: Iterable[Row]) -> Mapping[str, Sharding]:
-    """Where the checkpoint had the leaves that some rows need, as far as it says so."""
-    names = [row.sources[0] for row in rows if row.sources]
-    return source.shardings(names) if names else {}
 
 
 def _anchor(known: Sequence[Any], asked: Any, saved: Iterable[Sharding]) -> tuple[Any, bool]:

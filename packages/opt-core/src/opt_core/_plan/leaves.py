@@ -171,18 +171,13 @@ class Source(Protocol):
         """Returns the shardings of those leaves of which one is known, by name."""
 
 
-def _as_it_is(optimizer: Optimizer, others: Mapping[Names, Any]) -> Optimizer:
-    """Returns the optimizer."""
-    return optimizer
-
-
 @dataclasses.dataclass(frozen=True)
 class View:
     """A target as the planner sees it."""
 
     optimizer: Optimizer  # parameters, state and step, with what updates them
-    # makes a target of the given kind from an optimizer and other leaves
-    put_back: Callable[[Optimizer, Mapping[Names, Any]], Any] = _as_it_is
+    # makes the caller's kind of target from an optimizer and other leaves
+    put_back: Callable[[Optimizer, Mapping[Names, Any]], Any] = lambda optimizer, _: optimizer
     # leaves of the model that the optimizer does not update, by path
     others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
     # fields of the target that are neither: they are kept as they are

@@ -103,17 +103,17 @@ class _Matcher:
         self.old = source_side(source, schema)
         described = describe_state(view.optimizer)
         paths = [leaf.path for leaf in described.leaves]
-        self.new = Side(self.named, leaves, described.transformations, paths)
+        self.new = Side(self.named, leaves, described.transformations, paths, self.origins)
         self._by_rule = {
             leaf.name: row for leaf in schema.leaves if (row := self._row_by_rule(leaf)) is not None
         }
         self._places = {leaf.name: i for i, leaf in enumerate(self.old.leaves)}
-        given = {
+        ruled = {
             j: [self._places[name] for name in row.sources if name in self._places]
             for j, leaf in enumerate(leaves)
             if (row := self._by_rule.get(leaf.name)) is not None
         }
-        self.pairing = Pairing(self.old, self.new, given, self.origins)
+        self.pairing = Pairing(self.old, self.new, ruled)
         self.pairs = self.pairing.pairs
         if request.schedules == "restart":
             self.pairs = _restarted(self.old, self.new, self.pairs)
@@ -185,7 +185,7 @@ class _Matcher:
         trained = {o for param, found in self.origins.items() if param not in idle for o in found}
         gone = {leaf.parameter for leaf in self.old.leaves if leaf.parameter is not None} - trained
         discards_state = self.request.discards_state
-        return Move(self.old, self.new, sources, ruled, let_go, gone, self.origins, discards_state)
+        return Move(self.old, self.new, sources, ruled, let_go, gone, discards_state)
 
     def _action(self, name: str) -> Action | None:
         """The action of the rule for a leaf of the target, if any."""
@@ -227,7 +227,10 @@ class _Matcher:
         if action == "initialise":
             return self._initialised(leaf, "as a rule says", is_ruled=True)
         if action == "keep":
-            return self._own_value(leaf)
+            is_missing = _is_abstract(self.named[leaf.name])
+            problem = "the target gives no value to keep" if is_missing else ""
+            note = "the target's own, as a rule says"
+            return Row(leaf, "initialised", by="keep", note=note, problem=problem)
         if isinstance(action, Taking):
             return self.ruled.taken(leaf, action, match)
         return None
@@ -308,11 +311,6 @@ class _Matcher:
         if isinstance(action, Rename) and self.origins.get(leaf.parameter) == [source.parameter]:
             return ""
         return f"a `{type(action).__name__}` makes `{name}`, and no rule says what this becomes"
-
-    def _own_value(self, leaf: LeafInfo) -> Row:
-        problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
-        note = "the target's own, as a rule says"
-        return Row(leaf, "initialised", by="keep", note=note, problem=problem)
 
     def dropped(self, rows: Sequence[Row], move: Move) -> list[Row]:
         """The leaves of the source, and slices of leaves, that are not used."""

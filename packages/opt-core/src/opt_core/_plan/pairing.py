@@ -29,6 +29,8 @@ class Side:
       leaves: those of transformations.
       transformations: in the order in which they act.
       paths: where the leaves are in `param_states`, of a target.
+      origins: of a target the parameters of the source that each of its own is computed from, where
+        these are others.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class Side:
         leaves: Sequence[LeafInfo],
         transformations: Sequence[TransformationDescription],
         paths: Sequence[Names] = (),
+        origins: Mapping[Names, Sequence[Names]] | None = None,
     ) -> None:
         self.source, self.leaves, self.paths = source, leaves, paths
-        self.transformations = transformations
+        self.transformations, self._origins = transformations, origins or {}
         self.names = [leaf.name for leaf in leaves]
         self.owners = _owners(source.schema)
         self._positions: dict[TransformationKey, list[int]] = {}
@@ -109,6 +112,10 @@ class Side:
         """Returns the parameters that leaves of a transformation follow."""
         params = (self.leaves[i].parameter for i in self.leaves_of(key))
         return list(dict.fromkeys(param for param in params if param is not None))
+
+    def came_from(self, param: Names) -> Sequence[Names]:
+        """Returns the parameters of the source that one is computed from."""
+        return self._origins.get(param, (param,))
 
     def is_recorded(self, leaf: LeafInfo) -> bool:
         """Whether a leaf is a setting recorded in the state, rather than a result of training."""
@@ -279,16 +286,15 @@ class Pairing:
 
     old: Side
     new: Side
-    given: Mapping[int, Sequence[int]]  # sources that the caller has decided, by position
-    origins: Mapping[Names, Sequence[Names]]  # the old parameters that new ones are made of
+    ruled: Mapping[int, Sequence[int]]  # sources that rules of the caller decide, by position
 
     def __post_init__(self) -> None:
         self._numbers: dict[tuple[Names, Names, str], Mapping[int, int]] = {}
         self.unclear: list[str] = []
         leaves = self.new.leaves
-        free = [i for i in range(len(leaves)) if i not in self.given]
+        free = [i for i in range(len(leaves)) if i not in self.ruled]
         pairs = {i: self._of_parameter(leaves[i]) for i in free if leaves[i].parameter is not None}
-        pairs |= {i: Pair(tuple(places)) for i, places in self.given.items()}
+        pairs |= {i: Pair(tuple(places)) for i, places in self.ruled.items()}
         self._pairs = pairs
         shared = {i: self._shared(leaves[i]) for i in free if leaves[i].parameter is None}
         self.reinitialised = dict(self._reinitialised(shared))
@@ -361,13 +367,13 @@ class Pairing:
         own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
         found = {self.old.leaves[k].group for i in own for k in self._pairs[i].sources}
         if own and not found:
-            params = [o for param in self.new.followed(where) for o in self._of(param)]
+            params = [o for param in self.new.followed(where) for o in self.new.came_from(param)]
             found = {g for param in params for g in self.old.groups(leaf.kept_by.name, param)}
         elif not own:
             # The members of a group within one definition are not always known; its name suffices.
             if leaf.group in having and leaf.group not in self.old.owners.values():
                 return [leaf.group]
-            params = [o for p in _params(self.new, leaf) for o in self._of(p)]
+            params = [o for p in _params(self.new, leaf) for o in self.new.came_from(p)]
             known = [set(self._groups_of(o, having)) for o in params if o in self.old.owners]
             is_whole = bool(known) and all(leaf.group in groups for groups in known)
             found = {leaf.group} if is_whole else set().union(*known)
@@ -377,11 +383,8 @@ class Pairing:
         """Whether a leaf concatenates other parameters, or these in another order."""
         if not self.new.holds_parameters(leaf):
             return False
-        now = [list(self._of(param)) for param in _params(self.new, leaf)]
+        now = [list(self.new.came_from(param)) for param in _params(self.new, leaf)]
         return now != [[param] for param in _params(self.old, source)]
-
-    def _of(self, param: Names) -> Sequence[Names]:
-        return self.origins.get(param, (param,))
 
     def _groups_of(self, param: Names, having: Sequence[Names]) -> Iterator[Names]:
         """The groups of the old state that a parameter is, or may be, in."""
@@ -473,7 +476,7 @@ class Pairing:
         """Adds notes on changed numbers, and on settings without effect, to continued leaves."""
         for i, (pair, leaf) in enumerate(zip(pairs, self.new.leaves, strict=True)):
             notes = [pair.note] if pair.note else []
-            if pair.sources and i not in self.given:
+            if pair.sources and i not in self.ruled:
                 source = self.old.leaves[pair.sources[0]]
                 if source.group == leaf.group and source.transformation != leaf.transformation:
                     notes.append(f"was `{source.kept_by._replace(group=())}`, by its settings")

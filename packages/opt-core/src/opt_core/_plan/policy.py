@@ -40,7 +40,7 @@ from opt_core._description import (
     TransformationDescription,
     TransformationKey,
 )
-from opt_core._plan.leaves import LeafInfo, state_path
+from opt_core._plan.leaves import state_path
 from opt_core._plan.pairing import (
     TRAINED,
     UPDATE,
@@ -78,15 +78,9 @@ class Move:
     let_go: Collection[int] = frozenset()  # positions of old leaves that a rule of the caller drops
     # parameters that are no longer trained, whose open windows do not matter
     idle: Collection[Names] = frozenset()
-    # the old parameters that new ones are made of, where they differ
-    origins: Mapping[Names, Sequence[Names]] = dataclasses.field(default_factory=dict)
     # whether the caller has asked to discard state. The contents of an open window may then be
     # lost, but not the values to which perturbed parameters (`optax.contrib.sam`) must return.
     discards_state: bool = False
-
-    def came_from(self, param: Names) -> Sequence[Names]:
-        """Returns the old parameters that a new one is made of."""
-        return self.origins.get(param, (param,))
 
     @functools.cached_property
     def continued(self) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
@@ -165,7 +159,7 @@ def begins_untrained(move: Move, j: int) -> bool:
     else:
         owners = move.new.owners.items()
         params = [param for param, owner in owners if is_around(owner, leaf.group)]
-    return any(origin in move.old.owners for x in params for origin in move.came_from(x))
+    return any(origin in move.old.owners for x in params for origin in move.new.came_from(x))
 
 
 def _is_left_by_its_count(move: Move, j: int) -> bool:
@@ -187,10 +181,11 @@ def _of_bearing(
         is_known = (name in old.settings and name in new.settings) or name == UPDATE
         is_redefined = bearing.effect == "refused" and is_known and was != now
         if is_redefined and not _is_ruled(move, name, pairs):
+            pattern = re.escape(path_str(state_path(move.new.leaves[pairs[0][1]].kept_by))) + "/.*"
             yield Problem(
                 f"`{name}` of `{new.key}` was {setting_text(was)}, is {setting_text(now)}: the "
                 "saved state means something else under it. Restore the setting, or give a rule "
-                f"for all leaves of the transformation, `{_pattern(move, pairs)}`",
+                f"for all leaves of the transformation, `{pattern}`",
                 setting=(new.key, name),
             )
         elif bearing.effect == "window" and (why := _other_length(name, was, now)):
@@ -206,12 +201,6 @@ def bearing_of(
 ) -> Bearing:
     """Returns the effect of a change of a setting; the new definition takes precedence."""
     return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
-
-
-def _pattern(move: Move, pairs: Pairs) -> str:
-    """The regular expression of a rule for all leaves of a transformation."""
-    key = move.new.leaves[pairs[0][1]].kept_by
-    return re.escape(path_str(state_path(key))) + "/.*"
 
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
@@ -333,9 +322,10 @@ def _other_parameters(
     move: Move, before: TransformationKey, after: TransformationKey, pairs: Pairs
 ) -> str:
     """Says of numbers made of all parameters that these are others now; empty if they are not."""
-    sums = [leaf for _, j in pairs if _is_sum(leaf := move.new.leaves[j])]
+    leaves = [move.new.leaves[j] for _, j in pairs]
+    sums = [leaf for leaf in leaves if leaf.role == "statistic" and leaf.parameter is None]
     was = {*move.old.followed(before)}
-    now = {origin for param in move.new.followed(after) for origin in move.came_from(param)}
+    now = {origin for param in move.new.followed(after) for origin in move.new.came_from(param)}
     if not sums or was == now:
         return ""
     changed = [
@@ -346,10 +336,6 @@ def _other_parameters(
     names = ", ".join(dict.fromkeys(f"`{'/'.join(leaf.field)}`" for leaf in sums))
     verb = "is" if len(sums) == 1 else "are"
     return f"{names} of `{after}` {verb} made of all its parameters, of which {', '.join(changed)}"
-
-
-def _is_sum(leaf: LeafInfo) -> bool:
-    return leaf.role == "statistic" and leaf.parameter is None
 
 
 # Windows: partial results that wait for their end.
