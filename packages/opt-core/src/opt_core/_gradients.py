@@ -65,44 +65,36 @@ def _align(
     expected: Any = jax.tree.structure(params)
     if expected == jax.tree.structure(grads) and not any(map(check, leaves, gradients)):
         return gradients, []
-    walk = _Walk(optional, check)
-    return list(walk.subtree(params, grads, (), 0)), walk.problems
+    problems: list[str] = []
 
+    def note(names: Names, problem: str) -> None:
+        if problem:
+            problems.append(f"{path_str(names)}: {problem}")
 
-class _Walk:
-    """One walk over parameters and gradients, which collects what does not match."""
-
-    def __init__(self, optional: frozenset[int] | None, check: Callable[[Any, Any], str]) -> None:
-        self.problems: list[str] = []
-        self._optional, self._check = optional, check
-
-    def subtree(self, param: Any, grad: Any, names: Names, start: int) -> Iterator[Any]:
+    def aligned(param: Any, grad: Any, names: Names, start: int) -> Iterator[Any]:
         """Yields the gradient of every leaf of a subtree, the first of which is number `start`."""
         count = len(jax.tree.leaves(param))
         expected, found = children(param), None if grad is _ABSENT else children(grad)
         is_empty = not _is_there(grad) or (found is not None and not found.children)
-        numbers = range(start, start + count)
-        if is_empty and self._optional is not None and self._optional.issuperset(numbers):
+        if is_empty and optional is not None and optional.issuperset(range(start, start + count)):
             yield from [None] * count
         elif param is None:  # a container without leaves
-            self._note(names, "" if grad is None else f"expected None, found {_kind(grad)}")
+            note(names, "" if grad is None else f"expected None, found {_kind(grad)}")
         elif expected is None and found is None and _is_there(grad):
-            self._note(names, self._check(param, grad))
+            note(names, check(param, grad))
             yield grad
         elif expected is None or found is None or type(param) is not type(grad):
-            self._note(names, f"expected {_kind(param)}, found {_kind(grad)}")
+            note(names, f"expected {_kind(param)}, found {_kind(grad)}")
             yield from [_ABSENT] * count
         else:
             theirs = dict(found.children)
             for name, child in expected.children:
-                yield from self.subtree(child, theirs.pop(name, _ABSENT), (*names, name), start)
+                yield from aligned(child, theirs.pop(name, _ABSENT), (*names, name), start)
                 start += len(jax.tree.leaves(child))
             for name, child in theirs.items():
-                self._note((*names, name), f"expected nothing, found {_kind(child)}")
+                note((*names, name), f"expected nothing, found {_kind(child)}")
 
-    def _note(self, names: Names, problem: str) -> None:
-        if problem:
-            self.problems.append(f"{path_str(names)}: {problem}")
+    return list(aligned(params, grads, (), 0)), problems
 
 
 def _is_there(grad: Any) -> bool:

@@ -269,18 +269,14 @@ def _other_inputs(
     old = _acting(move.old, before, successors)
     new = _acting(move.new, after, {new: new for new in successors.values()})
     name = f"`{after}`"
-    for key, transformation in old.items():
-        if key not in new and key in successors.values():
-            yield Problem(f"`{key}` acted before {name}, and acts after it", "optimizer")
-        elif key not in new:
-            yield Problem(
-                f"`{transformation.name}`, which acts before {name}, is gone", "optimizer"
-            )
-    for key, transformation in new.items():
-        if key not in old and key in successors.values():
-            yield Problem(f"`{key}` acted after {name}, and acts before it", "optimizer")
-        elif key not in old:
-            yield Problem(f"`{transformation.name}`, which acts before {name}, is new", "optimizer")
+    sides = ((old, new, "before", "after", "gone"), (new, old, "after", "before", "new"))
+    for these, others, was, now, word in sides:
+        for key, transformation in these.items():
+            if key not in others and key in successors.values():
+                yield Problem(f"`{key}` acted {was} {name}, and acts {now} it", "optimizer")
+            elif key not in others:
+                what = f"`{transformation.name}`, which acts before {name}, is {word}"
+                yield Problem(what, "optimizer")
     shared = [key for key in new if key in old]
     if shared != [key for key in old if key in new]:
         order = listed(new[key].name for key in shared)
