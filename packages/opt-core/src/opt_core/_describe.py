@@ -130,7 +130,7 @@ def describe_by_types(
 ) -> StateDescription:
     """Returns a description by placeholders, types and shapes alone."""
     origin = origin_of(type(definition))
-    whole = qualified(snake_case(type(definition).__name__), origin)
+    outer = qualified(snake_case(type(definition).__name__), origin)
     shapes = {names: np.shape(x) for names, x in named_leaves(params)}
     followed = follow(
         lambda tree: definition.init_state(tree).param_states, params, state.param_states
@@ -143,7 +143,7 @@ def describe_by_types(
         # Records are their definition's, whichever package has their classes.
         depth = at.record
         place = () if depth is None else at.outer[:depth]
-        name = whole if depth is None else qualified(snake_case(at.kinds[depth].__name__), origin)
+        name = outer if depth is None else qualified(snake_case(at.kinds[depth].__name__), origin)
         alike = places.setdefault(name, [])
         if place not in alike:
             alike.append(place)
@@ -166,10 +166,10 @@ def describe_by_types(
         TransformationDescription(name, number)
         for name, alike in places.items()
         for number in range(1, len(alike) + 1)
-        if (name, number) != (whole, 1)
+        if (name, number) != (outer, 1)
     ]
     settings = json_settings(definition.hyper_params)
-    transformations = TransformationDescription(whole, settings=settings), *records
+    transformations = TransformationDescription(outer, settings=settings), *records
     return StateDescription(tuple(described), transformations)
 
 

@@ -206,16 +206,16 @@ class _Reader:
             want = f"a mapping ({type(reference).__name__}) with {names_in}"
             self._note(names, MismatchKind.CONTAINER, want, _describe(value))
             return reference
-        given = {str(key): child for key, child in value.items()}
-        if len(given) < len(value):
+        entries = {str(key): child for key, child in value.items()}
+        if len(entries) < len(value):
             want = "keys with different names"
             self._note(names, MismatchKind.CONTAINER, want, _keys(map(repr, value)))
             return reference
         restored = [
-            self.read(child, given.pop(name, _ABSENT), (*names, name))
+            self.read(child, entries.pop(name, _ABSENT), (*names, name))
             for name, child in node.children
         ]
-        for name, child in given.items():
+        for name, child in entries.items():
             self._extra(child, (*names, name))
         return node.rebuild(restored)
 

@@ -265,12 +265,12 @@ def _matching_leaves(definition: MultiOptimizer, target: Any, pattern: Any) -> f
     """The positions of the leaves that a pattern matches: a `GroupError` if none."""
     if isinstance(pattern, Rest):
         raise GroupError("`REST` says nothing alone; give a pattern")
-    found = positions_of(pattern, target, definition.param_axes)
-    if not found:
+    positions = positions_of(pattern, target, definition.param_axes)
+    if not positions:
         raise GroupError(
             f"{Group('pattern', pattern, FROZEN)} matches no parameter{_hint(definition, pattern)}"
         )
-    return found
+    return positions
 
 
 def _hint(definition: MultiOptimizer, pattern: Any) -> str:

@@ -55,9 +55,9 @@ def _like(leaf_like: Callable[[Any, Any], Any], reference: Any, value: Any) -> A
     node = children(reference)
     if node is None:
         return leaf_like(reference, value)
-    given = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
+    entries = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
     return node.rebuild(
-        [_like(leaf_like, c, given[name]) if name in given else c for name, c in node.children]
+        [_like(leaf_like, c, entries[name]) if name in entries else c for name, c in node.children]
     )
 
 

@@ -215,8 +215,8 @@ def from_layout(optimizer: Optimizer, layout: Any) -> GroupStates:
         elif _restores_itself(part.optimizer_def):
             step, entry = (to_state_dict(x) for x in (part.state.step, states[name]))
             written = {"step": step, "param_states": entry}
-            whole = {"target": to_state_dict(part.target), "state": written}
-            _, restored = part.optimizer_def.restore_state(part.target, part.state, whole)
+            state_dict = {"target": to_state_dict(part.target), "state": written}
+            _, restored = part.optimizer_def.restore_state(part.target, part.state, state_dict)
             states[name] = restored.param_states
     return GroupStates(states, division)
 

@@ -305,8 +305,8 @@ def _initial_leaves(
             meshed = [
                 x if isinstance(x := places[of_part[k]], NamedSharding) else None for k in chosen
             ]
-            made = _made(part, chosen, meshed, stored)
-            initial |= {of_part[k]: leaf for k, leaf in zip(chosen, made, strict=True)}
+            leaves = _made(part, chosen, meshed, stored)
+            initial |= {of_part[k]: leaf for k, leaf in zip(chosen, leaves, strict=True)}
     return initial
 
 
@@ -348,19 +348,19 @@ class Places:
                 self._like.setdefault((about.parameter, about.dimensions, about.shape), place)
         known = [place for _, place in self._params.values() if place is not None]
         meshes = [place.mesh for place in known if isinstance(place, NamedSharding)]
-        self.whole = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+        self.replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
         self._alone = known[0] if len(set(known)) == 1 and not meshes else None
 
     def of(self, about: Any, shape: Sequence[int]) -> Sharding | None:
         """Returns the placement of a new leaf with a description; `None` leaves it to JAX."""
-        if self.whole is None:
+        if self.replicated is None:
             return self._alone
         like = self._like.get((about.parameter, about.dimensions, tuple(shape)))
         if isinstance(like, NamedSharding):
             return like
         param_shape, place = self._params.get(about.parameter or (), ((), None))
         if about.parameter is None or not isinstance(place, NamedSharding):
-            return self.whole
+            return self.replicated
         dims = about.dimensions or (None,) * len(shape)
         spec = (*place.spec, *(None,) * (len(param_shape) - len(place.spec)))
         kept = [
@@ -375,12 +375,13 @@ def placed_like_params(optimizer: Optimizer) -> Optimizer:
     leaves, structure = jax.tree.flatten(optimizer.state.param_states)
     params = named_leaves(optimizer.target)
     like = Places((names, np.shape(x), getattr(x, "sharding", None)) for names, x in params)
-    found = [
+    placed_leaves = [
         placed(leaf, like.of(about, np.shape(leaf))) if is_abstract(leaf) else leaf
         for leaf, about in zip(leaves, describe_state(optimizer).leaves, strict=True)
     ]
-    step = placed(optimizer.state.step, like.whole)
-    return optimizer.replace(state=OptimizerState(step, jax.tree.unflatten(structure, found)))
+    step = placed(optimizer.state.step, like.replicated)
+    state = OptimizerState(step, jax.tree.unflatten(structure, placed_leaves))
+    return optimizer.replace(state=state)
 
 
 _ADVICE = (
@@ -392,20 +393,21 @@ _ADVICE = (
 
 def with_placement(view: View, placement: Any) -> View:
     """Returns a view whose leaves lie where a placement says, if they did not say so themselves."""
-    for given in (placement, view.placement):
-        if given is not None:
-            view = _with(view, given)
+    for said in (placement, view.placement):
+        if said is not None:
+            view = _with(view, said)
     return view
 
 
-def _with(view: View, given: Any) -> View:
+def _with(view: View, placement: Any) -> View:
     optimizer, others = view.optimizer, view.others
     target, states = optimizer.target, optimizer.state
-    if isinstance(given, Sharding):
-        others = {names: _put(leaf, given, "params", names) for names, leaf in others.items()}
-        target, states = _placed_by(target, given, "params"), _placed_by(states, given, "state")
+    if isinstance(placement, Sharding):
+        others = {names: _put(leaf, placement, "params", names) for names, leaf in others.items()}
+        target = _placed_by(target, placement, "params")
+        states = _placed_by(states, placement, "state")
     else:
-        params, state = _parts(given, states)
+        params, state = _parts(placement, states)
         if params is not None:
             target = _placed_by(target, params, "params")
         if state is not None and _covers(state, states.param_states):
@@ -416,9 +418,9 @@ def _with(view: View, given: Any) -> View:
     return dataclasses.replace(view, optimizer=optimizer, others=others)
 
 
-def _parts(given: Any, states: OptimizerState) -> tuple[Any, Any]:
+def _parts(placement: Any, states: OptimizerState) -> tuple[Any, Any]:
     """What a placement says of the parameters, and of the state."""
-    tree = getattr(given, "shardings", given)
+    tree = getattr(placement, "shardings", placement)
     params = getattr(tree, "params", None)
     state = getattr(tree, "state", getattr(tree, "opt_state", None))
     if params is not None and state is not None:
@@ -429,9 +431,9 @@ def _parts(given: Any, states: OptimizerState) -> tuple[Any, Any]:
     return tree, None
 
 
-def _covers(given: Any, tree: Any) -> bool:
+def _covers(placement: Any, tree: Any) -> bool:
     """Whether a tree of shardings has all paths of another."""
-    return {_unboxed(names) for names, _ in named_leaves(tree)} <= _by_path(given).keys()
+    return {_unboxed(names) for names, _ in named_leaves(tree)} <= _by_path(placement).keys()
 
 
 def _by_path(tree: Any) -> dict[Names, Any]:
@@ -445,12 +447,12 @@ def _unboxed(names: Names) -> Names:
     return names[:-1] if names[-1:] == ("value",) else names
 
 
-def _placed_by(tree: Any, given: Any, kind: str) -> Any:
+def _placed_by(tree: Any, placement: Any, kind: str) -> Any:
     """A tree with its leaves where one sharding says, or those of a tree with the same paths."""
     leaves = named_leaves(tree)
-    said = dict.fromkeys((_unboxed(names) for names, _ in leaves), given)
-    if not isinstance(given, Sharding):
-        said = _by_path(given)
+    said = dict.fromkeys((_unboxed(names) for names, _ in leaves), placement)
+    if not isinstance(placement, Sharding):
+        said = _by_path(placement)
     for names, place in said.items():
         if place is not None and not isinstance(place, Sharding):
             where = f" for `{path_str((kind, *names))}`" if names else ""
@@ -458,7 +460,7 @@ def _placed_by(tree: Any, given: Any, kind: str) -> Any:
                 "`placement`: expected a plan, a `Layout` or shardings, found "
                 f"{type(place).__name__}{where}"
             )
-    found = []
+    result = []
     for names, leaf in leaves:
         if _unboxed(names) not in said:
             raise LeafError(
@@ -466,8 +468,8 @@ def _placed_by(tree: Any, given: Any, kind: str) -> Any:
                 f"{len(said)} leaves, of another optimizer or other parameters. Make it for the "
                 "definition and the parameters of the target"
             )
-        found.append(_put(leaf, said[_unboxed(names)], kind, names))
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
+        result.append(_put(leaf, said[_unboxed(names)], kind, names))
+    return jax.tree.unflatten(jax.tree.structure(tree), result)
 
 
 def _put(leaf: Any, sharding: Sharding | None, kind: str, names: Names) -> Any:
@@ -492,24 +494,24 @@ def _put(leaf: Any, sharding: Sharding | None, kind: str, names: Names) -> Any:
 
 def places_of(plan: Plan[Any]) -> list[Any]:
     """Returns where each leaf of the target goes, in the order of rows; `None` leaves it to JAX."""
-    rows, found = plan.target_rows, _own(plan.view.leaves())
-    left = [i for i, place in enumerate(found) if place is None or _is_abstract(place)]
+    rows, places = plan.target_rows, _own(plan.view.leaves())
+    left = [i for i, place in enumerate(places) if place is None or _is_abstract(place)]
     if not left:
-        return found
-    known = [x for x in found if x is not None and not _is_abstract(x)]
-    asked = next(filter(_is_abstract, found), None)
+        return places
+    known = [x for x in places if x is not None and not _is_abstract(x)]
+    asked = next(filter(_is_abstract, places), None)
     names = [rows[i].sources[0] for i in left if rows[i].sources]
     saved = plan.source.shardings(names) if names else {}
     anchor, is_elsewhere = _anchor(known, asked, saved.values())
     for i in left:
-        row, place = rows[i], found[i]
+        row, place = rows[i], places[i]
         if place is not None:
-            found[i] = _on(anchor, place.spec, row.leaf.shape) if anchor else place
+            places[i] = _on(anchor, place.spec, row.leaf.shape) if anchor else place
         elif row.sources:
-            found[i] = _as_saved(row, saved.get(row.sources[0]), anchor, is_elsewhere)
-    _check(plan, found, saved)
-    _place_new(plan, found)
-    return found
+            places[i] = _as_saved(row, saved.get(row.sources[0]), anchor, is_elsewhere)
+    _check(plan, places, saved)
+    _place_new(plan, places)
+    return places
 
 
 def _own(values: Sequence[Any]) -> list[Any]:
@@ -574,9 +576,9 @@ def _on(anchor: Any, spec: Sequence[Any], shape: Sequence[int]) -> Any:
     return NamedSharding(anchor.mesh, PartitionSpec(*entries))
 
 
-def _check(plan: Plan[Any], found: Sequence[Any], saved: Mapping[str, Any]) -> None:
+def _check(plan: Plan[Any], places: Sequence[Any], saved: Mapping[str, Any]) -> None:
     """Raises a `LeafError` for leaves that were sharded, or are to be, and have no devices."""
-    rows = zip(plan.target_rows, found, strict=True)
+    rows = zip(plan.target_rows, places, strict=True)
     lost = [(row, place) for row, place in rows if _is_abstract(place)]
     if not lost:
         return
@@ -594,18 +596,18 @@ def _check(plan: Plan[Any], found: Sequence[Any], saved: Mapping[str, Any]) -> N
     raise LeafError(f"`{first.leaf.name}`{more}: {why}. {_ADVICE}")
 
 
-def _place_new(plan: Plan[Any], found: list[Any]) -> None:
+def _place_new(plan: Plan[Any], places: list[Any]) -> None:
     """Places leaves that are initialised like others of their parameters."""
     rows = plan.target_rows
-    missing = [i for i, row in enumerate(rows) if found[i] is None and not row.sources]
+    missing = [i for i, row in enumerate(rows) if places[i] is None and not row.sources]
     if not missing:
         return
-    leaves = [(row.leaf, place) for row, place in zip(rows, found, strict=True)]
+    leaves = [(row.leaf, place) for row, place in zip(rows, places, strict=True)]
     params = [(x.path[1:], x.shape, place) for x, place in leaves if x.kind == "params"]
     states = [(leaf, place) for leaf, place in leaves if leaf.transformation]
-    new = Places(params, [*states, *_places_of_source(plan, found)])
+    new = Places(params, [*states, *_places_of_source(plan, places)])
     for i in missing:
-        found[i] = new.of(rows[i].leaf, rows[i].leaf.shape)
+        places[i] = new.of(rows[i].leaf, rows[i].leaf.shape)
 
 
 def _places_of_source(plan: Plan[Any], known: Sequence[Any]) -> Iterator[tuple[LeafInfo, Any]]:

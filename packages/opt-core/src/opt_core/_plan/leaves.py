@@ -96,9 +96,9 @@ def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def key_kind(name: str) -> tuple[str, Any]:
     """Returns the implementation and the dtype of typed PRNG keys such as `'key<fry>'`."""
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
-        found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
-        if str(found) == name:
-            return impl, found
+        dtype = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
+        if str(dtype) == name:
+            return impl, dtype
     raise LeafError(f"`{name}` is not a type of PRNG keys of this JAX")
 
 
@@ -236,10 +236,10 @@ class NamedState(Mapping[str, Any]):
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves are on a mesh, by name; memory kinds are left out, as on disk."""
-        found = {name: committed_sharding(self.leaves[name]) for name in names}
+        places = {name: committed_sharding(self.leaves[name]) for name in names}
         return {
             name: NamedSharding(place.mesh, place.spec)
-            for name, place in found.items()
+            for name, place in places.items()
             if isinstance(place, NamedSharding)
         }
 
@@ -258,8 +258,8 @@ class HeldState(NamedState):
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
         """Returns where leaves are on a mesh, by name, with their memory."""
-        found = {name: committed_sharding(self.leaves[name]) for name in names}
-        return {name: place for name, place in found.items() if isinstance(place, NamedSharding)}
+        places = {name: committed_sharding(self.leaves[name]) for name in names}
+        return {name: place for name, place in places.items() if isinstance(place, NamedSharding)}
 
 
 def _bits(leaf: Any) -> tuple[str, tuple[int, ...], bytes] | None:
@@ -433,14 +433,14 @@ def _axes(optimizer: Optimizer, param_axes: Any) -> Iterator[tuple[Any, ...] | N
 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     """The parameters of each group; those without one are frozen."""
-    found = {
+    groups = {
         path_str(group): tuple(path for path, _ in named_leaves(part.target))
         for group, part in leaf_groups(optimizer)
         if group
     }
-    trained = {path for paths in found.values() for path in paths}
+    trained = {path for paths in groups.values() for path in paths}
     frozen = [path for path, _ in named_leaves(optimizer.target) if path not in trained]
-    if found and frozen:
+    if groups and frozen:
         # no group can have this name: `~` is escaped in the names of groups
-        found["frozen" if "frozen" not in found else "~frozen"] = tuple(frozen)
-    return found
+        groups["frozen" if "frozen" not in groups else "~frozen"] = tuple(frozen)
+    return groups

@@ -58,15 +58,15 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     if view.stored is not None:
         rows = with_ways(rows, source, view.stored, request)
     _check_rules(request, rows, source)
-    found = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
+    obstacles = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
     if source.schema.optimizer is None:  # transformations cannot be compared, only leaves
-        found = [problem for problem in found if problem.needs is None]
-    new = {move.new.names[p.new]: p.text for p in found if p.new is not None}
-    old = {move.old.names[p.old]: p.text for p in found if p.old is not None}
+        obstacles = [problem for problem in obstacles if problem.needs is None]
+    new = {move.new.names[p.new]: p.text for p in obstacles if p.new is not None}
+    old = {move.old.names[p.old]: p.text for p in obstacles if p.old is not None}
     rows = [_with_problem(row, new, "initialise it by a rule") for row in rows]
     dropped = matcher.dropped(rows, move)
     rows += [_with_problem(row, old, "drop it by a rule") for row in dropped]
-    changes = [p for p in found if p.old is None and p.new is None]
+    changes = [p for p in obstacles if p.old is None and p.new is None]
     refused = [p for p in changes if p.needs is None or p.needs not in request.allow]
     admitted = [p.text for p in changes if p not in refused]
     structural = [] if source.schema.optimizer is None else [*structural_notes(move)]
@@ -129,15 +129,15 @@ class _Matcher:
         """The parameters of the checkpoint that each of the target's comes from."""
         for leaf in self.named.schema.leaves:
             if leaf.kind == "params":
-                found = self.request.rule(leaf.name)
+                rule = self.request.rule(leaf.name)
                 names: tuple[str, ...] = (leaf.name,)
-                if found is not None and isinstance(found[1], Taking):
-                    names = sources_of(found[1], found[2], leaf.shape)
+                if rule is not None and isinstance(rule[1], Taking):
+                    names = sources_of(rule[1], rule[2], leaf.shape)
                 yield leaf.path[1:], [split_path(n)[1:] for n in names if n in self.saved]
 
     def rows(self) -> tuple[list[Row], Move]:
         """What becomes of every leaf of the target; the policy sees it as a `Move`."""
-        found, pairs = [], iter(self.pairs)
+        rows, pairs = [], iter(self.pairs)
         for leaf in self.named.schema.leaves:
             pair = next(pairs) if leaf.transformation else None
             row = self._by_rule.get(leaf.name)
@@ -145,13 +145,13 @@ class _Matcher:
                 row = self._by_name(leaf) if pair is None else self._paired(leaf, pair)
             elif pair is not None and pair.note:
                 row = dataclasses.replace(row, note=", ".join(filter(None, (row.note, pair.note))))
-            found.append(row)
-        found = list(self._refuse_fresh_counts(found))
+            rows.append(row)
+        rows = list(self._refuse_fresh_counts(rows))
         # Which new leaves begin where training has gone on is known once all are paired.
-        move, of_state = self._move(found), iter(range(len(found)))
+        move, of_state = self._move(rows), iter(range(len(rows)))
         return [
             self._require_initialise(row, move, next(of_state)) if row.leaf.transformation else row
-            for row in found
+            for row in rows
         ], move
 
     def _require_initialise(self, row: Row, move: Move, j: int) -> Row:
@@ -182,15 +182,17 @@ class _Matcher:
             or (leaf.parameter is not None and self._lets_go(leaf.name))
         }
         idle = frozen(self.named.schema)
-        trained = {o for param, found in self.origins.items() if param not in idle for o in found}
+        trained = {
+            o for param, origins in self.origins.items() if param not in idle for o in origins
+        }
         gone = {leaf.parameter for leaf in self.old.leaves if leaf.parameter is not None} - trained
         discards_state = self.request.discards_state
         return Move(self.old, self.new, sources, ruled, let_go, gone, discards_state)
 
     def _action(self, name: str) -> Action | None:
         """The action of the rule for a leaf of the target, if any."""
-        found = self.request.rule(name)
-        return None if found is None else found[1]
+        rule = self.request.rule(name)
+        return None if rule is None else rule[1]
 
     def _is_fresh(self, name: str) -> bool:
         """Whether a rule says that a leaf of the target does not come from the checkpoint."""
@@ -218,12 +220,12 @@ class _Matcher:
 
     def _row_by_rule(self, leaf: LeafInfo) -> Row | None:
         """The row of a leaf whose source a rule states."""
-        found = self.request.rule(leaf.name)
+        rule = self.request.rule(leaf.name)
         if leaf.name in self.request.reset:
             return self._initialised(leaf, "")
-        if found is None:
+        if rule is None:
             return None
-        _, action, match = found
+        _, action, match = rule
         if action == "initialise":
             return self._initialised(leaf, "as a rule says", is_ruled=True)
         if action == "keep":
@@ -315,7 +317,7 @@ class _Matcher:
     def dropped(self, rows: Sequence[Row], move: Move) -> list[Row]:
         """The leaves of the source, and slices of leaves, that are not used."""
         used = {name for row in rows for name in row.sources}
-        found = []
+        unused = []
         for leaf in self.saved.values():
             if leaf.name in used:
                 continue
@@ -323,8 +325,8 @@ class _Matcher:
             is_free = i is not None and not is_trained(move.old, i)
             is_let_go = leaf.name in self.request.reset or self._lets_go(leaf.name)
             note = _EVALUATED.get(leaf.kept_by.name, "") if leaf.role == "params_copy" else ""
-            found.append(self._dropped_row(leaf, leaf.name, note, is_free=is_free or is_let_go))
-        return [*found, *self._unused_slices(rows)]
+            unused.append(self._dropped_row(leaf, leaf.name, note, is_free=is_free or is_let_go))
+        return [*unused, *self._unused_slices(rows)]
 
     def _dropped_row(
         self, leaf: LeafInfo, name: str, note: str = "", *, is_free: bool = False
@@ -336,9 +338,9 @@ class _Matcher:
 
     def _unused_slices(self, rows: Sequence[Row]) -> Iterator[Row]:
         taken: dict[tuple[str, int], set[int]] = {}
-        whole = {name for row in rows if not isinstance(row.how, Sliced) for name in row.sources}
+        unsliced = {name for row in rows if not isinstance(row.how, Sliced) for name in row.sources}
         for row in rows:
-            if isinstance(row.how, Sliced) and row.sources[0] not in whole:
+            if isinstance(row.how, Sliced) and row.sources[0] not in unsliced:
                 taken.setdefault((row.sources[0], row.how.axis), set()).add(row.how.index)
         for (name, axis), indices in taken.items():
             leaf = self.saved[name]
@@ -392,7 +394,7 @@ def suggested_renames(move: Move) -> Iterator[str]:
     """Yields the `Rename` that would keep a state instead of dropping and initialising it."""
     # Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
     # Two known transformations are not the same: Adam's moments are not Adamax's.
-    initial = {j for j, found in enumerate(move.sources) if not found and j not in move.ruled}
+    initial = {j for j, sources in enumerate(move.sources) if not sources and j not in move.ruled}
     gone, new = _looks(move.old, move.dropped), _looks(move.new, initial)
     for after, look in new.items():
         like = [old for old, other in gone.items() if other == look and old.group == after.group]
@@ -404,15 +406,15 @@ def suggested_renames(move: Move) -> Iterator[str]:
 
 def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
     """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
-    found = {}
+    by_transformation = {}
     for transformation in side.transformations:
         own = side.leaves_of(transformation.key)
         if own and all(i in chosen for i in own):
             looks = (
                 (side.leaves[i].field, side.leaves[i].parameter, side.leaves[i].shape) for i in own
             )
-            found[transformation] = frozenset(looks)
-    return found
+            by_transformation[transformation] = frozenset(looks)
+    return by_transformation
 
 
 def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:

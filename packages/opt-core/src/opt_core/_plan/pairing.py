@@ -324,18 +324,18 @@ class Pairing:
         if leaf.group not in sources and len(sources) > 1:
             return Pair(note="several groups have one")
         group = leaf.group if leaf.group in sources else next(iter(sources), None)
-        found = None if group is None else self._in(group, leaf)
-        if found is None:
+        position = None if group is None else self._in(group, leaf)
+        if position is None:
             is_other = leaf.group in sources and self._number(leaf.group, leaf) is None
             return Pair(note="no other has its settings" if is_other else "")
-        source = self.old.leaves[found]
+        source = self.old.leaves[position]
         is_same = source.dimensions == leaf.dimensions
         if None in (source.dimensions, leaf.dimensions):
             # Their dimensions are not known: only equal settings ensure equal dimensions.
             is_same = _is_alike(self.old.keeper(source), self.new.keeper(leaf))
         was, now = (dimensions_text(x.dimensions) for x in (source, leaf))
         why = f"had the dimensions {was} of its parameter, has {now}"
-        return Pair((found,)) if is_same else Pair(note=why, lookalike=found)
+        return Pair((position,)) if is_same else Pair(note=why, lookalike=position)
 
     def _in(self, group: Names, leaf: LeafInfo) -> int | None:
         number = self._number(group, leaf)
@@ -357,18 +357,18 @@ class Pairing:
 
     def _shared(self, leaf: LeafInfo) -> Sequence[int]:
         """The leaves of the old groups that may be the source of a leaf of a whole group."""
-        found = (self._in(group, leaf) for group in self._group_sources(leaf))
-        return [i for i in found if i is not None]
+        positions = (self._in(group, leaf) for group in self._group_sources(leaf))
+        return [i for i in positions if i is not None]
 
     def _group_sources(self, leaf: LeafInfo) -> Sequence[Names]:
         """The groups of the old state with a possible source for a leaf of a whole group."""
         having = self.old.groups(leaf.kept_by.name)
         where, leaves = leaf.kept_by, self.new.leaves
         own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
-        found = {self.old.leaves[k].group for i in own for k in self._pairs[i].sources}
-        if own and not found:
+        sources = {self.old.leaves[k].group for i in own for k in self._pairs[i].sources}
+        if own and not sources:
             params = [o for param in self.new.followed(where) for o in self.new.came_from(param)]
-            found = {g for param in params for g in self.old.groups(leaf.kept_by.name, param)}
+            sources = {g for param in params for g in self.old.groups(leaf.kept_by.name, param)}
         elif not own:
             # The members of a group within one definition are not always known; its name suffices.
             if leaf.group in having and leaf.group not in self.old.owners.values():
@@ -376,8 +376,8 @@ class Pairing:
             params = [o for p in _params(self.new, leaf) for o in self.new.came_from(p)]
             known = [set(self._groups_of(o, having)) for o in params if o in self.old.owners]
             is_whole = bool(known) and all(leaf.group in groups for groups in known)
-            found = {leaf.group} if is_whole else set().union(*known)
-        return [group for group in having if group in found]
+            sources = {leaf.group} if is_whole else set().union(*known)
+        return [group for group in having if group in sources]
 
     def _holds_others(self, leaf: LeafInfo, source: LeafInfo) -> bool:
         """Whether a leaf concatenates other parameters, or these in another order."""
@@ -401,44 +401,44 @@ class Pairing:
     ) -> Iterator[tuple[TransformationKey, str]]:
         """The transformations of groups that must be reinitialised, with the reason."""
         # The first of several reasons counts.
-        for i, found in reversed(list(shared.items())):
+        for i, positions in reversed(list(shared.items())):
             leaf = self.new.leaves[i]
             where = leaf.kept_by
             is_free = leaf.role in ("schedule_count", "key")
-            if is_free or not found or self.new.is_recorded(leaf):
+            if is_free or not positions or self.new.is_recorded(leaf):
                 continue
-            if why := self._unlike(found, leaf):
+            if why := self._unlike(positions, leaf):
                 yield where, f"reinitialised: {why}"
 
-    def _unlike(self, found: Sequence[int], leaf: LeafInfo) -> str:
+    def _unlike(self, positions: Sequence[int], leaf: LeafInfo) -> str:
         """Returns how the groups that a leaf comes from disagree; empty if they agree."""
-        is_same = self.old.same(found) if found else True
+        is_same = self.old.same(positions) if positions else True
         if is_same:
             return ""
         field = "/".join(leaf.field)
         if is_same is None:
             return f"nothing says whether its groups agree about `{field}`"
-        known = [x for i in found if (x := self.old.leaves[i]).value is not None]
+        known = [x for i in positions if (x := self.old.leaves[i]).value is not None]
         groups = [f"`{'/'.join(x.group)}`" if x.group else "no group" for x in known]
         values = ", ".join(f"{group} {x.value}" for group, x in zip(groups, known, strict=True))
         return f"its groups do not agree about `{field}`{f': {values}' if values else ''}"
 
-    def _recorded(self, leaf: LeafInfo, found: Sequence[int]) -> Pair:
+    def _recorded(self, leaf: LeafInfo, positions: Sequence[int]) -> Pair:
         """A value that was set at run time continues, unless the setting has changed."""
         name = leaf.field[-1]
         setting = self.new.keeper(leaf).settings.get(name)
-        before = [self.old.keeper(self.old.leaves[i]).settings for i in found]
+        before = [self.old.keeper(self.old.leaves[i]).settings for i in positions]
         if not all(name in settings for settings in before):
-            return Pair(tuple(found), f"saved; nothing says what the code gave as `{name}`")
+            return Pair(tuple(positions), f"saved; nothing says what the code gave as `{name}`")
         for was in (settings[name] for settings in before):
             if was != setting:
                 changed = f"`{name}` was {setting_text(was)}, is {setting_text(setting)}"
                 return Pair(note=f"{changed} in the code, which acts")
-        return self._agreed(found, leaf)
+        return self._agreed(positions, leaf)
 
-    def _agreed(self, found: Sequence[int], leaf: LeafInfo) -> Pair:
-        why = self._unlike(found, leaf)
-        return Pair(note=why) if why else Pair(tuple(found))
+    def _agreed(self, positions: Sequence[int], leaf: LeafInfo) -> Pair:
+        why = self._unlike(positions, leaf)
+        return Pair(note=why) if why else Pair(tuple(positions))
 
     def _give_keys_once(self, shared: Mapping[int, Sequence[int]]) -> None:
         """Each key is used once: groups with copies of one would draw the same random numbers."""

@@ -85,9 +85,9 @@ class Request:
     def rule(self, name: str, *, drop: bool = False) -> tuple[int, Action, re.Match[str]] | None:
         """The first rule for a name of the target, or, with `drop`, of the checkpoint."""
         for i, (pattern, action) in enumerate(self.rules):
-            found = pattern.fullmatch(name) if (action == "drop") == drop else None
-            if found is not None:
-                return i, action, found
+            match = pattern.fullmatch(name) if (action == "drop") == drop else None
+            if match is not None:
+                return i, action, match
         return None
 
 

@@ -86,24 +86,25 @@ class Move:
     def continued(self) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
         """The transformations whose state goes on, old and new, with positions of leaves."""
         # Counts of schedules and recorded settings are not considered.
-        found: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
+        continued: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
         for j, (sources, leaf) in enumerate(zip(self.sources, self.new.leaves, strict=True)):
             if leaf.role != "schedule_count" and not self.new.is_recorded(leaf):
                 for i in sources:
-                    found.setdefault((self.old.leaves[i].kept_by, leaf.kept_by), []).append((i, j))
-        return found
+                    both = self.old.leaves[i].kept_by, leaf.kept_by
+                    continued.setdefault(both, []).append((i, j))
+        return continued
 
     @functools.cached_property
     def at_a_count(self) -> Mapping[TransformationKey, str]:
         """The transformations that go on at a count, where Adam does not correct zero moments."""
         # A leaf that restarts in one of them would make steps several times too long.
-        found: dict[TransformationKey, str] = {}
+        counts: dict[TransformationKey, str] = {}
         for leaf, sources in zip(self.new.leaves, self.sources, strict=True):
             value = self.old.leaves[sources[0]].value if sources else 0
             if leaf.role == "count" and value != 0:
                 count = f"`{'/'.join(leaf.field)}` continues{f' from {value}' if value else ''}"
-                found.setdefault(leaf.kept_by, f"as `init` makes it, while {count}")
-        return found
+                counts.setdefault(leaf.kept_by, f"as `init` makes it, while {count}")
+        return counts
 
     @functools.cached_property
     def dropped(self) -> Set[int]:
@@ -113,19 +114,19 @@ class Move:
 
 def problems(move: Move) -> Iterator[Problem]:
     """Yields what stands in the way, apart from leaves that restart or have no successor."""
-    found: dict[Problem, None] = {}
+    obstacles: dict[Problem, None] = {}
     for (before, after), pairs in move.continued.items():
         old, new = move.old.transformation(before), move.new.transformation(after)
-        found |= dict.fromkeys(_of_bearing(move, old, new, pairs))
+        obstacles |= dict.fromkeys(_of_bearing(move, old, new, pairs))
         is_ruled = all(j in move.ruled for _, j in pairs)
         if not is_ruled and any(is_trained(move.new, j) for _, j in pairs):
-            found |= dict.fromkeys(_switches(old, new))
+            obstacles |= dict.fromkeys(_switches(old, new))
         if any(j not in move.ruled and _is_in_units(move.new, j) for _, j in pairs):
-            found |= dict.fromkeys(_other_inputs(move, before, after))
+            obstacles |= dict.fromkeys(_other_inputs(move, before, after))
         if text := _other_parameters(move, before, after, pairs):
-            found[Problem(text, "optimizer")] = None
-    found |= dict.fromkeys(_lost_windows(move))
-    yield from found
+            obstacles[Problem(text, "optimizer")] = None
+    obstacles |= dict.fromkeys(_lost_windows(move))
+    yield from obstacles
 
 
 def is_trained(side: Side, i: int) -> bool:
@@ -291,7 +292,7 @@ def _acting(
     side: Side, which: TransformationKey, successors: Mapping[TransformationKey, TransformationKey]
 ) -> dict[Any, TransformationDescription]:
     """What changes updates before a transformation, under names that both sides share."""
-    found: dict[Any, TransformationDescription] = {}
+    acting: dict[Any, TransformationDescription] = {}
     numbers: Counter[str] = Counter()
     for transformation in side.before(which):
         if (
@@ -304,8 +305,8 @@ def _acting(
         if key is None:
             numbers[transformation.name] += 1
             key = transformation.name, numbers[transformation.name]
-        found[key] = transformation
-    return found
+        acting[key] = transformation
+    return acting
 
 
 def _learns_nothing(side: Side, transformation: TransformationDescription) -> bool:
@@ -440,12 +441,12 @@ def _inside(group: Names) -> str:
 
 
 def _names(side: Side) -> dict[Names, list[str]]:
-    found: dict[Names, list[str]] = {}
+    by_group: dict[Names, list[str]] = {}
     for transformation in side.transformations:
-        members = found.setdefault(transformation.group, [])
+        members = by_group.setdefault(transformation.group, [])
         if transformation.name not in _WITHOUT_EFFECT:
             members.append(transformation.name)
-    return found
+    return by_group
 
 
 def setting_notes(move: Move) -> Iterator[tuple[Setting, str]]:

@@ -150,35 +150,35 @@ def compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
 
 def _wrong(action: Any) -> str:
     """What is wrong with an action; empty if nothing is."""
-    given = action  # as of any type: what fields hold is not known yet
+    rule = action  # as of any type: what fields hold is not known yet
     match action:
-        case Stack() if "{i}" not in given.source:
+        case Stack() if "{i}" not in rule.source:
             return "the source of a `Stack` must have `{i}`, the position along its axis"
         case Map():
-            if not given.sources or not all(isinstance(x, str) for x in given.sources):
+            if not rule.sources or not all(isinstance(x, str) for x in rule.sources):
                 return "the source of a `Map` must be a name or a tuple of names"
-            if not callable(given.fn):
+            if not callable(rule.fn):
                 return "the `fn` of a `Map` must be a function"
             try:
-                hash(given.fn)
+                hash(rule.fn)
             except TypeError:
                 return "the `fn` of a `Map` must be hashable, as for `jax.jit`"
         case Pad():
-            if not (type(given.axis) is type(given.to) is int and given.to >= 0):
+            if not (type(rule.axis) is type(rule.to) is int and rule.to >= 0):
                 return "`axis` of a `Pad` must be an integer and `to` a non-negative one"
-            if not isinstance(given.value, bool | int | float | complex):
+            if not isinstance(rule.value, bool | int | float | complex):
                 return "`value` of a `Pad` must be a number"
-        case str() if given not in _WORDS:
+        case str() if rule not in _WORDS:
             return f"expected one of {sorted(_WORDS)}, or a `Rename`, `Stack`, `Map`, ..."
-    is_action = isinstance(given, str | Taking | Pad)
-    return "" if is_action else f"{type(given).__name__} is not an action"
+    is_action = isinstance(rule, str | Taking | Pad)
+    return "" if is_action else f"{type(rule).__name__} is not an action"
 
 
-def sources_of(action: Taking, found: re.Match[str], shape: Sequence[int]) -> tuple[str, ...]:
+def sources_of(action: Taking, match: re.Match[str], shape: Sequence[int]) -> tuple[str, ...]:
     """Returns the names in the checkpoint that a leaf of the target is made from."""
     # The shape is of the leaf, or of the parameter that it follows: it has the axis of a `Stack`.
     templates = action.sources if isinstance(action, Map) else (action.source,)
-    names = tuple(expanded(found, template) for template in templates)
+    names = tuple(expanded(match, template) for template in templates)
     if not isinstance(action, Stack):
         return names
     if not -len(shape) <= action.axis < len(shape):
@@ -186,13 +186,13 @@ def sources_of(action: Taking, found: re.Match[str], shape: Sequence[int]) -> tu
     return tuple(names[0].replace("{i}", str(i)) for i in range(shape[action.axis]))
 
 
-def expanded(found: re.Match[str], template: str) -> str:
+def expanded(match: re.Match[str], template: str) -> str:
     """Returns a template with the groups of the pattern filled in."""
     try:
-        return found.expand(template)
+        return match.expand(template)
     except (re.error, IndexError) as error:
         raise ValueError(
-            f"`rules`: {template!r} does not go with {found.re.pattern!r}: {error}"
+            f"`rules`: {template!r} does not go with {match.re.pattern!r}: {error}"
         ) from None
 
 

@@ -101,8 +101,8 @@ class PlainSource:
     def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
         """Returns where the leaves were, by name: those of codes are where the codes were."""
         first = {name: self.parts[name].names[0] if name in self.parts else name for name in names}
-        found = self._source.shardings(first.values())
-        return {name: found[part] for name, part in first.items() if part in found}
+        places = self._source.shardings(first.values())
+        return {name: places[part] for name, part in first.items() if part in places}
 
     def _decoded(self, parts: Parts, place: jax.ShapeDtypeStruct, read: Mapping[str, Any]) -> Any:
         arrays = [jnp.asarray(read[name]) for name in parts.names]
@@ -270,8 +270,8 @@ def _extras_of_params(optimizer: Optimizer) -> Iterator[tuple[int, int]]:
         for store in jax.tree.leaves(part.state.param_states, is_leaf=is_params_store):
             if is_params_store(store):
                 kept = getattr(store, store.params_storage()[0])
-                found = jax.tree.leaves(kept, is_leaf=_is_childless)
-                for tag, at in zip(params, found, strict=True):
+                entries = jax.tree.leaves(kept, is_leaf=_is_childless)
+                for tag, at in zip(params, entries, strict=True):
                     if not _is_childless(at):
                         yield number[id(tag)], at
 
@@ -306,5 +306,7 @@ def _stored(
 def _places(leaves: Sequence[Any], value: Any) -> list[Any]:
     """Where arrays are to lie: their own places, else those of the value that they stand for."""
     like: Any = committed_sharding(value)
-    whole = like.update(spec=PartitionSpec()) if isinstance(like, NamedSharding) else like
-    return [committed_sharding(x) or (like if x.shape == value.shape else whole) for x in leaves]
+    replicated = like.update(spec=PartitionSpec()) if isinstance(like, NamedSharding) else like
+    return [
+        committed_sharding(x) or (like if x.shape == value.shape else replicated) for x in leaves
+    ]

@@ -131,11 +131,11 @@ class RuledRows:
         if all(self.had.keeps(source, kept) for source in sources):
             return sources, ""
         others = [self.had.sibling(source, kept) for source in sources]
-        found = [other for other in others if other is not None]
-        if len(found) < len(sources):
+        siblings = [other for other in others if other is not None]
+        if len(siblings) < len(sources):
             has = f"`{sources[0].name}` {list(sources[0].shape)} is not known to keep"
             raise Refused(f"needs {dims(kept)} of the saved parameter, which {has}: {_ADVICE}")
-        return found, f"rows and columns change places: {dims(kept)} of the saved parameter"
+        return siblings, f"rows and columns change places: {dims(kept)} of the saved parameter"
 
     def _mapped(self, row: Row, action: Map) -> Row:
         leaf = row.leaf
@@ -167,8 +167,8 @@ class RuledRows:
             and not self.kept.is_placeholder(other)
             and (self.kept.is_whole(other) or self.kept.of(other) != kept)
             and rule is not None
-            and (found := self._request.rule(other.name)) is not None
-            and found[0] == rule[0]
+            and (other_rule := self._request.rule(other.name)) is not None
+            and other_rule[0] == rule[0]
         ]
 
     def _converted(
@@ -199,12 +199,12 @@ class RuledRows:
             kept = self.kept.of(leaf)
             if all(i is None for i in kept):
                 return _as_it_was(plain, "it follows no dimension")
-            (found,), swap = self._keeping([source], kept)
+            (factor,), swap = self._keeping([source], kept)
             if axis not in kept:
                 why = swap or f"it does not keep dimension {axis}"
-                plain = fitted(leaf, [found], kinds, note, self._allow, by=action)
+                plain = fitted(leaf, [factor], kinds, note, self._allow, by=action)
                 return _as_it_was(plain, why)
-            return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)
+            return self._grown(plain, action, factor, kept.index(axis), kinds, swap or note)
         except Refused as why:
             return dataclasses.replace(plain, action="converted", problem=str(why))
 
@@ -289,15 +289,15 @@ class Refused(Exception):  # noqa: N818 - becomes the problem of a row
 
 def _result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
     """The shape and dtype of a function's result, `None` if computing it needs values."""
-    given = [abstract(source) for source in sources]
-    for source, leaf in zip(sources, given, strict=True):
+    shapes = [abstract(source) for source in sources]
+    for source, leaf in zip(sources, shapes, strict=True):
         if not source.is_key and is_wide(leaf.dtype):
             raise Refused(
                 f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
             )
     name = function_name(fn)
     try:
-        result = jax.eval_shape(fn, *given)
+        result = jax.eval_shape(fn, *shapes)
     except _NEED_VALUES:
         return None
     except Exception as error:  # whatever a user's function raises
@@ -389,10 +389,10 @@ class KeptDimensions:
             return None
         other = _MEANS[1 - _MEANS.index(leaf.field[-1])]
         depth = len(leaf.path) - len(leaf.parameter or ())
-        found = self._schema.by_name.get(
+        factor = self._schema.by_name.get(
             path_str((*leaf.path[: depth - 1], other, *leaf.path[depth:]))
         )
-        return found if found is not None and self.keeps(found, kept) else None
+        return factor if factor is not None and self.keeps(factor, kept) else None
 
 
 def copies_parameter(leaf: LeafInfo) -> bool:
