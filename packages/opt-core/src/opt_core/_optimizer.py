@@ -117,15 +117,8 @@ class OptimizerDef:
     ) -> tuple[Any, OptimizerState]:
         """Returns what `apply_gradient` adds to the parameters, and the new state.
 
-        The default is the difference of the new and the old parameters, which is exact up to
-        round-off.
-
-        Args:
-          hyper_params: see `apply_gradient`, as all of them.
-          params: pytree of parameters.
-          state: the state that belongs to them.
-          grads: pytree like `params`.
-          **extra_args: those of `apply_gradient`, if the definition takes any.
+        Takes the arguments of `apply_gradient`. The default is the difference of the new and the
+        old parameters, which is exact up to round-off.
         """
         apply: Any = self.apply_gradient
         new, state = apply(hyper_params, params, state, grads, **extra_args)
@@ -170,13 +163,8 @@ class OptimizerDef:
     ) -> Any:
         """Returns `hyper_params` as an update of this state uses them, schedules as numbers.
 
-        Traceable. The default is `hyper_params` itself.
-
-        Args:
-          hyper_params: what `update_hyper_params` returned.
-          params: the parameters.
-          state: the state that belongs to them.
-          **extra_args: of the update, see `extra_arg_names`.
+        Traceable. The default is `hyper_params` itself. Takes the arguments of `apply_gradient` but
+        for the gradients.
         """
         return hyper_params
 
@@ -218,23 +206,19 @@ class OptimizerDef:
 
         The default goes by types, names and shapes. `opt_core.describe_state` calls it and caches
         the result, which must depend only on the definition, the containers, the shapes and the
-        dtypes.
-
-        Args:
-          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-          state: the state that belongs to them; likewise.
+        dtypes; leaves may be tracers or `jax.ShapeDtypeStruct`s.
         """
         from opt_core._describe import describe_by_types
 
         return describe_by_types(self, params, state)
 
-    def split(self, optimizer: Optimizer) -> dict[str, Optimizer] | None:
-        """Returns the optimizers of the groups by name; `None` of a definition without groups.
+    def leaf_groups(self, optimizer: Optimizer) -> Iterator[tuple[Names, Optimizer]]:
+        """Yields the optimizers without groups that one of this definition consists of.
 
         Args:
-          optimizer: one of this definition.
+          optimizer: one of this definition; without groups it is the only one, at the path `()`.
         """
-        return None
+        yield (), optimizer
 
     def create(self, target: Params) -> Optimizer[Params]:
         """Returns an optimizer of `target` before its first step.
@@ -275,10 +259,6 @@ class OptimizerDef:
 
         Nested plain dicts with string keys, the layout of Flax and T5X checkpoints. Typed PRNG
         keys become their uint32 data.
-
-        Args:
-          target: the parameters.
-          state: the state that belongs to them.
 
         Raises:
           StateDictError: two keys of one dict have the same name, such as `1` and `'1'`.
@@ -322,12 +302,7 @@ class OptimizerDef:
     ) -> tuple[Any, OptimizerState]:
         """Returns the parameters and the state whose shapes and dtypes a state dict must have.
 
-        Those of the optimizer; T5X's facades are more lenient.
-
-        Args:
-          target: the parameters.
-          state: the state, in the containers of a state dict.
-          state_dict: what is to be restored.
+        Those of the optimizer, in the containers of a state dict; T5X's facades are more lenient.
         """
         return target, state
 
@@ -507,14 +482,9 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         return report
 
 
-def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
+def leaf_groups(optimizer: Optimizer) -> Iterator[tuple[Names, Optimizer]]:
     """Yields the optimizers without groups that an optimizer consists of, possibly itself."""
-    parts = optimizer.optimizer_def.split(optimizer)
-    if parts is None:
-        yield outer, optimizer
-        return
-    for name, part in parts.items():
-        yield from leaf_groups(part, (*outer, name))
+    return optimizer.optimizer_def.leaf_groups(optimizer)
 
 
 def _not_arrays(target: Any) -> list[str]:

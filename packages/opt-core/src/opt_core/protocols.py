@@ -54,11 +54,7 @@ class HoldsEvalParams(Protocol):
     """
 
     def eval_params(self, params: Any) -> Any:
-        """Returns a tree like `params`, with empty nodes for parameters that it does not hold.
-
-        Args:
-          params: the parameters.
-        """
+        """Returns a tree like `params`, with empty nodes for parameters that it does not hold."""
 
 
 class Storage(Protocol):
@@ -160,9 +156,5 @@ class UpdatesParams(Protocol):
     def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Returns the new parameters and state, as `update` followed by the addition would.
 
-        Args:
-          params: the parameters.
-          state: the state of the transformation.
-          grads: the gradients, like the parameters.
-          **extra_args: arguments of the transformation's `update`, such as `value`.
+        Extra arguments are those of the transformation's `update`, such as `value`.
         """

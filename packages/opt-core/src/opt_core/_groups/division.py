@@ -240,7 +240,9 @@ def _merged(optimizer: Optimizer) -> Any:
 
 
 def _split(optimizer: Optimizer) -> dict[str, Optimizer]:
-    return optimizer.optimizer_def.split(optimizer) or {}
+    definition: Any = optimizer.optimizer_def
+    parts: dict[str, Optimizer] = definition.split(optimizer)
+    return parts
 
 
 def _written(part: Optimizer) -> Any:

@@ -42,7 +42,7 @@ from opt_core._optimizer import (
     increment_step,
 )
 from opt_core._state_dict import RestoreReport, to_state_dict
-from opt_core._trees import listed, named_leaves
+from opt_core._trees import Names, listed, named_leaves
 from opt_core.errors import GroupError, HyperParamError
 
 
@@ -173,9 +173,6 @@ class MultiOptimizer(OptimizerDef):
 
         An optimizer that exists has its own division in its state, which counts.
 
-        Args:
-          params: arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-
         Raises:
           GroupError: the groups do not partition the tree.
         """
@@ -212,9 +209,6 @@ class MultiOptimizer(OptimizerDef):
     def split(self, optimizer: Optimizer) -> dict[str, Optimizer]:
         """Returns an optimizer per group that is not frozen, as its definition sees it.
 
-        Args:
-          optimizer: one of this definition.
-
         Examples:
           >>> class Sgd(OptimizerDef):
           ...     def init_state(self, params):
@@ -234,17 +228,16 @@ class MultiOptimizer(OptimizerDef):
             for name, definition in zip(self.group_names, self.sub_optimizers, strict=True)
         }
 
+    def leaf_groups(self, optimizer: Optimizer) -> Iterator[tuple[Names, Optimizer]]:
+        """Yields the optimizers of all groups, those of nested groups in place of these."""
+        for name, part in self.split(optimizer).items():
+            for names, leaf in part.optimizer_def.leaf_groups(part):
+                yield (name, *names), leaf
+
     # Updates.
 
     def init_state(self, params: Any) -> OptimizerState:
-        """Returns the state of every group before the first step.
-
-        Args:
-          params: pytree of parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
-
-        Returns:
-          One `step`; the `param_states` of every group by its name (`GroupStates`).
-        """
+        """Returns one `step` and the `param_states` of every group by its name (`GroupStates`)."""
         division = self.select(params)
         states = {
             name: definition.init_state(division.cut(name, params)).param_states

@@ -330,16 +330,12 @@ class Places:
 
     They are placed like a leaf of the old state that follows the same dimensions of the same
     parameter, so that moments sharded further by ZeRO stay so; otherwise like the parameter.
-
-    Args:
-      params: the path, the shape and the place of each parameter.
-      state: the description and the place of each leaf of the old state.
     """
 
     def __init__(
         self,
-        params: Iterable[tuple[Names, Sequence[int], Any]],
-        state: Iterable[tuple[LeafInfo, Any]] = (),
+        params: Iterable[tuple[Names, Sequence[int], Any]],  # path, shape and place
+        state: Iterable[tuple[LeafInfo, Any]] = (),  # of the old state, with their places
     ) -> None:
         self._params = {names: (shape, place) for names, shape, place in params}
         self._like: dict[Any, Any] = {}
