@@ -215,7 +215,11 @@ class StateDescription:
         return next(x for x in self.transformations if x.key == leaf.kept_by)
 
     def __str__(self) -> str:
-        return table(self.leaves, self.transformations)
+        rows = [_HEAD, *map(_cells, self.leaves)]
+        widths = _widths(rows)
+        short = [[_shortened(*pair) for pair in zip(row, widths, strict=True)] for row in rows]
+        settings = [line for each in self.transformations for line in _settings(each)]
+        return "\n".join([*aligned(short, "<<<<<<"), *([""] if settings else []), *settings])
 
     def to_data(self) -> dict[str, Any]:
         """Returns the description as JSON data: dicts, lists, strings, numbers and so on."""
@@ -245,17 +249,6 @@ class StateDescription:
 _COLUMNS = 80
 _HEAD = ("transformation", "field", "parameter", "dims", "role", "source")
 _PATHS = (0, 1, 2)  # the columns that may be shortened, on the left: names differ on the right
-
-
-def table(
-    leaves: Sequence[LeafDescription], transformations: Sequence[TransformationDescription]
-) -> str:
-    """Returns a line per leaf, then a line or more per transformation."""
-    rows = [_HEAD, *map(_cells, leaves)]
-    widths = _widths(rows)
-    short = [[_shortened(*pair) for pair in zip(row, widths, strict=True)] for row in rows]
-    settings = [line for transformation in transformations for line in _settings(transformation)]
-    return "\n".join([*aligned(short, "<<<<<<"), *([""] if settings else []), *settings])
 
 
 def _cells(leaf: LeafDescription) -> tuple[str, ...]:
