@@ -1,4 +1,4 @@
-"""The one walker over closures: what functions, containers and objects are made of."""
+"""The one walker over closures: the parts of functions, containers and objects."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Opened(NamedTuple):
 
 
 def opened(value: Any) -> Opened | None:
-    """Returns what a value is made of; `None` for numbers, arrays, classes and the like."""
+    """Returns the parts of a value; `None` for numbers, arrays, classes and the like."""
     # Of a function these are its captured variables, defaults and attributes; `globals_read` has
     # the globals.
     match value:
@@ -389,7 +389,7 @@ def _globals(function: types.FunctionType, seen: dict[int, int]) -> Iterator[Has
 
 
 def _is_data(value: Any, function: types.FunctionType) -> bool:
-    """Whether a global may change its content, or was made from something that may."""
+    """Whether a global may change its content, or is built from something that may."""
     if isinstance(value, types.FunctionType):
         return value.__globals__ is function.__globals__
     if dataclasses.is_dataclass(value):

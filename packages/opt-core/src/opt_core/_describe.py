@@ -252,7 +252,7 @@ def on_placeholders(init: Callable[[Any], Any], tree: Any) -> Any | None:
 def places(
     placed: Any, names: Sequence[Names], at: Names = ()
 ) -> Iterator[tuple[Names, tuple[Names, Names]]]:
-    """Yields the places of parameters in what `init` made of placeholders, and each parameter."""
+    """Yields the place of each parameter in what `init` returns for placeholders."""
     for path, node in jax.tree_util.tree_leaves_with_path(placed, is_leaf=is_placeholder):
         if is_placeholder(node):
             place, parameter = (*at, *path_names(path)), names[node.number]
@@ -320,7 +320,7 @@ def _walk(
 
 
 def follow(init: Callable[[Any], Any], params: Any, state: Any) -> list[StateLeaf]:
-    """Returns the leaves of a state that `init` made, with the parameters that they follow."""
+    """Returns the leaves of a state that `init` returned, with the parameters that they follow."""
     names = [path for path, _ in named_leaves(params)]
     placed = on_placeholders(init, placeholders(params))
     return leaves_of(state, dict(places(placed, names)))

@@ -86,7 +86,7 @@ class LeafDescription:
       group: the names of the groups around it, outermost first.
       transformation: the name of the transformation that keeps it, e.g. `'adam'`.
       number: its position among transformations of the same name, from 1, in the order in which
-        states are made.
+        states are created.
       field: the names of the field, e.g. `('mu',)`.
       parameter: the path of the parameter that it follows; `None` if it follows none.
       dimensions: for each of its dimensions that of the parameter, or `None`; a single `None` if
@@ -143,9 +143,9 @@ class TransformationDescription:
     Attributes:
       name: e.g. `'adam'`.
       number: its position among those of the same name, from 1, in the order in which states are
-        made.
+        created.
       group: the names of the groups around it.
-      settings: the arguments that it was made with, as JSON values.
+      settings: its arguments, as JSON values.
       bearing: the settings that give the saved state its meaning, with the effect of a change; a
         change of any other has none.
       source: see `Source`.

@@ -57,7 +57,7 @@ def regroup(
         parameter.
 
     Returns:
-      The optimizer, and the plan that made it: a row for every leaf.
+      The optimizer, and the plan behind it: a row for every leaf.
 
     Raises:
       SurgeryError: trained leaves would be dropped; a setting that gives the state its meaning has

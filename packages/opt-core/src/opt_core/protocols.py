@@ -26,7 +26,7 @@ class DescribesFields(Protocol):
 
     It returns plain data, so a package need not depend on this one. It is called by packages that
     turn transformations into definitions, such as opt-optax-bridge. A transformation has it as a
-    method, next to `init` and `update`; one made of functions has it as a static method of the
+    method, next to `init` and `update`; one built from functions has it as a static method of the
     class of its states.
     """
 
@@ -139,7 +139,7 @@ class WrapsTransformation(Protocol):
     """What makes a transformation of another one.
 
     `opt_precision.Precision` is one; so is any function from a transformation to another. It should
-    be a value: equal to what was made alike, with a `str` that is short enough for a table.
+    be a value: equal to one that was built alike, with a `str` that is short enough for a table.
     """
 
     def __call__(self, tx: Any) -> Any:

@@ -224,7 +224,7 @@ class GroupNorms(flax.struct.PyTreeNode):
     """Euclidean norms over all leaves of one group, float32 scalars.
 
     Attributes:
-      gradient: of the gradients; for a frozen group of those that are given.
+      gradient: of the gradients; for a frozen group of those present.
       parameter: of the parameters before the update.
       update: of the change of the parameters.
       update_to_parameter: `update / parameter`; 0 where the parameters are all zero.

@@ -61,7 +61,7 @@ class Division:
 
     def cut(self, group: str, tree: Any) -> Any:
         """Returns the part of a tree that the definition of a group sees."""
-        # It has the containers of the whole, and `()` where a leaf belongs to another group.
+        # It has the containers of all parameters, and `()` where a leaf belongs to another group.
         owner = self.names.index(group)
         pairs = zip(self.leaves(tree), self.owners, strict=True)
         return self.treedef.unflatten([part if i == owner else MARKER for part, i in pairs])

@@ -226,7 +226,7 @@ class NamedState(Mapping[str, Any]):
         return len(self.leaves)
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns leaves in the given shardings; see `Source.read`."""
+        """Returns copies in the wanted shardings; see `Source.read`."""
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
     def same(self, names: Iterable[str]) -> bool | None:
@@ -405,7 +405,7 @@ def count_of(leaf: Any) -> int | None:
 
 
 def update_counts(leaves: Iterable[LeafInfo]) -> tuple[dict[str, int | None], bool]:
-    """Returns the counts of a state, and whether they say how many updates have been made."""
+    """Returns the counts of a state, and whether they say the number of updates."""
     single = [leaf for leaf in leaves if leaf.kind == "state" and not leaf.shape]
     counts = {leaf.name: leaf.value for leaf in single if leaf.path[-1] == "count"}
     are_mini = any(leaf.path[-1] in ("mini_step", "gradient_step") for leaf in single)

@@ -205,7 +205,7 @@ def frozen(schema: Schema) -> set[Names]:
 
 
 UPDATE: Final = "update"
-"""The setting that names the factory of the update function if another one made the state."""
+"""The setting that names the factory of the update function if another one created the state."""
 
 
 def like_numbers(
@@ -223,7 +223,7 @@ def like_numbers(
         if is_like is None:
             is_clear = not (left and free) or len(left) == len(free)
         for one in left:
-            # Different functions may update states made by the same one.
+            # Different functions may update states of one `init`.
             update, may_differ = one.settings.get(UPDATE), is_like is None and is_one
             like = [x for x in free if may_differ or x.settings.get(UPDATE) == update]
             like = [x for x in like if is_like is None or is_like(x, one)]
@@ -356,12 +356,12 @@ class Pairing:
         return self._numbers[key].get(leaf.kept_by.number)
 
     def _shared(self, leaf: LeafInfo) -> Sequence[int]:
-        """The leaves of the old groups that may be the source of a leaf of a whole group."""
+        """The leaves of old groups that may be the source of a leaf of no parameter."""
         positions = (self._in(group, leaf) for group in self._group_sources(leaf))
         return [i for i in positions if i is not None]
 
     def _group_sources(self, leaf: LeafInfo) -> Sequence[Names]:
-        """The groups of the old state with a possible source for a leaf of a whole group."""
+        """The groups of the old state with a source for a leaf of no parameter."""
         having = self.old.groups(leaf.kept_by.name)
         where, leaves = leaf.kept_by, self.new.leaves
         own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]

@@ -105,10 +105,10 @@ class Row:
 
     Attributes:
       leaf: of the target; of one that is dropped, of the checkpoint.
-      action: `'kept'`: unchanged. `'renamed'`: unchanged, from another name. `'converted'`: made
-        from leaves of the checkpoint. `'initialised'`: new, or the target's own. `'dropped'`: not
-        used.
-      sources: the names in the checkpoint that it is made from.
+      action: `'kept'`: unchanged. `'renamed'`: unchanged, from another name. `'converted'`:
+        computed from leaves of the checkpoint. `'initialised'`: new, or the target's own.
+        `'dropped'`: not used.
+      sources: the names in the checkpoint that it comes from.
       kinds: what is done with it, words of `allow=`; and `'rename'`, `'stack'`, `'map'` or
         `'pad'` if a rule does that. Empty for leaves that are kept.
       by: the action of its rule, if any; `'keep'` for the target's own value.
@@ -145,7 +145,7 @@ class Problem(NamedTuple):
     text: str  # what, and why
     needs: Allowance | None = None  # the word of `allow` that admits it; `None` if none does
     old: int | None = None  # the position of the old leaf that would be lost, if it is one
-    new: int | None = None  # the position of the new leaf that cannot be made, if it is one
+    new: int | None = None  # the position of the new leaf that would be incomplete, if it is one
     # the transformation and the name of the setting that has changed, if it is one
     setting: Setting | None = None
 
@@ -215,7 +215,7 @@ class Plan(Generic[_Target]):
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """Names in the target of leaves that are made from others, or of another form."""
+        """Names in the target of leaves that are computed from others, or have another form."""
         return self.names("converted")
 
     @property
@@ -281,7 +281,7 @@ class Plan(Generic[_Target]):
         raise self.error(f"the state does not fit the optimizer{leaves}\n{self}\n{advice}.", self)
 
     def apply(self) -> _Target:
-        """Reads the leaves that are used and returns the target with them, in the given kind.
+        """Reads the leaves that are used and returns the target with them, of the same kind.
 
         Every leaf has the target's shape, dtype and sharding; where the target has no sharding,
         that of `placement=`, or else that of the source. What is restored shares no buffer with

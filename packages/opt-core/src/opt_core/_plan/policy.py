@@ -252,7 +252,7 @@ def _changed(new: TransformationDescription, name: str, change: str, where: str 
 
 
 def _is_in_units(side: Side, j: int) -> bool:
-    """Whether a leaf is made of updates, as they are when they reach its transformation."""
+    """Whether a leaf accumulates updates, as they are when they reach its transformation."""
     leaf = side.leaves[j]
     if has_window(side.keeper(leaf)):
         return False
@@ -318,7 +318,7 @@ def _learns_nothing(side: Side, transformation: TransformationDescription) -> bo
 def _other_parameters(
     move: Move, before: TransformationKey, after: TransformationKey, pairs: Pairs
 ) -> str:
-    """Says of numbers made of all parameters that these are others now; empty if they are not."""
+    """Why numbers computed from all parameters do not continue; empty if they do."""
     leaves = [move.new.leaves[j] for _, j in pairs]
     sums = [leaf for leaf in leaves if leaf.role == "statistic" and leaf.parameter is None]
     was = {*move.old.followed(before)}

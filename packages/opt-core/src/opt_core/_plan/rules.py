@@ -175,7 +175,7 @@ def _wrong(action: Any) -> str:
 
 
 def sources_of(action: Taking, match: re.Match[str], shape: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names in the checkpoint that a leaf of the target is made from."""
+    """Returns the names in the checkpoint that a leaf of the target comes from."""
     # The shape is of the leaf, or of the parameter that it follows: it has the axis of a `Stack`.
     templates = action.sources if isinstance(action, Map) else (action.source,)
     names = tuple(expanded(match, template) for template in templates)
@@ -201,7 +201,7 @@ def function_name(fn: Any) -> str:
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-# How the values of a leaf are made from leaves of the source, and how both are sharded.
+# How the values of a leaf are computed from leaves of the source, and how both are sharded.
 
 
 Spec = list[Any]

@@ -234,7 +234,7 @@ class PlainOptimizer:
         return tree.unflatten(map(_plain_node, nodes, ways))
 
     def stored_again(self, plain: Optimizer, rows: Sequence[Row], source: PlainSource) -> Optimizer:
-        """Returns an optimizer that stores its leaves, and places them, as the given one does."""
+        """Returns an optimizer that stores its leaves, and places them, as the original does."""
         target, tree = jax.tree.flatten(plain.target)
         nodes = list(self._nodes)
         for i, (how, at) in self._extras.items():

@@ -36,7 +36,7 @@ _ADVICE = "make it by a `Map` of its own, or initialise it"
 
 
 class RuledRows:
-    """Makes the rows of leaves that a rule makes from the checkpoint."""
+    """The rows of leaves that a rule takes from the checkpoint."""
 
     def __init__(
         self,
