@@ -59,7 +59,7 @@ def test_zero_sums_each_gradient_once_and_gathers_each_parameter_once(name: str)
     shardings = plan.params.shardings, plan.state.shardings
     params = jax.device_put(start, plan.params.shardings)
     state = init_sharded(tx, params, plan.state)
-    assert bytes_on(FIRST, state) == plan.state_bytes_per_device
+    assert bytes_on(FIRST, state) == plan.state.bytes_per_device
     with jax.default_matmul_precision("highest"):
         jitted = jax.jit(
             training_step(tx),
@@ -80,7 +80,7 @@ def test_zero_sums_each_gradient_once_and_gathers_each_parameter_once(name: str)
     assert {row.count for row in matrices} == {1}
     batch = jax.device_put(batch, over(mesh, "data"))
     params, state = compiled(*compiled(params, state, batch), batch)
-    assert bytes_on(FIRST, state) == plan.state_bytes_per_device
+    assert bytes_on(FIRST, state) == plan.state.bytes_per_device
     assert_near((params, state), expected, tolerance=1e-3, share=1e-4)
 
 

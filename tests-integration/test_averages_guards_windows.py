@@ -158,7 +158,7 @@ def test_a_plan_counts_what_is_kept(tx: Any, added: int) -> None:
     mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
     abstract = jax.eval_shape(make_params)
     bare, kept = (
-        part.memory_plan(one, abstract, AXES, RULES, mesh).state_bytes_per_device
+        part.memory_plan(one, abstract, AXES, RULES, mesh).state.bytes_per_device
         for one in (ADAMW, tx)
     )
     assert kept - bare == added

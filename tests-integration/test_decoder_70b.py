@@ -66,7 +66,7 @@ def test_layers_are_looked_at_once_and_shown_once(decoder_70b: Any, name: str) -
     assert plan.explanation.evaluations == 2
     assert "layers_{0..79}" in str(plan)
     stacked = planned(decoder_70b, f"{name}_stacked")
-    assert stacked.param_bytes_per_device == plan.param_bytes_per_device
+    assert stacked.params.bytes_per_device == plan.params.bytes_per_device
 
 
 @pytest.mark.slow
@@ -91,9 +91,9 @@ def _summary(decoder_70b: Any) -> str:
         [
             f"`{name}`",
             level,
-            human_bytes(plan.param_bytes_per_device),
-            human_bytes(plan.grad_bytes_per_device),
-            human_bytes(plan.state_bytes_per_device),
+            human_bytes(plan.params.bytes_per_device),
+            human_bytes(plan.grads.bytes_per_device),
+            human_bytes(plan.state.bytes_per_device),
             *byte_cells(plan.total_bytes_per_device),
         ]
         for name, level in itertools.product(JOBS, LEVELS)

@@ -470,7 +470,7 @@ def test_verify_takes_a_step_of_jax_jit_and_says_so_of_nnx_jit() -> None:
         return model, optimizer, value
 
     report = verify(jax.jit(step, out_shardings=(*layout, None)).lower(model, optimizer), expected)
-    assert report.bytes_per_device("state") == plan.state_bytes_per_device
+    assert report.bytes_per_device("state") == plan.state.bytes_per_device
 
     lowered: Any = nnx.jit(lambda model, optimizer: step(model, optimizer)[2]).lower(
         model, optimizer

@@ -428,7 +428,7 @@ def test_a_pair_goes_where_a_plan_of_its_state_says(as_dict: bool, tmp_path: Pat
     assert all(place.mesh == mesh_of(4) for place in nnx_shardings(restored))
     leaves = jax.tree.leaves(nnx.state(restored[1]))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-    assert held == plan.state_bytes_per_device
+    assert held == plan.state.bytes_per_device
     expected = jax.tree.leaves(nnx.state(before))
     found = jax.tree.leaves(nnx.state(restored))
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(found, expected, strict=True))

@@ -124,7 +124,8 @@ def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
         compiled = step.lower().compile()
         inputs = leaves.input_leaves(compiled, step.expected)
         printed = compiled.as_text() or ""
-        outputs = leaves.output_leaves(compiled, step.expected, inputs, parse_program(printed))
+        traced = leaves.trace_step(parse_program(printed), inputs)
+        outputs = leaves.output_leaves(compiled, step.expected, inputs, traced)
         text = stripped(printed)
         print(f"{program.name}: {len(text):,}", file=sys.stderr)
         packed = [list(map(packed_leaf, side)) for side in (inputs, outputs)]

@@ -81,9 +81,9 @@ def zero() -> Figure:
         for level, options in levels.items():
             plan = memory_plan(tx, params, names, decoder_70b.RULES, MESH, **options)
             sizes = (
-                (plan.param_bytes_per_device, BLUE),
-                (plan.grad_bytes_per_device, ORANGE),
-                (plan.state_bytes_per_device, GREEN),
+                (plan.params.bytes_per_device, BLUE),
+                (plan.grads.bytes_per_device, ORANGE),
+                (plan.state.bytes_per_device, GREEN),
             )
             start = 0.0
             for size, colour in sizes:

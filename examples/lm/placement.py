@@ -73,16 +73,16 @@ def place(optimizer_def: OptimizerDef, params: Any, mesh: Mesh, *, zero: bool) -
 def describe_plan(plan: MemoryPlan) -> str:
     """Returns what a device will hold, in a few lines; `print(plan)` shows all of it."""
     parts = {
-        "parameters": (plan.param_bytes_per_device, plan.param_bytes),
-        "gradients": (plan.grad_bytes_per_device, plan.grad_bytes),
-        "state": (plan.state_bytes_per_device, plan.state_bytes),
+        "parameters": (plan.params.bytes_per_device, plan.params.bytes),
+        "gradients": (plan.grads.bytes_per_device, plan.grads.bytes),
+        "state": (plan.state.bytes_per_device, plan.state.bytes),
     }
     shares = (f"{name} {amount(held)} of {amount(all_)}" for name, (held, all_) in parts.items())
     groups = {name: group.total for name, group in plan.groups.items()}
     together = amount(plan.total_bytes_per_device)
     waste = amount(sum(row.waste for row in plan.replicated))
     number = sum(leaf.size for leaf in jax.tree.leaves(plan.params.shapes))
-    each = (plan.param_bytes + plan.state_bytes) / number
+    each = (plan.params.bytes + plan.state.bytes) / number
     lines = [
         f"Plan for each device: {', '.join(shares)}",
         f"  state by field: {_amounts(plan.state_fields)}",
@@ -114,7 +114,7 @@ def describe_bytes(
     """
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), optimizer.target)
     rows = {
-        "planned": (plan.param_bytes_per_device, plan.state_bytes_per_device),
+        "planned": (plan.params.bytes_per_device, plan.state.bytes_per_device),
         "held": (held(optimizer.target), held(optimizer.state.param_states)),
         "plain Optax": (held(params), held(tx.init(params))),
     }

@@ -85,7 +85,7 @@ def main() -> None:
 
     tx = optax.adamw(1e-2)
     plan = part.memory_plan(tx, shapes, AXES, RULES, mesh, zero="data")
-    whole, each = plan.state_bytes, plan.state_bytes_per_device
+    whole, each = plan.state.bytes, plan.state.bytes_per_device
     print(f"optimizer state: {whole:,} bytes, {each:,} on each of {mesh.size} devices")
     params = jax.jit(init_params, out_shardings=plan.params.shardings)()
     opt_state = part.init_sharded(tx, params, plan.state)

@@ -176,13 +176,13 @@ def test_c7_a_plan_for_512_devices_has_the_bytes_of_8_real_ones(name: str, zero:
 
     lie = plan.params.shardings, plan.state.shardings
     params, state = jax.jit(init, out_shardings=lie)()
-    assert set(shard_bytes(state)) == {large.state_bytes_per_device}
+    assert set(shard_bytes(state)) == {large.state.bytes_per_device}
     if zero:  # the parameters are whole over `data`, and 16 times as large there
         over_data = large.params.shapes["head"], plan.params.shapes["head"]
         assert over_data[0].shape == (48,)
-        assert large.param_bytes_per_device == 16 * shard_bytes(params)[0] - 15 * (4 * 6)
+        assert large.params.bytes_per_device == 16 * shard_bytes(params)[0] - 15 * (4 * 6)
     else:
-        assert set(shard_bytes(params)) == {large.param_bytes_per_device}
+        assert set(shard_bytes(params)) == {large.params.bytes_per_device}
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

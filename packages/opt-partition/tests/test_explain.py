@@ -158,8 +158,8 @@ def test_strict_lists_what_nothing_decided() -> None:
         derive_logical_axes(init, params, axes, strict=True)
     assert str(caught.value).splitlines() == [
         "the axes of these state leaves could not be determined:",
-        f"  cube (2,): {EQUAL}",
-        f"  square (2,): {EQUAL}",
+        f"  cube (2,): {EQUAL}; parameter cube of shape (4, 4, 4) has axes ('a', 'b', 'c')",
+        f"  square (2,): {EQUAL}; parameter square of shape (8, 8) has axes ('a', 'b')",
         "Pass a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`.",
     ]
 

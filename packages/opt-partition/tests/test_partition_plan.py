@@ -72,21 +72,19 @@ def test_bytes_are_those_of_the_shards_that_jax_makes(job: Any) -> None:
     state = jax.eval_shape(tx.init, params)
     wide = jax.tree.map(lambda p: leaf(*p.shape), params)
     assert plan.accumulators is not None
-    assert plan.param_bytes_per_device == jax_bytes(params, plan.params.shardings)
-    assert plan.grad_bytes_per_device == jax_bytes(params, plan.grads.shardings)
-    assert plan.state_bytes_per_device == jax_bytes(state, plan.state.shardings)
-    assert plan.accumulator_bytes_per_device == jax_bytes(wide, plan.accumulators.shardings)
-    assert plan.state_bytes == sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(state))
+    assert plan.params.bytes_per_device == jax_bytes(params, plan.params.shardings)
+    assert plan.grads.bytes_per_device == jax_bytes(params, plan.grads.shardings)
+    assert plan.state.bytes_per_device == jax_bytes(state, plan.state.shardings)
+    assert plan.accumulators.bytes_per_device == jax_bytes(wide, plan.accumulators.shardings)
+    assert plan.state.bytes == sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(state))
 
     total = plan.total_bytes_per_device
-    assert total == sum(
-        getattr(plan, f"{name}_bytes_per_device")
-        for name in ("param", "grad", "accumulator", "state")
-    )
+    layouts = (plan.params, plan.grads, plan.accumulators, plan.state)
+    assert total == sum(layout.bytes_per_device for layout in layouts)
     assert total == sum(group.total for group in plan.groups.values())
     assert total == sum(plan.bytes_per_device_by_memory.values())
-    assert plan.bytes_per_device_by_memory["pinned_host"] == plan.state_bytes_per_device
-    assert sum(plan.state_fields.values()) == plan.state_bytes_per_device
+    assert plan.bytes_per_device_by_memory["pinned_host"] == plan.state.bytes_per_device
+    assert sum(plan.state_fields.values()) == plan.state.bytes_per_device
 
     for row in plan.rows:
         # All devices together hold the leaf so many times.
@@ -101,12 +99,13 @@ def test_bytes_are_those_of_the_shards_that_jax_makes(job: Any) -> None:
 def test_numbers_by_hand() -> None:
     plan = plan_of(zero="data", zero_level=2, accumulate="bfloat16")
     # wi over fsdp and model: 96 / 4; bias over model: 12 / 2; wo over model: 84 / 2.
-    assert plan.param_bytes_per_device == 4 * (24 + 6 + 42)
+    assert plan.params.bytes_per_device == 4 * (24 + 6 + 42)
     # data divides what is left of wi, neither 6 nor (6, 7).
-    assert plan.grad_bytes_per_device == 4 * (6 + 6 + 42)
-    assert plan.accumulator_bytes_per_device == 2 * (6 + 6 + 42)
-    assert plan.state_bytes_per_device == 2 * 4 * (6 + 6 + 42) + 4
-    assert plan.state_bytes == 2 * 4 * (96 + 12 + 84) + 4
+    assert plan.grads.bytes_per_device == 4 * (6 + 6 + 42)
+    assert plan.accumulators is not None
+    assert plan.accumulators.bytes_per_device == 2 * (6 + 6 + 42)
+    assert plan.state.bytes_per_device == 2 * 4 * (6 + 6 + 42) + 4
+    assert plan.state.bytes == 2 * 4 * (96 + 12 + 84) + 4
     assert plan.groups == {
         "dec": GroupBytes(params=168, grads=168, accumulators=84, state=336),
         "enc": GroupBytes(params=120, grads=48, accumulators=24, state=96),
@@ -175,20 +174,25 @@ def test_accumulators_are_there_when_asked_for() -> None:
     for nothing in (None, False):
         plan = plan_of(tx, params, axes, accumulate=nothing)
         assert plan.accumulators is None
-        assert plan.accumulator_bytes == plan.accumulator_bytes_per_device == 0
-    assert plan_of(tx, params, axes, accumulate=True).accumulator_bytes == 8 * 4
-    assert plan_of(tx, params, axes, accumulate="bfloat16").accumulator_bytes == 8 * 2
-    wide = plan_of(tx, {"w": leaf(8, dtype="float64")}, {"w": None}, accumulate=True)
-    assert wide.accumulator_bytes == 8 * 8
+        assert plan.to_data()["accumulator_bytes"] == 0
+
+    def accumulated(params: Any, axes: Any, dtype: Any) -> int:
+        layout = plan_of(tx, params, axes, accumulate=dtype).accumulators
+        assert layout is not None
+        return layout.bytes
+
+    assert accumulated(params, axes, dtype=True) == 8 * 4
+    assert accumulated(params, axes, dtype="bfloat16") == 8 * 2
+    assert accumulated({"w": leaf(8, dtype="float64")}, {"w": None}, dtype=True) == 8 * 8
 
 
 def test_gradients_of_integers_have_no_bytes_and_complex_ones_no_real_dtype() -> None:
     params = {"c": leaf(3, dtype="complex64"), "n": leaf(5, dtype="int32"), "w": leaf(4)}
     axes = dict.fromkeys(params)
     plan = plan_of(optax.identity(), params, axes)
-    assert plan.grad_bytes == 3 * 8 + 0 + 4 * 4
+    assert plan.grads.bytes == 3 * 8 + 0 + 4 * 4
     plan = plan_of(optax.identity(), params, axes, grad_dtype=jnp.bfloat16)
-    assert plan.grad_bytes == 3 * 8 + 0 + 4 * 2
+    assert plan.grads.bytes == 3 * 8 + 0 + 4 * 2
     assert plan.notes == ("grads c: the gradient keeps complex64, as bfloat16 is real",)
     assert [row.leaf.dtype for row in plan.rows if row.kind == "grads"][1] == jax.dtypes.float0
 
@@ -236,9 +240,17 @@ def test_a_plan_as_json() -> None:
     data = json.loads(plan.to_json())
     assert data["mesh"] == {"data": 4, "fsdp": 2, "model": 2}
     assert data["zero"] == ["data", "fsdp"]
-    for name in ("param", "grad", "accumulator", "state", "total"):
-        for end in ("bytes", "bytes_per_device"):
-            assert data[f"{name}_{end}"] == getattr(plan, f"{name}_{end}")
+    for name, layout in [
+        ("param", plan.params),
+        ("grad", plan.grads),
+        ("accumulator", plan.accumulators),
+        ("state", plan.state),
+    ]:
+        assert layout is not None
+        assert data[f"{name}_bytes"] == layout.bytes
+        assert data[f"{name}_bytes_per_device"] == layout.bytes_per_device
+    assert data["total_bytes"] == plan.total_bytes
+    assert data["total_bytes_per_device"] == plan.total_bytes_per_device
     assert data["state_fields"] == plan.state_fields
     assert [row["path"] for row in data["rows"]] == [row.leaf.path for row in plan.rows]
     assert sum(row["bytes_per_device"] for row in data["rows"]) == plan.total_bytes_per_device
@@ -305,10 +317,10 @@ def test_explicit_axes_change_nothing_and_manual_ones_are_not_used() -> None:
         plan_of(params=params, axes=axes, rules=rules, mesh=mesh_of(kind))
         for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
     )
-    assert auto.param_bytes_per_device == 8 * 12 * 4 // 8
+    assert auto.params.bytes_per_device == 8 * 12 * 4 // 8
     assert explicit.to_data() == auto.to_data()
     # Inside `shard_map` a leaf is already what one device along `data` has of it.
-    assert manual.param_bytes_per_device == 8 * 12 * 4 // 2
+    assert manual.params.bytes_per_device == 8 * 12 * 4 // 2
     assert [row.leaf.path for row in manual.replicated] == ["0/count"]
     assert manual.notes[0] == ("params w: dimension 0 ('embed', 8) cannot use data: it is Manual")
 

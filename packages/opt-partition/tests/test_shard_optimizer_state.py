@@ -73,7 +73,11 @@ def test_options_reach_state_and_parameters() -> None:
 @pytest.mark.parametrize(
     ("params", "zero", "words"),
     [
-        (BOXED, "date", "`zero` must be distinct mesh axes: the mesh has data=4.*found 'date'"),
+        (
+            BOXED,
+            "date",
+            "`zero_axes` must be distinct mesh axes: the mesh has data=4.*found 'date'",
+        ),
         (SHAPES, "data", "`param_axes` contain arrays but no axis names"),
         ({"w": Box(SHAPES["wi"], ("embed", "heads"))}, "data", "'heads', of w.*: no rule"),
     ],

@@ -165,7 +165,7 @@ def explain(
         rows = list(_rows(derivation, rules))
     explanation = Explanation(derivation.state, rows, derivation.evaluations, derivation.notes)
     if strict and explanation.undecided:
-        lines = [f"  {row.path} {row.shape}: {row.note}" for row in explanation.undecided]
+        lines = [f"  {_undecided(row)}" for row in explanation.undecided]
         raise UndecidedError(
             "the axes of these state leaves could not be determined:\n"
             + "\n".join(lines)
@@ -212,6 +212,15 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _undecided(row: Row) -> str:
+    """Returns the note of a leaf, with the axes of its parameter that a rule may name."""
+    text = f"{row.path} {row.shape}: {row.note}"
+    if row.parameter is None or row.parameter_axes is None:
+        return text
+    axes = tuple(row.parameter_axes)
+    return f"{text}; parameter {row.parameter} of shape {row.parameter_shape} has axes {axes}"
 
 
 def _to_data(row: Row) -> dict[str, Any]:

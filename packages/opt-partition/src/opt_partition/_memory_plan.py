@@ -100,7 +100,7 @@ def memory_plan(
       ...     jax.sharding.AbstractMesh((64, 8), ('data', 'model')),
       ...     zero='data',
       ... )
-      >>> plan.param_bytes_per_device, plan.state_bytes_per_device
+      >>> plan.params.bytes_per_device, plan.state.bytes_per_device
       (2097152, 65540)
       >>> plan.state_fields
       {'ScaleByAdamState.count': 4, 'ScaleByAdamState.mu': 32768, 'ScaleByAdamState.nu': 32768}
@@ -142,8 +142,10 @@ def memory_plan(
             if kind not in kept
         }
         layouts |= further
-        beside = sum(layout.bytes_per_device for kind, layout in layouts.items() if kind in kept)
-        report_replicated([*further.values()], over, zero_min_bytes, strict=strict, beside=beside)
+        rest = sum(layout.bytes_per_device for kind, layout in layouts.items() if kind in kept)
+        report_replicated(
+            [*further.values()], over, zero_min_bytes, strict=strict, other_bytes=rest
+        )
 
     names = [tuple(spec) for spec in jax.tree.leaves(axes)]
     paths = [leaf.path for leaf in layouts["params"].rows]

@@ -105,46 +105,6 @@ class MemoryPlan:
     temporary_bytes: int | None = None
 
     @property
-    def param_bytes(self) -> int:
-        """Global bytes of the parameters."""
-        return self.params.bytes
-
-    @property
-    def param_bytes_per_device(self) -> int:
-        """Bytes of the parameters per device."""
-        return self.params.bytes_per_device
-
-    @property
-    def grad_bytes(self) -> int:
-        """Global bytes of the gradients."""
-        return self.grads.bytes
-
-    @property
-    def grad_bytes_per_device(self) -> int:
-        """Bytes of the gradients per device."""
-        return self.grads.bytes_per_device
-
-    @property
-    def accumulator_bytes(self) -> int:
-        """Global bytes of the gradient accumulators."""
-        return self.accumulators.bytes if self.accumulators else 0
-
-    @property
-    def accumulator_bytes_per_device(self) -> int:
-        """Bytes of the gradient accumulators per device."""
-        return self.accumulators.bytes_per_device if self.accumulators else 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Global bytes of the optimizer state."""
-        return self.state.bytes
-
-    @property
-    def state_bytes_per_device(self) -> int:
-        """Bytes of the optimizer state per device."""
-        return self.state.bytes_per_device
-
-    @property
     def total_bytes(self) -> int:
         """Global bytes of all leaves."""
         return sum(row.leaf.bytes for row in self.rows)
@@ -191,14 +151,18 @@ class MemoryPlan:
 
     def to_data(self) -> dict[str, Any]:
         """Returns the plan as dicts, lists, strings and numbers."""
-        kinds = {"params": "param", "grads": "grad", "accumulators": "accumulator"}
-        prefixes = [*(kinds.get(kind, kind) for kind in KINDS), "total"]
-        names = [f"{name}_bytes{end}" for name in prefixes for end in ("", "_per_device")]
+        sizes: dict[str, int] = {}
+        for kind in KINDS:
+            layout, name = getattr(self, kind), kind.removesuffix("s")
+            sizes[f"{name}_bytes"] = layout.bytes if layout else 0
+            sizes[f"{name}_bytes_per_device"] = layout.bytes_per_device if layout else 0
         return {
             "mesh": dict(self.mesh.shape),
             "zero": list(self.zero),
             "zero_level": self.zero_level,
-            **{name: getattr(self, name) for name in names},
+            **sizes,
+            "total_bytes": self.total_bytes,
+            "total_bytes_per_device": self.total_bytes_per_device,
             "bytes_per_device_by_memory": self.bytes_per_device_by_memory,
             "state_fields": self.state_fields,
             "temporary_bytes": self.temporary_bytes,

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._display import human_bytes
+from opt_partition._explain import explain
+from opt_partition._init import StateMaker
 from opt_partition._layout import Layout, LeafLayout
+from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
+from opt_partition._param_axes import normalise_param_axes, unboxed
 from opt_partition._specs import (
     AnyMesh,
     manual_axes,
@@ -93,92 +98,37 @@ def extend_over(
       >>> layout.notes
       ('odd: ZeRO: stays replicated over data=8: no dimension of (7,) is divisible',)
     """
-    layout = extended(Layout.from_specs(specs, shapes, mesh), axes, min_bytes)
-    report_replicated([layout], axes, min_bytes, strict=strict)
+    names = distinct_axes("axes", axes, mesh)
+    layout = extended(Layout.from_specs(specs, shapes, mesh), names, min_bytes)
+    report_replicated([layout], names, min_bytes, strict=strict)
     return layout
 
 
-def extended(layout: Layout, axes: str | Sequence[str], min_bytes: int) -> Layout:
+def extended(layout: Layout, axes: Sequence[str], min_bytes: int) -> Layout:
     """Returns a layout extended as by `extend_over`, without a warning."""
-    names = distinct_axes("axes", axes, layout.mesh)
     if min_bytes < 0:
         raise ValueError(f"`min_bytes` must be non-negative; got {min_bytes}")
-    place = functools.cache(functools.partial(_extend, mesh=layout.mesh, axes=names))
+    mesh = layout.mesh
+    extend = functools.cache(functools.partial(_extend, mesh=mesh, axes=axes))
 
-    def extend(leaf: LeafLayout) -> LeafLayout:
+    def extended_leaf(leaf: LeafLayout) -> LeafLayout:
         if leaf.bytes < min_bytes:
             why = f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={min_bytes:,}"
-            to = _Extension(leaf.spec, leaf.shard_shape, (why,))
-        else:
-            to = place(leaf.spec, leaf.shape)
+            return dataclasses.replace(leaf, actions=_distinct(leaf.actions, [why]))
+        spec, actions, notes = extend(leaf.spec, leaf.shape)
         return dataclasses.replace(
             leaf,
-            spec=to.spec,
-            shard_shape=to.shard_shape,
-            notes=tuple(dict.fromkeys((*leaf.notes, *to.notes))),
-            actions=tuple(dict.fromkeys((*leaf.actions, *to.actions))),
+            spec=spec,
+            shard_shape=shard_shape(leaf.shape, spec, mesh),
+            notes=_distinct(leaf.notes, notes),
+            actions=_distinct(leaf.actions, actions),
         )
 
-    return Layout(layout.mesh, jax.tree.map(extend, layout.leaves))
+    return Layout(mesh, jax.tree.map(extended_leaf, layout.leaves))
 
 
-def report_replicated(
-    layouts: Sequence[Layout],
-    axes: str | Sequence[str],
-    min_bytes: int,
-    *,
-    strict: bool = False,
-    beside: int = 0,
-) -> None:
-    """Warns once of what `extended` layouts leave replicated, of these bytes and those `beside`."""
-    mesh = layouts[0].mesh
-    names = [axis for axis in distinct_axes("axes", axes, mesh) if axis not in manual_axes(mesh)]
-    where = f"ZeRO over {named_sizes(mesh, names)}"
-    leaves = [leaf for layout in layouts for leaf in layout.rows]
-    counted = [leaf for leaf in leaves if leaf.shape and leaf.bytes >= max(1, min_bytes)]
-    if not names or not counted:
-        return
-    error: type[Exception] = AxesError
-    if math.prod(mesh.shape[axis] for axis in names) == 1:
-        held = sum(leaf.bytes_per_device for leaf in counted)
-        message = (
-            f"{where} has no effect: {human_bytes(held)} stay on each device; name mesh axes with "
-            "more than one device"
-        )
-    else:
-        error = IndivisibleError
-        waste = ((leaf, _waste(leaf, names, mesh)) for leaf in counted)
-        worst = sorted((kept for kept in waste if kept[1]), key=lambda kept: -kept[1])
-        total = sum(count for _, count in worst)
-        if total <= _TOLERATED * (beside + sum(leaf.bytes_per_device for leaf in leaves)):
-            return
-        message = (
-            f"{where} leaves {len(worst)} of {len(leaves)} leaves replicated, "
-            f"{human_bytes(total)} per device beyond an equal share, as no dimension of their "
-            f"shards is divisible: "
-            f"{', '.join(f'{leaf.path} {leaf.shard_shape}' for leaf, _ in worst[:3])}"
-            f"{', ...' * (len(worst) > 3)}; pad these dimensions or name other mesh axes"
-        )
-    if strict:
-        raise error(message)
-    warnings.warn(message, ReplicatedWarning, stacklevel=3)
-
-
-def _waste(leaf: LeafLayout, axes: Sequence[str], mesh: AnyMesh) -> int:
-    """Returns the bytes that a device holds beyond an equal share over the axes not used."""
-    used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
-    ways = math.prod(mesh.shape[axis] for axis in axes if axis not in used)
-    held = leaf.bytes_per_device
-    return held - -(-held // ways) if math.prod(leaf.shard_shape) >= ways else 0
-
-
-class _Extension(NamedTuple):
-    """The extension of one shape with one spec."""
-
-    spec: PartitionSpec
-    shard_shape: tuple[int, ...]
-    actions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+def _distinct(*texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*texts)))
 
 
 def distinct_axes(argument: str, axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
@@ -194,19 +144,16 @@ def distinct_axes(argument: str, axes: str | Sequence[str], mesh: AnyMesh) -> tu
 
 def _extend(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, axes: Sequence[str]
-) -> _Extension:
-    """Extends one leaf."""
-    shard = shard_shape(shape, spec, mesh)
+) -> tuple[PartitionSpec, list[str], list[str]]:
+    """Returns the extended spec of one leaf, what was done, and what could not be done."""
     if not shape or 0 in shape:
-        what = "an empty leaf" if shape else "a scalar"
-        return _Extension(spec, shard, (f"ZeRO: {what} is not sharded",))
+        return spec, [f"ZeRO: {'an empty leaf' if shape else 'a scalar'} is not sharded"], []
     before = [mesh_axes_of(entry) for entry in spec]
     held = {axis: dim for dim, names in enumerate(before) for axis in names}
     manual = manual_axes(mesh)
     free = [axis for axis in axes if axis not in held and axis not in manual]
-
     places: dict[str, int] = {}
-    lengths = list(shard)
+    lengths = list(shard_shape(shape, spec, mesh))
     for axis in sorted(free, key=lambda axis: -mesh.shape[axis]):
         size = mesh.shape[axis]
         fitting = [dim for dim, length in enumerate(lengths) if length % size == 0]
@@ -216,9 +163,8 @@ def _extend(
             places[axis], lengths[place] = place, lengths[place] // size
     added = [[axis for axis in free if places.get(axis) == dim] for dim in range(len(shape))]
     after = spec_of([*old, *new] for old, new in zip(before, added, strict=True))
-    result = shard_shape(shape, after, mesh)
-    left = [axis for axis in free if axis not in places]
-    what = str(shape) if result == shape else f"its shard {result}"
+    shard = tuple(lengths)
+    what = str(shape) if shard == shape else f"its shard {shard}"
     actions = [
         f"ZeRO: dimension {held[axis]} was already over {named_sizes(mesh, [axis])}"
         for axis in axes
@@ -232,11 +178,145 @@ def _extend(
     notes = [
         f"ZeRO: stays replicated over {named_sizes(mesh, [axis])}: no dimension of {what} is "
         "divisible"
-        for axis in left
+        for axis in free
+        if axis not in places
     ]
     notes += [
         f"ZeRO: cannot use {axis}: it is Manual"
         for axis in axes
         if axis in manual and axis not in held
     ]
-    return _Extension(after, result, tuple(actions), tuple(notes))
+    return after, actions, notes
+
+
+def report_replicated(
+    layouts: Sequence[Layout],
+    axes: Sequence[str],
+    min_bytes: int,
+    *,
+    strict: bool = False,
+    other_bytes: int = 0,
+) -> None:
+    """Warns once of what `extended` layouts leave replicated; raises an error if `strict`.
+
+    `other_bytes` are those that a device holds besides these layouts.
+    """
+    mesh = layouts[0].mesh
+    names = [axis for axis in axes if axis not in manual_axes(mesh)]
+    leaves = [leaf for layout in layouts for leaf in layout.rows]
+    counted = [leaf for leaf in leaves if leaf.shape and leaf.bytes >= max(1, min_bytes)]
+    if not names or not counted:
+        return
+    error: type[Exception] = IndivisibleError
+    if math.prod(mesh.shape[axis] for axis in names) == 1:
+        error = AxesError
+        held = sum(leaf.bytes_per_device for leaf in counted)
+        what = (
+            f"has no effect: {human_bytes(held)} stay on each device; name mesh axes with more "
+            "than one device"
+        )
+    else:
+        worst = sorted(counted, key=lambda leaf: -_waste(leaf, names, mesh))
+        wastes = [waste for leaf in worst if (waste := _waste(leaf, names, mesh))]
+        if sum(wastes) <= _TOLERATED * (other_bytes + sum(x.bytes_per_device for x in leaves)):
+            return
+        few = [f"{leaf.path} {leaf.shard_shape}" for leaf in worst[: min(3, len(wastes))]]
+        what = (
+            f"leaves {len(wastes)} of {len(leaves)} leaves replicated, "
+            f"{human_bytes(sum(wastes))} per device beyond an equal share, as no dimension of "
+            f"their shards is divisible: {', '.join(few)}{', ...' * (len(wastes) > 3)}; pad these "
+            "dimensions or name other mesh axes"
+        )
+    message = f"ZeRO over {named_sizes(mesh, names)} {what}"
+    if strict:
+        raise error(message)
+    warnings.warn(message, ReplicatedWarning, stacklevel=3)
+
+
+def _waste(leaf: LeafLayout, axes: Sequence[str], mesh: AnyMesh) -> int:
+    """Returns the bytes that a device holds beyond an equal share over the axes not used."""
+    used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
+    ways = math.prod(mesh.shape[axis] for axis in axes if axis not in used)
+    held = leaf.bytes_per_device
+    return held - -(-held // ways) if math.prod(leaf.shard_shape) >= ways else 0
+
+
+class ZeroLayouts(NamedTuple):
+    """The layouts of a training step with ZeRO-1.
+
+    Attributes:
+      compute: the parameters as the rules shard them, for the forward and the backward pass.
+      params: the parameters as they are stored between steps: sharded further, like the state.
+      opt_state: the optimizer state, sharded further.
+    """
+
+    compute: Layout
+    params: Layout
+    opt_state: Layout
+
+
+def shard_optimizer_state(
+    tx: StateMaker,
+    abstract_params: Any,
+    rules: LogicalAxisRules,
+    mesh: AnyMesh,
+    zero_axes: str | Sequence[str],
+    *,
+    param_axes: Any = None,
+    min_bytes: int = 0,
+    memory_kinds: MemoryKinds = None,
+    on_unknown: Literal["error", "replicate"] = "error",
+) -> ZeroLayouts:
+    """Lays out parameters and optimizer state for ZeRO-1, with any optimizer.
+
+    Between steps, parameters and state are sharded over `zero_axes` too, so that an elementwise
+    update needs no communication. Constrain the parameters to `compute` at the start of the step:
+    they are gathered once, and their gradients are reduced.
+
+    Args:
+      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
+      abstract_params: arrays or `jax.ShapeDtypeStruct`s in Flax boxes, e.g. of
+        `jax.eval_shape(model.init, ...)`, or in an `nnx.State` with sharding metadata.
+      rules: rules from logical names to mesh axes; see `logical_to_mesh`.
+      mesh: the mesh, concrete or abstract.
+      zero_axes: one or more mesh axes; see `extend_over`.
+      param_axes: logical axes of parameters that do not name their dimensions themselves.
+      min_bytes: leaves with fewer global bytes stay as the rules shard them.
+      memory_kinds: memory kinds of the state; see `logical_to_mesh`.
+      on_unknown: see `logical_to_mesh`.
+
+    Returns:
+      Three layouts. Their trees have the structure of the parameters without boxes.
+
+    Warns:
+      ReplicatedWarning: parameters or state stay replicated; see `extend_over`.
+
+    Raises:
+      AxesError: axes, rules and mesh do not match.
+
+    Examples:
+      >>> import jax, optax
+      >>> layouts = shard_optimizer_state(
+      ...     optax.adafactor(1e-3),
+      ...     {'wi': jax.ShapeDtypeStruct((1024, 4096), 'float32')},
+      ...     [('embed', 'fsdp'), ('mlp', 'tensor')],
+      ...     jax.sharding.AbstractMesh((8, 4, 2), ('data', 'fsdp', 'tensor')),
+      ...     'data',
+      ...     param_axes={'wi': ('embed', 'mlp')},
+      ... )
+      >>> tuple(layouts.compute.specs['wi']), tuple(layouts.params.specs['wi'])
+      (('fsdp', 'tensor'), ('fsdp', ('tensor', 'data')))
+      >>> tuple(layouts.opt_state.specs[0].v_row['wi'])
+      (('fsdp', 'data'),)
+    """
+    names = distinct_axes("zero_axes", zero_axes, mesh)
+    params = unboxed(abstract_params)
+    axes = abstract_params if param_axes is None else param_axes
+    explanation = explain(tx, params, axes)
+    lay = functools.partial(logical_to_mesh, rules=rules, mesh=mesh, on_unknown=on_unknown)
+    compute = lay(normalise_param_axes(params, axes), shapes=params)
+    state = lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds)
+    stored, state = (extended(layout, names, min_bytes) for layout in (compute, state))
+    gathered_and_grads = 2 * compute.bytes_per_device
+    report_replicated([stored, state], names, min_bytes, other_bytes=gathered_and_grads)
+    return ZeroLayouts(compute, stored, state)

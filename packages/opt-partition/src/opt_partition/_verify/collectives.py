@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from opt_partition._verify.flow import Deps, Flow, Part, Where, trace
+from opt_partition._verify.flow import Flow, Part, Where, trace
 from opt_partition._verify.hlo import (
     Array,
     Computation,
@@ -20,7 +20,7 @@ from opt_partition._verify.hlo import (
     Module,
     flat_types,
 )
-from opt_partition._verify.leaves import Leaf, Role
+from opt_partition._verify.leaves import FIRST_LEAF, Leaf, Traced
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -282,23 +282,13 @@ class Moved:
         return f"`{self.row.name}` to {self.row.dtype}[{shape}]{over}{times}"
 
 
-_ROLE_BITS: Mapping[Role, int] = {"params": 0, "other": 1, "state": 2}
-_FIRST_LEAF = 3
-
-
 def moved_arrays(
-    module: Module, inputs: Sequence[Leaf], outputs: Sequence[Leaf], mesh: Mapping[str, int]
-) -> list[Moved] | None:
-    """Returns every array communicated; `None` if arguments and program do not match."""
-    used = [leaf for leaf in inputs if leaf.found is not None]
-    if len(used) != module.num_parameters:
-        return None
-    state = [leaf for leaf in used if leaf.role == "state" and leaf.shard_size < leaf.size]
-    numbers = {id(leaf): n for n, leaf in enumerate(state, _FIRST_LEAF)}
-    first_tag = _FIRST_LEAF + len(state)
-    all_state = (1 << first_tag) - (1 << _FIRST_LEAF)
-    seeds = [Deps.of(numbers.get(id(leaf), _ROLE_BITS[leaf.role])) for leaf in used]
-    flow = trace(module, seeds, first_tag, (1 << _ROLE_BITS["params"], all_state))
+    module: Module, traced: Traced, outputs: Sequence[Leaf], mesh: Mapping[str, int]
+) -> list[Moved]:
+    """Returns every array communicated."""
+    flow, roles, state = traced
+    first_tag = FIRST_LEAF + len(state)
+    all_state = (1 << first_tag) - (1 << FIRST_LEAF)
     reaches: defaultdict[int, list[Leaf]] = defaultdict(list)
     adds_to: defaultdict[int, list[Leaf]] = defaultdict(list)
     for leaf, deps in zip(outputs, flow.outputs, strict=True):
@@ -309,7 +299,7 @@ def moved_arrays(
 
     @functools.cache
     def leaves(bits: int) -> tuple[Leaf, ...]:
-        return tuple(state[n] for n in _bits(bits >> _FIRST_LEAF))
+        return tuple(state[n] for n in _bits(bits >> FIRST_LEAF))
 
     moved = []
     for row, part, where in _rows(module, flow, mesh):
@@ -320,8 +310,8 @@ def moved_arrays(
             direct = placed
         depends = leaves(direct or deps.any & all_state)
         sources = [leaf.path for leaf in depends]
-        sources += ["params"] * (deps.any >> _ROLE_BITS["params"] & 1)
-        sources += ["inputs"] * (deps.any >> _ROLE_BITS["other"] & 1)
+        sources += ["params"] * bool(deps.any & roles["params"])
+        sources += ["inputs"] * bool(deps.any & roles["other"])
         moved.append(
             Moved(
                 row=dataclasses.replace(row, sources=tuple(sources)),
@@ -333,7 +323,7 @@ def moved_arrays(
                 directly=bool(direct),
                 placed=bool(placed),
                 alone=len(sources) == len(depends),
-                from_inputs=bool(deps.any >> _ROLE_BITS["other"] & 1),
+                from_inputs="inputs" in sources,
                 follows=tuple(_bits(deps.direct >> first_tag)) if depends else (),
                 reaches=tuple(reaches[n]),
                 adds_to=tuple(adds_to[n]),

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from opt_partition._specs import itemsize
 from opt_partition._verify.collectives import Collective, Moved, collectives, moved_arrays
 from opt_partition._verify.hlo import Module
-from opt_partition._verify.leaves import Leaf, Owners, mesh_shape
+from opt_partition._verify.leaves import Leaf, Owners, Traced, mesh_shape
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
 StateGathers = Literal["error", "any"]
@@ -73,6 +73,7 @@ class Judged(NamedTuple):
 
 def judge_collectives(
     module: Module,
+    traced: Traced | None,
     inputs: Sequence[Leaf],
     outputs: Sequence[Leaf],
     platform: str,
@@ -82,11 +83,11 @@ def judge_collectives(
 ) -> Judged:
     """Judges the collectives of a compiled step."""
     mesh = mesh_shape([*inputs, *outputs])
-    moved = moved_arrays(module, inputs, outputs, mesh)
-    if moved is None:
+    if traced is None:
         rows = tuple(collectives(module, mesh))
         unjudged = tuple(Unjudged(row, "its origin is unknown") for row in rows)
         return Judged(rows, (_UNTRACED,), unjudged)
+    moved = moved_arrays(module, traced, outputs, mesh)
     state = _StateMoves(moved, inputs, mesh, "error" if state_gathers == "error" else "note")
     findings = (
         *state.findings(),
@@ -216,14 +217,13 @@ class _StateMoves:
             regions[array.step_loops][array] = array.elements
         kept = max(regions.values(), key=_most_at_once)
         total = _most_at_once(kept)
-        leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
-        direct = all(m.directly for m in arrays)
-        budget = sum(p.shard_size for p in params if not (direct and self._is_alike(p, leaves)))
+        budget = sum(param.shard_size for param in params)
         if total <= budget:
             for array in kept:
                 if array.row.per_iteration:
                     self._pass(array, _NO_COUNT)
             return
+        leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
         enough = min((leaf.shard_size for leaf in leaves), default=1)
         named = leaves or list(arrays[0].state)
         yield self._finding(
@@ -232,14 +232,6 @@ class _StateMoves:
             f"values derived from {listed([leaf.path for leaf in named])} are communicated too "
             f"often: a device receives {total:,} elements per step, where {budget:,} of the new "
             f"parameter or its update would suffice, by {listed(list(kept))}",
-        )
-
-    def _is_alike(self, param: Leaf, leaves: Sequence[Leaf]) -> bool:
-        """Whether state is sharded like its parameter: no device needs another's update."""
-        return all(
-            leaf.shape == param.shape and leaf.mesh_axes == param.mesh_axes
-            for leaf in leaves
-            if self._owner(leaf) is param
         )
 
     def _finding(self, leaf: Leaf, excused: bool, said: str) -> Finding:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
@@ -24,7 +23,7 @@ from opt_partition._trees import (
     path_str,
     split_path,
 )
-from opt_partition._verify.flow import Deps, trace
+from opt_partition._verify.flow import Deps, Flow, trace
 from opt_partition._verify.hlo import Module
 from opt_partition.errors import AxesError
 
@@ -209,27 +208,62 @@ def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf
     return list(map(functools.partial(_leaf, "input", places), infos, found, asked))
 
 
+class Traced(NamedTuple):
+    """A program that is traced from the arguments of a step.
+
+    Attributes:
+      flow: the dependencies of its values.
+      roles: the bits of the arguments of each role.
+      state: the sharded leaves of the state; each has a bit, from `FIRST_LEAF`.
+    """
+
+    flow: Flow
+    roles: Mapping[Role, int]
+    state: list[Leaf]
+
+
+FIRST_LEAF = 3
+
+
+def trace_step(module: Module, inputs: Sequence[Leaf]) -> Traced | None:
+    """Traces a program from its arguments; `None` if they do not match its parameters."""
+    used = [leaf for leaf in inputs if leaf.found is not None]
+    if len(used) != module.num_parameters:
+        return None
+    roles: dict[Role, int] = {"params": 1, "other": 2, "state": 4}
+    state = [leaf for leaf in used if leaf.role == "state" and leaf.shard_size < leaf.size]
+    bits = {leaf: 1 << n for n, leaf in enumerate(state, FIRST_LEAF)}
+    seeds = [bits.get(leaf, roles[leaf.role]) for leaf in used]
+    sharded = sum(bits.values())
+    flow = trace(
+        module,
+        [Deps(bit, bit) for bit in seeds],
+        FIRST_LEAF + len(state),
+        (roles["params"], sharded),
+    )
+    roles["state"] |= sharded
+    return Traced(flow, roles, state)
+
+
 def output_leaves(
-    compiled: jax.stages.Compiled, expected: Expected, inputs: Sequence[Leaf], module: Module
+    compiled: jax.stages.Compiled,
+    expected: Expected,
+    inputs: Sequence[Leaf],
+    traced: Traced | None,
 ) -> list[Leaf]:
     """Returns the flattened results, in JAX's order, with parameters and state identified."""
     out = compiled.out_info
     infos = list(flatten_with_paths(out))
     names = [tuple(map(key_name, path)) for path, _ in infos]
 
-    @functools.cache
-    def origins() -> Sequence[Deps]:
-        """The roles that each result depends on; none if program and arguments do not match."""
-        used = [_BITS[leaf.role] for leaf in inputs if leaf.found is not None]
-        if len(used) != module.num_parameters:
-            return []
-        return trace(module, [Deps(bit, bit) for bit in used]).outputs
-
-    # Of gradients, updates and new parameters, the last have the most dependencies.
+    # Of gradients, updates and new parameters, the last depend on the most roles.
     def rank(role: Role, place: Keys) -> tuple[int, bool]:
-        deps = [d for d, name in zip(origins(), names, strict=False) if _is_in(name, place)]
-        bits = functools.reduce(operator.or_, (d.any for d in deps), 0)
-        return bits.bit_count(), any(d.direct & _BITS[role] for d in deps)
+        if traced is None:
+            return 0, False
+        outputs = zip(traced.flow.outputs, names, strict=True)
+        deps = [d for d, name in outputs if _is_in(name, place)]
+        roles = sum(any(d.any & bits for d in deps) for bits in traced.roles.values())
+        return roles, any(d.direct & traced.roles[role] for d in deps)
 
     shapes = {name: tuple(info.shape) for name, (_, info) in zip(names, infos, strict=True)}
     places = _find_results(shapes, inputs, rank)
@@ -237,9 +271,6 @@ def output_leaves(
     treedef: Any = compiled.out_tree
     found = treedef.flatten_up_to(compiled.output_shardings)
     return list(map(functools.partial(_leaf, "output", places), infos, found, asked))
-
-
-_BITS: Mapping[Role, int] = {"params": 1, "state": 2, "other": 4}
 
 
 def _leaf(

@@ -37,6 +37,7 @@ from opt_partition._verify.leaves import (
     input_leaves,
     output_leaves,
     platform_of,
+    trace_step,
 )
 from opt_partition.errors import AxesError, ShardingMismatchError
 
@@ -152,8 +153,7 @@ def verify(
 
        - State alone: a device may receive fewer elements of a leaf than it holds, which is noted.
        - State mixed with parameters or gradients: once the part of the parameter that a device
-         holds, as ZeRO-1 gathers the new parameter or its update; nothing if state and parameter
-         are sharded alike.
+         holds, as ZeRO-1 gathers the new parameter or its update.
        - Leaves smaller than their parameter, e.g. the rows and columns of a factored second
          moment: up to the size of the parameter, which is noted.
        - Shards that are reduced over devices into their own leaf (`pmean` of the new moments) count
@@ -223,7 +223,8 @@ def verify(
     _check_names(compiled)
     inputs = input_leaves(compiled, expected)
     module = parse_program(compiled.as_text() or "")
-    outputs = output_leaves(compiled, expected, inputs, module)
+    traced = trace_step(module, inputs)
+    outputs = output_leaves(compiled, expected, inputs, traced)
     aliased = aliased_leaves(inputs, module)
     unclear = _check_roles(inputs, outputs, expected)
     findings = [
@@ -234,7 +235,7 @@ def verify(
     ]
     platform = platform_of([*inputs, *outputs])
     judged = judge_collectives(
-        module, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
+        module, traced, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
     )
     findings += judged.findings
     report = Report(

@@ -61,7 +61,7 @@ class Trainer:
         leaves = jax.tree.leaves(self.carry[1])
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         whole = sum(leaf.nbytes for leaf in leaves)
-        return bool(held == self.plan.state_bytes_per_device < whole)
+        return bool(held == self.plan.state.bytes_per_device < whole)
 
 
 def init_params() -> Any:
