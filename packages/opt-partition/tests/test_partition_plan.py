@@ -272,7 +272,6 @@ def test_a_plan_as_json() -> None:
         "waste": 0,
         "reason": "",
         "notes": [],
-        "actions": wi["actions"],
     }
 
 

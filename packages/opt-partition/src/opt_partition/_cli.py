@@ -19,8 +19,7 @@ from jax.sharding import AbstractMesh
 
 from opt_partition._explain import explain, explanation_text
 from opt_partition._memory_plan import memory_plan
-from opt_partition._plan import MemoryPlan
-from opt_partition._plan_views import plan_text
+from opt_partition._plan import MemoryPlan, plan_text
 from opt_partition.errors import PartitionError
 
 _EXAMPLES = """\

@@ -36,7 +36,6 @@ class LeafLayout:
       shard_shape: shape of the shard on one device.
       memory_kind: its memory kind, e.g. `'pinned_host'`; `None` for the device's default.
       notes: requests that could not be satisfied, and why.
-      actions: what `extend_over` did, or why nothing was necessary.
     """
 
     path: str
@@ -46,7 +45,6 @@ class LeafLayout:
     shard_shape: tuple[int, ...]
     memory_kind: str | None = None
     notes: tuple[str, ...] = ()
-    actions: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -137,11 +135,6 @@ class Layout:
         """Every request that could not be satisfied, as `path: reason`."""
         return tuple(f"{leaf.path}: {note}" for leaf in self.rows for note in leaf.notes)
 
-    @property
-    def actions(self) -> tuple[str, ...]:
-        """Everything that `extend_over` did, or why nothing was necessary, as `path: action`."""
-        return tuple(f"{leaf.path}: {action}" for leaf in self.rows for action in leaf.actions)
-
     def __str__(self) -> str:
         rows = [
             (
@@ -152,7 +145,7 @@ class Layout:
                 f"{leaf.bytes:,}",
                 f"{leaf.bytes_per_device:,}",
                 leaf.memory_kind or "device",
-                "; ".join((*leaf.actions, *leaf.notes)),
+                "; ".join(leaf.notes),
             )
             for leaf in self.rows
         ]

@@ -163,6 +163,7 @@ def memory_plan(
             *(of_state if kind == "state" else (names, paths, [kind] * len(paths))),
             rules=pairs,
             zero=() if kind in kept else over,
+            zero_min_bytes=zero_min_bytes,
             group_by=group_by or (lambda path: path.split("/", 1)[0]),
         )
     ]
@@ -191,6 +192,7 @@ def _rows(
     *,
     rules: Sequence[tuple[str, Any]],
     zero: Sequence[str],
+    zero_min_bytes: int,
     group_by: Callable[[str], str],
 ) -> Iterator[PlanRow]:
     """Yields the rows of one tree: the cost of every leaf, and why it is not sharded further."""
@@ -212,8 +214,8 @@ def _rows(
             why.append("no rule shards " + ", ".join(map(repr, dict.fromkeys(whole))))
         if not any(names):
             why.append("no dimension has a logical name")
-        if not used.intersection(zero):
-            why += leaf.actions
+        if zero and leaf.bytes < zero_min_bytes:
+            why.append(f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={zero_min_bytes:,}")
         if idle := [axis for axis in free if axis not in usable]:
             why.append("no rule uses " + ", ".join(map(repr, idle)))
         return f"{where}: {'; '.join(why)}" if why else where

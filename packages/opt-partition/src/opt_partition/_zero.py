@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -62,9 +61,8 @@ def extend_over(
       strict: whether to raise an error instead of warning that leaves stay replicated.
 
     Returns:
-      The layout. The `actions` of a leaf list the dimensions sharded, or why nothing was necessary:
-      the axis was already used, or the leaf is a scalar, empty or below `min_bytes`. Its `notes`
-      list the mesh axes over which it stays replicated, and why.
+      The layout. The `notes` of a leaf list the mesh axes over which it stays replicated although
+      it is neither a scalar nor empty nor below `min_bytes`, and why.
 
     Warns:
       ReplicatedWarning: `axes` have one device, or leaves stay replicated over them because no
@@ -91,10 +89,8 @@ def extend_over(
       ...     AbstractMesh((8, 2), ('data', 'model')),
       ...     'data',
       ... )
-      >>> [(leaf.path, tuple(leaf.spec), leaf.actions) for leaf in layout.rows]
-      [('count', (), ('ZeRO: a scalar is not sharded',)),
-       ('mu', ('data', 'model'), ('ZeRO: dimension 0 over data=8',)),
-       ('odd', (None,), ())]
+      >>> [(leaf.path, tuple(leaf.spec)) for leaf in layout.rows]
+      [('count', ()), ('mu', ('data', 'model')), ('odd', (None,))]
       >>> layout.notes
       ('odd: ZeRO: stays replicated over data=8: no dimension of (7,) is divisible',)
     """
@@ -113,22 +109,16 @@ def extended(layout: Layout, axes: Sequence[str], min_bytes: int) -> Layout:
 
     def extended_leaf(leaf: LeafLayout) -> LeafLayout:
         if leaf.bytes < min_bytes:
-            why = f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={min_bytes:,}"
-            return dataclasses.replace(leaf, actions=_distinct(leaf.actions, [why]))
-        spec, actions, notes = extend(leaf.spec, leaf.shape)
+            return leaf
+        spec, notes = extend(leaf.spec, leaf.shape)
         return dataclasses.replace(
             leaf,
             spec=spec,
             shard_shape=shard_shape(leaf.shape, spec, mesh),
-            notes=_distinct(leaf.notes, notes),
-            actions=_distinct(leaf.actions, actions),
+            notes=tuple(dict.fromkeys((*leaf.notes, *notes))),
         )
 
     return Layout(mesh, jax.tree.map(extended_leaf, layout.leaves))
-
-
-def _distinct(*texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(itertools.chain(*texts)))
 
 
 def distinct_axes(argument: str, axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
@@ -144,12 +134,12 @@ def distinct_axes(argument: str, axes: str | Sequence[str], mesh: AnyMesh) -> tu
 
 def _extend(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, axes: Sequence[str]
-) -> tuple[PartitionSpec, list[str], list[str]]:
-    """Returns the extended spec of one leaf, what was done, and what could not be done."""
+) -> tuple[PartitionSpec, list[str]]:
+    """Returns the extended spec of one leaf, and why it stays replicated over some axes."""
     if not shape or 0 in shape:
-        return spec, [f"ZeRO: {'an empty leaf' if shape else 'a scalar'} is not sharded"], []
+        return spec, []
     before = [mesh_axes_of(entry) for entry in spec]
-    held = {axis: dim for dim, names in enumerate(before) for axis in names}
+    held = {axis for names in before for axis in names}
     manual = manual_axes(mesh)
     free = [axis for axis in axes if axis not in held and axis not in manual]
     places: dict[str, int] = {}
@@ -165,16 +155,6 @@ def _extend(
     after = spec_of([*old, *new] for old, new in zip(before, added, strict=True))
     shard = tuple(lengths)
     what = str(shape) if shard == shape else f"its shard {shard}"
-    actions = [
-        f"ZeRO: dimension {held[axis]} was already over {named_sizes(mesh, [axis])}"
-        for axis in axes
-        if axis in held
-    ]
-    actions += [
-        f"ZeRO: dimension {dim} over {named_sizes(mesh, new)}"
-        for dim, new in enumerate(added)
-        if new
-    ]
     notes = [
         f"ZeRO: stays replicated over {named_sizes(mesh, [axis])}: no dimension of {what} is "
         "divisible"
@@ -186,7 +166,7 @@ def _extend(
         for axis in axes
         if axis in manual and axis not in held
     ]
-    return after, actions, notes
+    return after, notes
 
 
 def report_replicated(
