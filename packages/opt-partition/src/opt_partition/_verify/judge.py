@@ -217,13 +217,14 @@ class _StateMoves:
             regions[array.step_loops][array] = array.elements
         kept = max(regions.values(), key=_most_at_once)
         total = _most_at_once(kept)
-        budget = sum(param.shard_size for param in params)
+        leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
+        direct = all(m.directly for m in arrays)
+        budget = sum(p.shard_size for p in params if not (direct and self._is_alike(p, leaves)))
         if total <= budget:
             for array in kept:
                 if array.row.per_iteration:
                     self._pass(array, _NO_COUNT)
             return
-        leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
         enough = min((leaf.shard_size for leaf in leaves), default=1)
         named = leaves or list(arrays[0].state)
         yield self._finding(
@@ -232,6 +233,14 @@ class _StateMoves:
             f"values derived from {listed([leaf.path for leaf in named])} are communicated too "
             f"often: a device receives {total:,} elements per step, where {budget:,} of the new "
             f"parameter or its update would suffice, by {listed(list(kept))}",
+        )
+
+    def _is_alike(self, param: Leaf, leaves: Sequence[Leaf]) -> bool:
+        """Whether state is sharded like its parameter: no device needs another's update."""
+        return all(
+            leaf.shape == param.shape and leaf.mesh_axes == param.mesh_axes
+            for leaf in leaves
+            if self._owner(leaf) is param
         )
 
     def _finding(self, leaf: Leaf, excused: bool, said: str) -> Finding:

@@ -153,7 +153,8 @@ def verify(
 
        - State alone: a device may receive fewer elements of a leaf than it holds, which is noted.
        - State mixed with parameters or gradients: once the part of the parameter that a device
-         holds, as ZeRO-1 gathers the new parameter or its update.
+         holds, as ZeRO-1 gathers the new parameter or its update; nothing if state and parameter
+         are sharded alike.
        - Leaves smaller than their parameter, e.g. the rows and columns of a factored second
          moment: up to the size of the parameter, which is noted.
        - Shards that are reduced over devices into their own leaf (`pmean` of the new moments) count
