@@ -35,17 +35,17 @@ def load(path: Path) -> dict[str, Any]:
     return data
 
 
-def packed_leaf(leaf: Any) -> list[Any]:
-    """A `Leaf` as JSON."""
-    mesh = list(leaf.found.mesh.shape.items()) if leaf.found is not None else None
-    spec = list(leaf.found.spec) if leaf.found is not None else None
+def packed_leaf(leaf: Any, found: Any) -> list[Any]:
+    """A leaf with its sharding as JSON."""
+    mesh = list(found.mesh.shape.items()) if found is not None else None
+    spec = list(found.spec) if found is not None else None
     name, shape = list(leaf.name), list(leaf.shape)
     return [leaf.side, leaf.path, leaf.role, name, shape, str(leaf.dtype), mesh, spec, leaf.donated]
 
 
 def unpacked_leaf(packed: list[Any]) -> Any:
-    """The `Leaf` that JSON holds; its mesh is abstract, and nothing was asked of it."""
-    from opt_partition._verify.leaves import Leaf
+    """The leaf that JSON holds; its mesh is abstract, and nothing was asked of it."""
+    from opt_partition._verify.leaves import leaf_report
 
     side, path, role, name, shape, dtype, mesh, spec, donated = packed
     found = None
@@ -53,7 +53,8 @@ def unpacked_leaf(packed: list[Any]) -> Any:
         names, sizes = zip(*mesh, strict=True)
         entries = [tuple(axis) if isinstance(axis, list) else axis for axis in spec]
         found = NamedSharding(AbstractMesh(tuple(map(int, sizes)), names), PartitionSpec(*entries))
-    return Leaf(side, path, role, tuple(name), tuple(shape), jax.numpy.dtype(dtype), found, donated)
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    return leaf_report(side, path, role, tuple(name), struct, found, donated=donated)
 
 
 def stripped(text: str) -> str:
@@ -122,13 +123,18 @@ def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
             continue
         step = program.build(meshes)
         compiled = step.lower().compile()
-        inputs = leaves.input_leaves(compiled, step.expected)
         printed = compiled.as_text() or ""
-        traced = leaves.trace_step(parse_program(printed), inputs)
+        module = parse_program(printed)
+        inputs = leaves.input_leaves(compiled, step.expected, module)
+        traced = leaves.trace_step(module, inputs)
         outputs = leaves.output_leaves(compiled, step.expected, inputs, traced)
         text = stripped(printed)
         print(f"{program.name}: {len(text):,}", file=sys.stderr)
-        packed = [list(map(packed_leaf, side)) for side in (inputs, outputs)]
+        sides = [
+            (inputs, compiled.in_tree.flatten_up_to(compiled.input_shardings)),
+            (outputs, compiled.out_tree.flatten_up_to(compiled.output_shardings)),
+        ]
+        packed = [list(map(packed_leaf, *side)) for side in sides]
         yield program.name, [text, *packed]
 
 

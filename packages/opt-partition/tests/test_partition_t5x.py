@@ -24,6 +24,12 @@ def test_adam_in_a_chain() -> None:
     assert schedule.count is None
 
 
+def test_a_path_that_is_the_end_of_another() -> None:
+    params = {"block": {"w": jnp.ones((8, 6))}, "w": jnp.ones((4, 2))}
+    axes = {"block": {"w": P("embed", "mlp")}, "w": P("vocab", "heads")}
+    assert derive(optax.trace(0.9).init(params), axes).trace == axes
+
+
 def test_what_t5x_fails_on() -> None:
     """zero_nans, SM3, MultiSteps with a skip function, in masked; states not called `...State`."""
     masked = optax.masked(

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from opt_partition._matching import match_leaves
-from opt_partition._param_axes import Parameter
+from opt_partition._param_axes import Parameter, match_paths
 from opt_partition._specs import mesh_axes_of, padded
 from opt_partition._symbols import (
     SMALL,
@@ -67,8 +66,7 @@ def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) 
     keys = [_keys(parameter) for parameter in table]
     origins, sources, notes = _origins(evaluate, table, keys, state)
     paths = [path for path, _ in flatten_with_paths(state)]
-    matches = match_leaves(params, state, paths, table)
-    owners = _owners(evaluate, table, keys, state, matches, origins)
+    owners = _owners(evaluate, table, keys, state, match_paths(paths, table), origins)
     dims_of = functools.cache(_dims)
     leaves = []
     for path, struct, owner, origin, source in zip(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import KeyPath, aligned, flatten_with_paths, path_str
+from opt_partition._trees import KeyPath, aligned, flatten_with_paths, is_index, path_str
 from opt_partition.errors import AxesError
 
 Axis = str | tuple[str, ...] | None
@@ -117,6 +118,31 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     if problems:
         raise _mismatch(problems)
     return table
+
+
+def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tuple[int, ...]]:
+    """Returns the indices of the parameters that each state leaf may belong to.
+
+    The longest run of keys in the path of a leaf that is the path of a parameter, or the end of the
+    paths of some, decides.
+    """
+    ends: defaultdict[KeyPath, list[int]] = defaultdict(list)
+    for index, parameter in enumerate(table):
+        for start in range(1, len(parameter.key_path)):
+            ends[parameter.key_path[start:]].append(index)
+    for index, parameter in enumerate(table):
+        ends[parameter.key_path] = [index]
+
+    def match(path: KeyPath) -> tuple[int, ...]:
+        for size in range(len(path), -1, -1):
+            for start in range(len(path) - size, -1, -1):
+                keys = path[start : start + size]
+                # Numeric keys alone occur in chains as well as in lists of parameters.
+                if keys in ends and not (keys and all(map(is_index, keys))):
+                    return tuple(ends[keys])
+        return ()
+
+    return list(map(match, paths))
 
 
 def _mismatch(problems: Sequence[str]) -> AxesError:

@@ -13,8 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from opt_partition._matching import match_leaves
-from opt_partition._param_axes import Parameter, is_axes, parameters, read_axes
+from opt_partition._param_axes import Parameter, is_axes, match_paths, parameters, read_axes
 from opt_partition._rules import Answer, Rules, StateLeaf, apply_rules
 from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
 from opt_partition.errors import AxesError
@@ -100,15 +99,14 @@ class OptaxStatePartitionRules:
         """
         is_inferred = params is None
         if is_inferred:
-            flat, treedef = jax.tree_util.tree_flatten_with_path(params_axes, is_leaf=_is_leaf)
+            flat = jax.tree_util.tree_leaves_with_path(params_axes, is_leaf=_is_leaf)
             named = [(path, read_axes(axes)) for path, axes in flat]
             table = [Parameter(path, (_UNKNOWN,) * len(axes), None, axes) for path, axes in named]
-            params = jax.tree.unflatten(treedef, range(len(table)))
         else:
             table = parameters(params, params_axes)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optax_state)
         paths, leaves = [path for path, _ in flatten_with_paths(state)], jax.tree.leaves(state)
-        indices = [next(iter(match), None) for match in match_leaves(params, state, paths, table)]
+        indices = [next(iter(match), None) for match in match_paths(paths, table)]
         for index, leaf in zip(indices, leaves, strict=True):
             if is_inferred and index is not None and len(leaf.shape) == len(table[index].axes):
                 # The largest shape of that rank, which is never a placeholder of size 1.

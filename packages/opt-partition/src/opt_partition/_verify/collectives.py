@@ -20,7 +20,7 @@ from opt_partition._verify.hlo import (
     Module,
     flat_types,
 )
-from opt_partition._verify.leaves import FIRST_LEAF, Leaf, Traced
+from opt_partition._verify.leaves import FIRST_LEAF, LeafReport, Traced
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -244,14 +244,14 @@ class Moved:
     count: int  # executions per training step; a program may run several steps in a loop
     step_loops: tuple[str, ...]
     # The sharded state that it depends on; only elementwise dependencies if there are any.
-    state: tuple[Leaf, ...]
+    state: tuple[LeafReport, ...]
     directly: bool  # whether it is computed from `state` elementwise
     placed: bool  # whether a sum over devices gathers elements of `state`
     alone: bool  # whether it depends on state only
     from_inputs: bool  # whether it depends on arguments that are neither parameters nor state
     follows: tuple[int, ...]  # numbers of the arrays that it is computed from elementwise
-    reaches: tuple[Leaf, ...]  # results that are computed from it elementwise
-    adds_to: tuple[Leaf, ...]  # results computed from it elementwise or by a reduction
+    reaches: tuple[LeafReport, ...]  # results that are computed from it elementwise
+    adds_to: tuple[LeafReport, ...]  # results computed from it elementwise or by a reduction
 
     @property
     def size(self) -> int:
@@ -283,14 +283,14 @@ class Moved:
 
 
 def moved_arrays(
-    module: Module, traced: Traced, outputs: Sequence[Leaf], mesh: Mapping[str, int]
+    module: Module, traced: Traced, outputs: Sequence[LeafReport], mesh: Mapping[str, int]
 ) -> list[Moved]:
     """Returns every array communicated."""
     flow, roles, state = traced
     first_tag = FIRST_LEAF + len(state)
     all_state = (1 << first_tag) - (1 << FIRST_LEAF)
-    reaches: defaultdict[int, list[Leaf]] = defaultdict(list)
-    adds_to: defaultdict[int, list[Leaf]] = defaultdict(list)
+    reaches: defaultdict[int, list[LeafReport]] = defaultdict(list)
+    adds_to: defaultdict[int, list[LeafReport]] = defaultdict(list)
     for leaf, deps in zip(outputs, flow.outputs, strict=True):
         for n in _bits(deps.direct >> first_tag):
             reaches[n].append(leaf)
@@ -298,7 +298,7 @@ def moved_arrays(
             adds_to[n].append(leaf)
 
     @functools.cache
-    def leaves(bits: int) -> tuple[Leaf, ...]:
+    def leaves(bits: int) -> tuple[LeafReport, ...]:
         return tuple(state[n] for n in _bits(bits >> FIRST_LEAF))
 
     moved = []

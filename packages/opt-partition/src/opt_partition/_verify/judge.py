@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from opt_partition._specs import itemsize
 from opt_partition._verify.collectives import Collective, Moved, collectives, moved_arrays
-from opt_partition._verify.hlo import Module
-from opt_partition._verify.leaves import Leaf, Owners, Traced, mesh_shape
+from opt_partition._verify.hlo import Array, Module
+from opt_partition._verify.leaves import LeafReport, Owners, Traced
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
 StateGathers = Literal["error", "any"]
@@ -74,15 +73,15 @@ class Judged(NamedTuple):
 def judge_collectives(
     module: Module,
     traced: Traced | None,
-    inputs: Sequence[Leaf],
-    outputs: Sequence[Leaf],
+    inputs: Sequence[LeafReport],
+    outputs: Sequence[LeafReport],
+    mesh: Mapping[str, int],
     platform: str,
     *,
     gradients: Gradients = "auto",
     state_gathers: StateGathers = "error",
 ) -> Judged:
     """Judges the collectives of a compiled step."""
-    mesh = mesh_shape([*inputs, *outputs])
     if traced is None:
         rows = tuple(collectives(module, mesh))
         unjudged = tuple(Unjudged(row, "its origin is unknown") for row in rows)
@@ -111,17 +110,17 @@ class _StateMoves:
     def __init__(
         self,
         moved: Sequence[Moved],
-        inputs: Sequence[Leaf],
+        inputs: Sequence[LeafReport],
         mesh: Mapping[str, int],
         severity: Severity,
     ) -> None:
         owners = Owners([leaf for leaf in inputs if leaf.role == "params"])
-        self._owner: Callable[[Leaf], Leaf | None] = functools.cache(owners.of)
+        self._owner: Callable[[LeafReport], LeafReport | None] = functools.cache(owners.of)
         self._mesh, self._severity = mesh, severity
         # Arrays that depend on state only, with the elements of each leaf that they communicate.
-        self._of_leaves: defaultdict[Leaf, dict[Moved, int]] = defaultdict(dict)
+        self._of_leaves: defaultdict[LeafReport, dict[Moved, int]] = defaultdict(dict)
         # Those mixed with parameters or gradients, with the parameters whose budget they share.
-        self._of_params: dict[Moved, tuple[Leaf, ...]] = {}
+        self._of_params: dict[Moved, tuple[LeafReport, ...]] = {}
         self._reductions: list[Moved] = []  # those reduced over devices into the leaf itself
         self.unjudged: list[Unjudged] = []
         for array in moved:
@@ -135,7 +134,7 @@ class _StateMoves:
         for arrays, params in _sharing(self._of_params):
             yield from self._judge_updates(arrays, params)
 
-    def _is_factor(self, leaf: Leaf) -> bool:
+    def _is_factor(self, leaf: LeafReport) -> bool:
         """Whether a leaf is smaller than its parameter, e.g. the rows of a factored moment."""
         owner = self._owner(leaf)
         return owner is not None and leaf.size < owner.size
@@ -175,7 +174,7 @@ class _StateMoves:
         self._pass(reduce, _REPLICAS if into else _ELSEWHERE)
         return False
 
-    def _count(self, array: Moved, leaves: Sequence[Leaf]) -> None:
+    def _count(self, array: Moved, leaves: Sequence[LeafReport]) -> None:
         """Adds an array to the sums of leaves, with the number of elements of each."""
         shards = [leaf.shard_size for leaf in leaves]
         together = array.operand_elements > max(shards)
@@ -186,7 +185,7 @@ class _StateMoves:
     def _pass(self, array: Moved, reason: str) -> None:
         self.unjudged.append(Unjudged(array.row, reason))
 
-    def _judge_leaf(self, leaf: Leaf, shares: Mapping[Moved, int]) -> Iterator[Finding]:
+    def _judge_leaf(self, leaf: LeafReport, shares: Mapping[Moved, int]) -> Iterator[Finding]:
         """Judges a leaf that is communicated by itself: its shard is too much, or its parameter."""
         total = _most_at_once(shares)
         owner = self._owner(leaf)
@@ -210,7 +209,9 @@ class _StateMoves:
             f"{listed(list(shares))}",
         )
 
-    def _judge_updates(self, arrays: Sequence[Moved], params: Sequence[Leaf]) -> Iterator[Finding]:
+    def _judge_updates(
+        self, arrays: Sequence[Moved], params: Sequence[LeafReport]
+    ) -> Iterator[Finding]:
         """Judges values derived from state of `params`: only the update may be moved, and once."""
         regions: defaultdict[tuple[str, ...], dict[Moved, int]] = defaultdict(dict)
         for array in _without_stages(arrays):
@@ -235,7 +236,7 @@ class _StateMoves:
             f"parameter or its update would suffice, by {listed(list(kept))}",
         )
 
-    def _is_alike(self, param: Leaf, leaves: Sequence[Leaf]) -> bool:
+    def _is_alike(self, param: LeafReport, leaves: Sequence[LeafReport]) -> bool:
         """Whether state is sharded like its parameter: no device needs another's update."""
         return all(
             leaf.shape == param.shape and leaf.mesh_axes == param.mesh_axes
@@ -243,18 +244,18 @@ class _StateMoves:
             if self._owner(leaf) is param
         )
 
-    def _finding(self, leaf: Leaf, excused: bool, said: str) -> Finding:
+    def _finding(self, leaf: LeafReport, excused: bool, said: str) -> Finding:
         severity: Severity = "note" if excused else self._severity
         return Finding("state gather", severity, leaf.path, said + _WHOLE * (severity == "error"))
 
 
 def _sharing(
-    of_params: Mapping[Moved, tuple[Leaf, ...]],
-) -> Iterator[tuple[list[Moved], list[Leaf]]]:
+    of_params: Mapping[Moved, tuple[LeafReport, ...]],
+) -> Iterator[tuple[list[Moved], list[LeafReport]]]:
     """Yields the arrays that share parameters, with these; one budget is theirs."""
-    shared: dict[Leaf, tuple[list[Moved], dict[Leaf, None]]] = {}
+    shared: dict[LeafReport, tuple[list[Moved], dict[LeafReport, None]]] = {}
     for array, params in of_params.items():
-        arrays, members = [], dict[Leaf, None]()
+        arrays, members = [], dict[LeafReport, None]()
         for other, others in {id(s): s for s in map(shared.get, params) if s}.values():
             arrays += other
             members |= others
@@ -335,12 +336,12 @@ def _gradient_findings(
             ways = 1 if leaf.role == "other" else _ways(reduce, leaf, mesh)
             if ways > 1 and leaf.shard_size * ways in _in_loops(reduce, reduce.size):
                 is_vector = sum(size > 1 for size in reduce.row.shape) < 2
-                small = is_vector or _operand_bytes(reduce, leaf) < _SMALL
+                small = is_vector or _operand_bytes(reduce) < _SMALL
                 kind = of_small if small else severity
                 yield _gradient_finding(reduce, leaf, ways, kind, "all-reduces", "half")
                 break
     # Gathers whose result, or its sums on a device, end in a leaf.
-    gathers: defaultdict[Leaf, list[Moved]] = defaultdict(list)
+    gathers: defaultdict[LeafReport, list[Moved]] = defaultdict(list)
     for gather in moved:
         if gather.row.kind == "all-gather" and gather.from_inputs and not gather.directly:
             for leaf in gather.adds_to:
@@ -352,7 +353,7 @@ def _gradient_findings(
         size = sum(math.prod(gather.row.operand_shape) for gather in together)
         ways = _ways(first, leaf, mesh)
         if ways > 1 and leaf.shard_size * ways in _in_loops(first, size):
-            kind = of_small if _operand_bytes(first, leaf) < _SMALL else severity
+            kind = of_small if _operand_bytes(first) < _SMALL else severity
             does, share = "gathers the summands of", f"1/{first.row.group_size}"
             yield _gradient_finding(first, leaf, ways, kind, does, share)
 
@@ -363,11 +364,11 @@ def _in_loops(moved: Moved, size: int) -> set[int]:
     return set(itertools.accumulate(trips, operator.mul, initial=size))
 
 
-def _operand_bytes(moved: Moved, leaf: Leaf) -> int:
-    return math.prod(moved.row.operand_shape) * itemsize(leaf.dtype)
+def _operand_bytes(moved: Moved) -> int:
+    return Array(moved.row.dtype, moved.row.operand_shape).bytes
 
 
-def _ways(moved: Moved, leaf: Leaf, mesh: Mapping[str, int]) -> int:
+def _ways(moved: Moved, leaf: LeafReport, mesh: Mapping[str, int]) -> int:
     """Returns the number of devices of a group that `leaf` is sharded over."""
     if moved.row.axes is None or leaf.mesh_axes is None:
         return moved.row.group_size
@@ -376,7 +377,7 @@ def _ways(moved: Moved, leaf: Leaf, mesh: Mapping[str, int]) -> int:
 
 
 def _gradient_finding(
-    moved: Moved, leaf: Leaf, ways: int, severity: Severity, does: str, share: str
+    moved: Moved, leaf: LeafReport, ways: int, severity: Severity, does: str, share: str
 ) -> Finding:
     sent = moved.row.bytes * moved.count
     return Finding(

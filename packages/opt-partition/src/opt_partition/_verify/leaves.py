@@ -68,57 +68,42 @@ class LeafReport:
       side: `'input'` or `'output'`.
       path: `/`-joined keys in the arguments or the result.
       role: its role according to `Expected`.
+      name: its keys relative to the parameters or the state.
       shape: global shape.
       dtype: name of the dtype.
-      asked: the expected sharding, as text; `None` for any.
       found: the compiled sharding, as text; `None` for an argument that the step does not use.
+      shard_size: number of elements per device; `0` for an argument that is not used.
+      bytes_found: bytes per device.
+      mesh_axes: the mesh axes of each dimension; `None` if the sharding has no mesh.
+      asked: the expected sharding, as text; `None` for any.
+      dtype_asked: the expected dtype, as JAX canonicalizes it; `None` for any.
       bytes_asked: expected bytes per device; `None` for any sharding.
-      bytes_found: bytes per device; `0` for an argument that is not used.
-      ok: whether the expectation is met.
+      sharding_ok: whether it has the expected sharding and memory kind.
+      ok: whether it has the expected dtype, too.
       donated: whether it is a donated argument.
       aliased: whether a result reuses its memory.
-      dtype_asked: the expected dtype; `None` for any.
     """
 
     side: Side
     path: str
     role: Role
+    name: Keys
     shape: tuple[int, ...]
     dtype: str
-    asked: str | None
     found: str | None
-    bytes_asked: int | None
+    shard_size: int
     bytes_found: int
-    ok: bool
+    mesh_axes: tuple[tuple[str, ...], ...] | None
+    asked: str | None = None
+    dtype_asked: str | None = None
+    bytes_asked: int | None = None
+    sharding_ok: bool = True
+    ok: bool = True
     donated: bool = False
     aliased: bool = False
-    dtype_asked: str | None = None
 
-    def __str__(self) -> str:
-        return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Leaf:
-    """An argument or result of a compiled step; `None` for any expected sharding or dtype."""
-
-    side: Side
-    path: str
-    role: Role
-    name: Keys  # its keys relative to the parameters or the state
-    shape: tuple[int, ...]
-    dtype: Any
-    found: Sharding | None  # `None` for an argument that the step does not use
-    donated: bool = False
-    asked: Sharding | None = None
-    dtype_asked: Any = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.asked, NamedSharding) and len(self.asked.spec) > len(self.shape):
-            raise AxesError(
-                f"{self.side} {self.path} has shape {self.shape}, but the expected "
-                f"{self.asked.spec} has more dimensions"
-            )
+    def __hash__(self) -> int:
+        return hash((self.side, self.path))
 
     def __str__(self) -> str:
         return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
@@ -128,67 +113,60 @@ class Leaf:
         """Global number of elements."""
         return math.prod(self.shape)
 
-    @functools.cached_property
-    def shard_size(self) -> int:
-        """Number of elements per device; 0 if it is not used."""
-        return _shard_size(self.found, self.shape) if self.found is not None else 0
 
-    @property
-    def bytes_found(self) -> int:
-        """Bytes per device."""
-        return self.shard_size * itemsize(self.dtype)
-
-    @property
-    def bytes_asked(self) -> int | None:
-        """Expected bytes per device."""
-        if self.asked is None:
-            return None
-        dtype = self.dtype if self.dtype_ok else self.dtype_asked
-        return _shard_size(self.asked, self.shape) * itemsize(dtype)
-
-    @functools.cached_property
-    def ok(self) -> bool:
-        """Whether it has the expected sharding and memory kind."""
-        if self.asked is None or self.found is None:
-            return True
-        asked = _on_devices_of(self.asked, self.found, self.path)
-        return asked.is_equivalent_to(self.found, len(self.shape))
-
-    @property
-    def dtype_ok(self) -> bool:
-        """Whether it has the expected dtype, canonicalized as by JAX: float64 may be float32."""
-        asked = self.dtype_asked
-        return asked is None or self.dtype == jax.dtypes.canonicalize_dtype(
-            asked, allow_extended_dtype=True
+def leaf_report(
+    side: Side,
+    path: str,
+    role: Role,
+    name: Keys,
+    leaf: Any,
+    found: Sharding | None,
+    asked: Sharding | None = None,
+    dtype_asked: Any = None,
+    *,
+    donated: bool = False,
+) -> LeafReport:
+    """Compares the compiled sharding of a leaf with the expected one; `None` for any."""
+    shape, dtype = tuple(leaf.shape), leaf.dtype
+    if isinstance(asked, NamedSharding) and len(asked.spec) > len(shape):
+        raise AxesError(
+            f"{side} {path} has shape {shape}, but the expected {asked.spec} has more dimensions"
         )
+    if dtype_asked is not None:
+        dtype_asked = jax.dtypes.canonicalize_dtype(dtype_asked, allow_extended_dtype=True)
+    shard_size, axes, sharding_ok, bytes_asked = 0, None, True, None
+    if found is not None:
+        shard_size = _shard_size(found, shape)
+    if isinstance(found, NamedSharding):
+        axes = tuple(map(mesh_axes_of, padded(found.spec, len(shape))))
+    if asked is not None:
+        bytes_asked = _shard_size(asked, shape) * itemsize(dtype_asked or dtype)
+        if found is not None:
+            on_devices = _on_devices_of(asked, found, path)
+            sharding_ok = on_devices.is_equivalent_to(found, len(shape))
+    return LeafReport(
+        side=side,
+        path=path,
+        role=role,
+        name=name,
+        shape=shape,
+        dtype=_dtype_name(dtype),
+        found=_in_words(found, shape),
+        shard_size=shard_size,
+        bytes_found=shard_size * itemsize(dtype),
+        mesh_axes=axes,
+        asked=_in_words(asked, shape),
+        dtype_asked=None if dtype_asked is None else _dtype_name(dtype_asked),
+        bytes_asked=bytes_asked,
+        sharding_ok=sharding_ok,
+        ok=sharding_ok and dtype_asked in (None, dtype),
+        donated=donated,
+    )
 
-    @property
-    def mesh_axes(self) -> tuple[tuple[str, ...], ...] | None:
-        """The mesh axes of each dimension; `None` if the sharding has no mesh."""
-        if not isinstance(self.found, NamedSharding):
-            return None
-        return tuple(map(mesh_axes_of, padded(self.found.spec, len(self.shape))))
 
-    def report(self, aliased: bool) -> LeafReport:
-        """Returns what a `Report` says of it."""
-        return LeafReport(
-            side=self.side,
-            path=self.path,
-            role=self.role,
-            shape=self.shape,
-            dtype=_dtype_name(self.dtype),
-            asked=in_words(self.asked, self.shape),
-            found=in_words(self.found, self.shape),
-            bytes_asked=self.bytes_asked,
-            bytes_found=self.bytes_found,
-            ok=self.ok and self.dtype_ok,
-            donated=self.donated,
-            aliased=aliased,
-            dtype_asked=None if self.dtype_asked is None else _dtype_name(self.dtype_asked),
-        )
-
-
-def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf]:
+def input_leaves(
+    compiled: jax.stages.Compiled, expected: Expected, module: Module
+) -> list[LeafReport]:
     """Returns the flattened arguments, in JAX's order."""
     args, kwargs = compiled.args_info
     keywords = expected.keywords
@@ -205,7 +183,8 @@ def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf
     infos = [*flatten_with_paths(args), *flatten_with_paths(kwargs)]
     treedef: Any = compiled.in_tree
     found = treedef.flatten_up_to(compiled.input_shardings)
-    return list(map(functools.partial(_leaf, "input", places), infos, found, asked))
+    leaves = map(functools.partial(_leaf, "input", places), infos, found, asked)
+    return with_aliased(list(leaves), module)
 
 
 class Traced(NamedTuple):
@@ -219,13 +198,13 @@ class Traced(NamedTuple):
 
     flow: Flow
     roles: Mapping[Role, int]
-    state: list[Leaf]
+    state: list[LeafReport]
 
 
 FIRST_LEAF = 3
 
 
-def trace_step(module: Module, inputs: Sequence[Leaf]) -> Traced | None:
+def trace_step(module: Module, inputs: Sequence[LeafReport]) -> Traced | None:
     """Traces a program from its arguments; `None` if they do not match its parameters."""
     used = [leaf for leaf in inputs if leaf.found is not None]
     if len(used) != module.num_parameters:
@@ -248,9 +227,9 @@ def trace_step(module: Module, inputs: Sequence[Leaf]) -> Traced | None:
 def output_leaves(
     compiled: jax.stages.Compiled,
     expected: Expected,
-    inputs: Sequence[Leaf],
+    inputs: Sequence[LeafReport],
     traced: Traced | None,
-) -> list[Leaf]:
+) -> list[LeafReport]:
     """Returns the flattened results, in JAX's order, with parameters and state identified."""
     out = compiled.out_info
     infos = list(flatten_with_paths(out))
@@ -279,13 +258,12 @@ def _leaf(
     named: tuple[Sequence[Any], Any],
     found: Sharding | None,
     asked: tuple[Sharding | None, Any],
-) -> Leaf:
+) -> LeafReport:
     path, info = named
     names = tuple(map(key_name, path))
     role: Role = next((role for role, place in places.items() if _is_in(names, place)), "other")
     name, donated = names[len(places.get(role, ())) :], getattr(info, "donated", False)
-    shape = tuple(info.shape)
-    return Leaf(side, path_str(path), role, name, shape, info.dtype, found, donated, *asked)
+    return leaf_report(side, path_str(path), role, name, info, found, *asked, donated=donated)
 
 
 def _expectations(prefix: Any, tree: Any, where: str) -> list[tuple[Sharding | None, Any]]:
@@ -365,7 +343,7 @@ def _keys(arguments: Any, path: str, field: str) -> Keys:
 
 def _find_results(
     shapes: Mapping[Keys, tuple[int, ...]],
-    inputs: Sequence[Leaf],
+    inputs: Sequence[LeafReport],
     rank: Callable[[Role, Keys], Any],
 ) -> dict[Role, Keys]:
     """Finds the trees in the result with the same paths and shapes as parameters and state."""
@@ -388,34 +366,20 @@ def _find_results(
     return places
 
 
-def aliased_leaves(inputs: Sequence[Leaf], module: Module) -> frozenset[Leaf]:
-    """Returns the arguments whose memory a result reuses."""
+def with_aliased(inputs: Sequence[LeafReport], module: Module) -> list[LeafReport]:
+    """Returns the arguments, with those marked whose memory a result reuses."""
     used = [leaf for leaf in inputs if leaf.found is not None]
-    return frozenset(used[n] for n in module.aliased_parameters if n < len(used))
-
-
-def mesh_shape(leaves: Sequence[Leaf]) -> Mapping[str, int]:
-    """Returns the shape of the mesh of the step; empty if no sharding has a mesh."""
-    shapes = [leaf.found.mesh.shape for leaf in leaves if isinstance(leaf.found, NamedSharding)]
-    return max(shapes, key=lambda shape: math.prod(shape.values()), default={})
-
-
-def platform_of(leaves: Sequence[Leaf]) -> str:
-    """Returns the platform of the devices that the step was compiled for."""
-    for leaf in leaves:
-        if leaf.found is not None:
-            device: Any = next(iter(leaf.found.device_set))
-            return str(device.platform)
-    return jax.default_backend()
+    aliased = {used[n].path for n in module.aliased_parameters if n < len(used)}
+    return [dataclasses.replace(leaf, aliased=leaf.path in aliased) for leaf in inputs]
 
 
 class Owners:
     """Finds the parameter of a state leaf: the one whose path is contained in its own."""
 
-    def __init__(self, params: Sequence[Leaf]) -> None:
+    def __init__(self, params: Sequence[LeafReport]) -> None:
         self.params = {leaf.name: leaf for leaf in params}
 
-    def of(self, leaf: Leaf) -> Leaf | None:
+    def of(self, leaf: LeafReport) -> LeafReport | None:
         keys = leaf.name
         for end in range(len(keys), 0, -1):
             for start in range(end):
@@ -424,7 +388,7 @@ class Owners:
         return self.params.get(())
 
 
-def in_words(sharding: Sharding | None, shape: Sequence[int]) -> str | None:
+def _in_words(sharding: Sharding | None, shape: Sequence[int]) -> str | None:
     """Formats a sharding, e.g. as `P('data', None)`."""
     if not isinstance(sharding, NamedSharding):
         return None if sharding is None else repr(sharding)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from opt_partition._display import format_table, human_bytes
 from opt_partition._specs import check_choice
@@ -27,16 +28,12 @@ from opt_partition._verify.judge import (
 from opt_partition._verify.leaves import (
     Expected,
     Keys,
-    Leaf,
     LeafReport,
     Owners,
     Role,
     Side,
-    aliased_leaves,
-    in_words,
     input_leaves,
     output_leaves,
-    platform_of,
     trace_step,
 )
 from opt_partition.errors import AxesError, ShardingMismatchError
@@ -222,27 +219,34 @@ def verify(
             f"{type(expected).__name__}"
         )
     _check_names(compiled)
-    inputs = input_leaves(compiled, expected)
     module = parse_program(compiled.as_text() or "")
+    inputs = input_leaves(compiled, expected, module)
     traced = trace_step(module, inputs)
     outputs = output_leaves(compiled, expected, inputs, traced)
-    aliased = aliased_leaves(inputs, module)
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    mesh, platform = _mesh_shape(shardings), _platform_of(shardings)
     unclear = _check_roles(inputs, outputs, expected)
     findings = [
         *_leaf_findings(inputs, outputs),
         *([Finding("ownership", "warning", None, unclear)] if unclear else []),
-        *donation_findings(inputs, aliased),
+        *donation_findings(inputs),
         *_keyword_findings(compiled, expected),
     ]
-    platform = platform_of([*inputs, *outputs])
     judged = judge_collectives(
-        module, traced, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
+        module,
+        traced,
+        inputs,
+        outputs,
+        mesh,
+        platform,
+        gradients=gradients,
+        state_gathers=state_gathers,
     )
     findings += judged.findings
     report = Report(
         platform=platform,
         num_devices=module.num_partitions,
-        leaves=tuple(leaf.report(leaf in aliased) for leaf in (*inputs, *outputs)),
+        leaves=(*inputs, *outputs),
         collectives=judged.collectives,
         findings=tuple(sorted(findings, key=lambda f: get_args(Severity).index(f.severity))),
         unjudged=judged.unjudged,
@@ -283,6 +287,20 @@ def _compiled(step: Any) -> jax.stages.Compiled:
     return compiled
 
 
+def _mesh_shape(shardings: Sequence[Sharding]) -> Mapping[str, int]:
+    """Returns the axes of the largest mesh, with their sizes; none if no sharding has a mesh."""
+    shapes = [sharding.mesh.shape for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return max(shapes, key=lambda shape: math.prod(shape.values()), default={})
+
+
+def _platform_of(shardings: Sequence[Sharding]) -> str:
+    """Returns the platform of the devices that the step was compiled for."""
+    for sharding in shardings:
+        device: Any = next(iter(sharding.device_set))
+        return str(device.platform)
+    return jax.default_backend()
+
+
 _NNX_JIT = (
     "`nnx.jit` numbers the leaves of its arguments: compile with `jax.jit` a function that takes "
     "and returns the model and the optimizer, which are pytrees"
@@ -305,25 +323,26 @@ def _check_names(compiled: jax.stages.Compiled) -> None:
         raise TypeError(f"`step` is of `nnx.jit`. {_NNX_JIT}")
 
 
-def _leaf_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[Finding]:
+def _leaf_findings(
+    inputs: Sequence[LeafReport], outputs: Sequence[LeafReport]
+) -> Iterator[Finding]:
     """Yields an error for each unexpected sharding or dtype, and for each dtype that changes."""
     for leaf in (*inputs, *outputs):
-        if not leaf.ok:
-            asked, found = in_words(leaf.asked, leaf.shape), in_words(leaf.found, leaf.shape)
-            elsewhere = ", on other devices or in a different order" * (asked == found)
+        if not leaf.sharding_ok:
+            elsewhere = ", on other devices or in a different order" * (leaf.asked == leaf.found)
             message = (
-                f"{leaf}: expected {asked}, {leaf.bytes_asked:,} bytes per device; found {found}, "
-                f"{leaf.bytes_found:,} bytes per device{elsewhere}"
+                f"{leaf}: expected {leaf.asked}, {leaf.bytes_asked:,} bytes per device; found "
+                f"{leaf.found}, {leaf.bytes_found:,} bytes per device{elsewhere}"
             )
             yield Finding("sharding", "error", leaf.path, message)
-        if not leaf.dtype_ok:
+        if leaf.dtype_asked not in (None, leaf.dtype):
             message = f"{leaf}: expected {leaf.dtype_asked}; found {leaf.dtype}"
             yield Finding("dtype", "error", leaf.path, message)
-    before: dict[tuple[Role, Keys], Leaf]
+    before: dict[tuple[Role, Keys], LeafReport]
     before = {(leaf.role, leaf.name): leaf for leaf in inputs if leaf.role != "other"}
     for leaf in outputs:
         old = before.get((leaf.role, leaf.name))
-        if old is not None and old.dtype != leaf.dtype and leaf.dtype_ok:
+        if old is not None and old.dtype != leaf.dtype and leaf.dtype_asked in (None, leaf.dtype):
             message = (
                 f"{leaf}: was {old.dtype} as input {old.path}; the step is recompiled for its own "
                 "result, and donated memory cannot be reused"
@@ -331,10 +350,10 @@ def _leaf_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[
             yield Finding("dtype", "error", leaf.path, message)
 
 
-def donation_findings(inputs: Sequence[Leaf], aliased: Collection[Leaf]) -> Iterator[Finding]:
+def donation_findings(inputs: Sequence[LeafReport]) -> Iterator[Finding]:
     """Yields warnings of donated memory that is not reused, and of leaves that are not donated."""
     used = [leaf for leaf in inputs if leaf.found is not None]
-    held = [leaf for leaf in used if leaf.role != "other" and leaf not in aliased]
+    held = [leaf for leaf in used if leaf.role != "other" and not leaf.aliased]
     for leaf in held:
         if leaf.donated:
             message = (
@@ -373,7 +392,9 @@ def _keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iter
             )
 
 
-def _check_roles(inputs: Sequence[Leaf], outputs: Sequence[Leaf], expected: Expected) -> str | None:
+def _check_roles(
+    inputs: Sequence[LeafReport], outputs: Sequence[LeafReport], expected: Expected
+) -> str | None:
     """Checks `Expected.params` and `Expected.state`; returns what could not be determined."""
     params = [leaf for leaf in inputs if leaf.role == "params"]
     state = [leaf for leaf in inputs if leaf.role == "state"]
@@ -413,7 +434,7 @@ _REMEDY = (
 )
 
 
-def _swapped(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
+def _swapped(params: Sequence[LeafReport], state: Sequence[LeafReport]) -> bool:
     """Whether the parameters look like state of the state."""
     owners = Owners([leaf for leaf in state if leaf.name])
     owned = [(leaf, owners.of(leaf)) for leaf in params if leaf.shape]
@@ -422,7 +443,7 @@ def _swapped(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
     return bool(owned) and all(owner for _, owner in owned) and alike == arrays
 
 
-def _described(leaves: Sequence[Leaf], most: int = 4) -> str:
+def _described(leaves: Sequence[LeafReport], most: int = 4) -> str:
     words = [f"{'/'.join(x.name)} {x.dtype}{list(x.shape)}".strip() for x in leaves[:most]]
     return ", ".join(words) + f" and {len(leaves) - most} more" * (len(leaves) > most)
 
