@@ -130,11 +130,12 @@ def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
         outputs = leaves.output_leaves(compiled, step.expected, inputs, traced)
         text = stripped(printed)
         print(f"{program.name}: {len(text):,}", file=sys.stderr)
-        sides = [
-            (inputs, compiled.in_tree.flatten_up_to(compiled.input_shardings)),
-            (outputs, compiled.out_tree.flatten_up_to(compiled.output_shardings)),
+        trees: Any = (compiled.in_tree, compiled.out_tree)
+        shardings = (compiled.input_shardings, compiled.output_shardings)
+        packed = [
+            list(map(packed_leaf, side, tree.flatten_up_to(found)))
+            for side, tree, found in zip((inputs, outputs), trees, shardings, strict=True)
         ]
-        packed = [list(map(packed_leaf, *side)) for side in sides]
         yield program.name, [text, *packed]
 
 

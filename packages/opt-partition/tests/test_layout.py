@@ -43,7 +43,6 @@ def test_the_table() -> None:
     assert str(layout) == (
         "mesh: data=4, model=2\n"
         "path   shape      dtype    spec              bytes  per device  memory  remarks\n"
-        "-----  ---------  -------  ---------------  ------  ----------  ------  -------\n"
         "step   ()         int32    P()                   4           4  device\n"
         "w      (1024, 8)  float32  P('data', None)  32,768       8,192  device\n"
         "total                                       32,772       8,196"

@@ -104,31 +104,22 @@ def _origins(
     sources = ["provenance" if origins is None else "symbols" for origins in symbolic]
     if "provenance" not in sources:
         return [origins for origins in symbolic if origins is not None], sources, ()
-    notes: tuple[str, ...] = ()
     why = "`init` creates another shape if sizes are symbols, which are never equal"
+    notes = []
     if reason:
         why = f"`init` cannot be evaluated on symbols ({reason})"
         if "_DimExpr" in reason:
             why += ": make arrays by `jax.numpy`, from sizes that are not turned into numbers"
-        notes = (f"no symbols: {why}",)
-    try:
-        tagged = _provenance(evaluate, table, keys, why)
-    except Exception as error:  # it is a user's function: anything can happen
-        says = f"`init` does not work on an Explicit mesh ({first_line(error)})"
-        notes = (*notes, f"no provenance: {says}")
-        unknown = Origin(note=why, is_known=False)
-        tagged = [
-            tuple(SMALL if size < 2 else unknown for size in leaf.shape)
-            for leaf in jax.tree.leaves(state)
-        ]
+        notes.append(f"no symbols: {why}")
+    tagged, failure = _provenance(evaluate, table, keys, state, why)
     origins = [b if a is None else a for a, b in zip(symbolic, tagged, strict=True)]
-    return origins, sources, notes
+    return origins, sources, (*notes, *failure)
 
 
 def _provenance(
-    evaluate: Evaluate, table: Sequence[Parameter], keys: Keys, note: str
-) -> list[Origins]:
-    """Returns the origin of every dimension of each leaf; `note` is for those without tags."""
+    evaluate: Evaluate, table: Sequence[Parameter], keys: Keys, state: Any, note: str
+) -> tuple[list[Origins], tuple[str, ...]]:
+    """Returns the origin of every dimension of each leaf, with `note` if it has no tag; an error."""
     # A dimension of the same key within a parameter needs a mesh axis of its own.
     tags: dict[tuple[Key, int], str] = {}
     specs = []
@@ -147,28 +138,31 @@ def _provenance(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     shapes = [tagged(p.shape, p.dtype, spec) for p, spec in zip(table, specs, strict=True)]
-    with jax.sharding.use_abstract_mesh(mesh):
-        state = evaluate(shapes)
+    notes: tuple[str, ...] = ()
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            state = evaluate(shapes)
+    except Exception as error:  # it is a user's function: anything can happen
+        says = f"`init` does not work on an Explicit mesh ({first_line(error)})"
+        notes = (f"no provenance: {says}",)
 
     def origin(size: int, entry: Any) -> Origin:
         found = tuple(by_tag[tag] for tag in mesh_axes_of(entry))
-        match found:
-            case ():
-                return SMALL if size < 2 else Origin(note=note, is_known=False)
-            case (key,) if key[1] == size:
-                return Origin(key, found)
-            case (_,):
-                return Origin(None, found, "a part of parameter dimension {}")
-        return Origin(None, found, "computed from the parameter dimensions {}")
+        if not found:
+            return SMALL if size < 2 else Origin(note=note, is_known=False)
+        if len(found) > 1:
+            return Origin(None, found, "computed from the parameter dimensions {}")
+        return Origin(*found, found) if found[0][1] == size else Origin(None, found, _PART)
 
     def entries(leaf: Any) -> list[Any]:
         has_spec = isinstance(leaf.sharding, NamedSharding)
         return padded(leaf.sharding.spec if has_spec else PartitionSpec(), len(leaf.shape))
 
-    return [
-        tuple(origin(*at) for at in zip(leaf.shape, entries(leaf), strict=True))
-        for leaf in jax.tree.leaves(state)
-    ]
+    leaves = jax.tree.leaves(state)
+    return [tuple(map(origin, leaf.shape, entries(leaf))) for leaf in leaves], notes
+
+
+_PART = "a part of parameter dimension {}"
 
 
 def _owners(

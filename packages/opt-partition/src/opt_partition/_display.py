@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -18,18 +19,17 @@ _NUMBER = re.compile(r"(?<!~)\d+")  # a path escapes `~` and `/` in keys as `~0`
 _FIGURE = re.compile(r"[\d,.]*( [KMGTPE]?i?B)?")
 
 
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, rule: bool = False) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns columns below a header, without trailing spaces; figures are aligned at the right."""
     columns = [*zip(head, *rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
     are_figures = [all(map(_FIGURE.fullmatch, column[1:])) for column in columns]
-    lines = [head, *([["-" * width for width in widths]] if rule else []), *rows]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if is_figure else cell.ljust(width)
             for cell, width, is_figure in zip(line, widths, are_figures, strict=True)
         ).rstrip()
-        for line in lines
+        for line in [head, *rows]
     )
 
 
@@ -50,6 +50,7 @@ def byte_cells(count: int) -> tuple[str, str]:
     return human_bytes(count), f"{count:,}"
 
 
+@functools.cache  # NumPy composes the name each time
 def dtype_name(dtype: Any) -> str:
     """Returns the name of a dtype."""
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)

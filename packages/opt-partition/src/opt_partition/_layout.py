@@ -151,7 +151,7 @@ class Layout:
         ]
         rows.append(("total", "", "", "", f"{self.bytes:,}", f"{self.bytes_per_device:,}", "", ""))
         head = ("path", "shape", "dtype", "spec", "bytes", "per device", "memory", "remarks")
-        table = format_table(head, rows, rule=True)
+        table = format_table(head, rows)
         return f"mesh: {named_sizes(self.mesh, self.mesh.axis_names)}\n{table}"
 
 

@@ -46,10 +46,9 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plans the memory of a training step: parameters, gradients, accumulators, optimizer state.
 
-    Allocates nothing and uses no device: `params` may be `jax.ShapeDtypeStruct`s, and the mesh a
-    `jax.sharding.AbstractMesh` of any size. The plan counts, to the byte, the arrays that a step
-    takes and returns. It does not include activations, padding added by the layouts of some
-    accelerators, or temporary buffers of the compiler.
+    Allocates nothing and uses no device; the mesh may be an `AbstractMesh` of any size. The plan
+    counts, to the byte, the arrays that a step takes and returns, but neither activations nor the
+    padding and temporary buffers of a compiler.
 
     Args:
       tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
@@ -60,35 +59,30 @@ def memory_plan(
       zero: mesh axes to shard the optimizer state over; see `extend_over`.
       zero_level: 1 for the state only; 2 for gradients and accumulators too.
       zero_min_bytes: minimum size of the leaves to which `zero` applies.
-      grad_dtype: dtype of the gradients; by default, that of each parameter. A real dtype is not
-        applied to complex parameters, nor vice versa; a note says so. Gradients of integers take no
-        memory (float0).
-      accumulate: dtype of additional gradient accumulators, sharded like the gradients, besides any
-        in `tx` itself, such as those of `optax.MultiSteps`; `True` for float32, or the gradient's
-        dtype if wider.
+      grad_dtype: dtype of the gradients; by default, that of each parameter. Complex parameters
+        keep theirs if it is real, with a note; gradients of integers take no memory (float0).
+      accumulate: dtype of gradient accumulators, sharded like the gradients, besides those in `tx`
+        such as of `optax.MultiSteps`; `True` for float32, or the gradient's dtype if wider.
       group_by: returns the group of a parameter for its path; by default, the first key.
       memory_kinds: memory kinds of the state leaves; see `logical_to_mesh`.
       derivation_rules: `rules` of `explain`.
-      strict: whether to raise an error if axes cannot be determined, see `explain`, and instead of
-        warning that ZeRO leaves state replicated, see `extend_over`.
+      strict: see `explain` and `extend_over`.
       on_indivisible: see `logical_to_mesh`.
       on_unknown: see `logical_to_mesh`.
 
     Returns:
-      The plan. A transformation with a method `temporary_bytes`, from the parameters as a device
-      has them, is asked for those.
+      The plan. A transformation with a method `temporary_bytes`, of the shards of the parameters on
+      a device, is asked for those.
 
     Warns:
-      ReplicatedWarning: `zero` leaves more than 1 % of all bytes replicated, or its axes have one
-        device; once, for all that it applies to. See `extend_over`.
+      ReplicatedWarning: see `extend_over`; once, for all that `zero` applies to.
 
     Raises:
       AxesError: axes, rules and mesh do not match; or, if `strict`, `zero` has one device.
       IndivisibleError: see `logical_to_mesh`; or, if `strict`, `zero` leaves state replicated.
       UndecidedError: see `explain`.
       TypeError: `derivation_rules` is not a `Rules`, or `group_by` does not return a string.
-      ValueError: `zero_level` is neither 1 nor 2, or is 2 without `zero`; or `grad_dtype` or
-        `accumulate` is not a valid dtype for gradients.
+      ValueError: `zero_level`, `grad_dtype` or `accumulate` is not valid.
 
     Examples:
       >>> import optax

@@ -266,7 +266,7 @@ def _title(plan: MemoryPlan) -> str:
     return title
 
 
-def _kinds(plan: MemoryPlan) -> list[str]:
+def _kinds(plan: MemoryPlan) -> list[Kind]:
     """Returns the kinds of leaves in a plan."""
     return [kind for kind in KINDS if getattr(plan, kind) is not None]
 
@@ -382,7 +382,7 @@ def plot_plan(plan: MemoryPlan) -> Figure:
     return figure
 
 
-def _bars(plan: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:
+def _bars(plan: MemoryPlan) -> list[tuple[str, dict[Kind, int], int]]:
     """Returns label, bytes of each kind and waste of the 12 largest bars, and of the rest."""
     wasted: Counter[str] = Counter()
     for row in plan.rows:

@@ -42,14 +42,11 @@ def extend_over(
 ) -> Layout:
     """Shards every leaf further over the given mesh axes, as far as it is divisible.
 
-    Applied to the state only, this is ZeRO-1; if gradients are constrained to the same specs,
-    ZeRO-2. One mesh axis after the other, the largest first, goes to the longest dimension of the
-    shard that it divides: to one that got an axis already, so that a single collective gathers the
-    leaf; else to one that was not sharded before, so that shards do not become too thin. Of equally
-    long ones the first is taken, whose shards are contiguous.
-
-    New mesh axes are added after (minor to) the existing ones of a dimension, so that gathering
-    over them restores exactly the shards of `specs`, i.e. those of the parameters.
+    Of the state only, this is ZeRO-1; if gradients are constrained to the same specs, ZeRO-2. One
+    mesh axis after the other, the largest first, goes to the longest dimension of the shard that it
+    divides: to one that got an axis already, so that a single collective gathers the leaf; else to
+    one that was not sharded before. Of equally long ones the first is taken. New mesh axes are
+    minor to those that a dimension has, so that gathering over them restores the shards of `specs`.
 
     Args:
       specs: per leaf a `PartitionSpec` of mesh axes, a `NamedSharding`, whose memory kind is kept,
@@ -65,13 +62,12 @@ def extend_over(
       it is neither a scalar nor empty nor below `min_bytes`, and why.
 
     Warns:
-      ReplicatedWarning: `axes` have one device, or leaves stay replicated over them because no
-        dimension is divisible. Scalars, leaves with fewer elements than devices and leaves below
-        `min_bytes` do not count, nor does what is at most 1 % of the bytes on a device.
+      ReplicatedWarning: `axes` have one device, or no dimension of leaves with more than 1 % of
+        the bytes on a device is divisible. Scalars, leaves with fewer elements than devices and
+        leaves below `min_bytes` do not count.
 
     Raises:
-      AxesError: `specs`, `shapes`, `mesh` and `axes` do not match; or, if `strict`, `axes` have
-        one device.
+      AxesError: the arguments do not match; or, if `strict`, `axes` have one device.
       IndivisibleError: leaves stay replicated, and `strict`.
 
     References:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
+from opt_partition._display import dtype_name
 from opt_partition._layout import Layout
 from opt_partition._specs import itemsize, mesh_axes_of, padded, shard_shape
 from opt_partition._trees import (
@@ -150,13 +151,13 @@ def leaf_report(
         role=role,
         name=name,
         shape=shape,
-        dtype=_dtype_name(dtype),
+        dtype=dtype_name(dtype),
         found=_in_words(found, shape),
         shard_size=shard_size,
         bytes_found=shard_size * itemsize(dtype),
         mesh_axes=axes,
         asked=_in_words(asked, shape),
-        dtype_asked=None if dtype_asked is None else _dtype_name(dtype_asked),
+        dtype_asked=None if dtype_asked is None else dtype_name(dtype_asked),
         bytes_asked=bytes_asked,
         sharding_ok=sharding_ok,
         ok=sharding_ok and dtype_asked in (None, dtype),
@@ -414,6 +415,3 @@ def _shard_size(sharding: Sharding, shape: tuple[int, ...]) -> int:
     if isinstance(sharding, NamedSharding):
         return math.prod(shard_shape(shape, sharding.spec, sharding.mesh))
     return math.prod(sharding.shard_shape(shape))
-
-
-_dtype_name = functools.cache(str)  # NumPy composes the name of a dtype each time

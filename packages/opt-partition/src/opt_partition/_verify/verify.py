@@ -143,28 +143,23 @@ def verify(
        Arguments that the step does not use are skipped.
     2. *A dtype differs* from the expected one, or the dtype of a parameter or state leaf changes in
        the step. Expected dtypes are given by a `Layout` or by (abstract) arrays.
-    3. *State is communicated.* Every value of the compiled program is traced to the arguments it
-       depends on, and what a device receives is summed over loops and all kinds of collectives. A
-       state leaf belongs to the parameter whose path is contained in its own; if there is none, as
-       in `optax.flatten`, it is judged only if communicated by itself.
+    3. *State is communicated.* Every value of the program is traced to the arguments it depends on,
+       and what a device receives is summed over loops and all kinds of collectives. A state leaf
+       belongs to the parameter whose path is contained in its own. Allowed are
 
-       - State alone: a device may receive fewer elements of a leaf than it holds, which is noted.
-       - State mixed with parameters or gradients: once the part of the parameter that a device
-         holds, as ZeRO-1 gathers the new parameter or its update; nothing if state and parameter
-         are sharded alike.
-       - Leaves smaller than their parameter, e.g. the rows and columns of a factored second
-         moment: up to the size of the parameter, which is noted.
-       - Shards that are reduced over devices into their own leaf (`pmean` of the new moments) count
-         like gathered ones. Norms, clipping and factored moments reduce parts on the device before,
-         and are not judged.
+       - of state alone, fewer elements of a leaf than a device holds, with a note;
+       - of state mixed with parameters or gradients, once the part of the parameter that a device
+         holds, as ZeRO-1 gathers the update; nothing if state and parameter are sharded alike;
+       - of leaves smaller than their parameter, such as the rows of a factored second moment, as
+         much as the parameter has, with a note.
 
-       Communication of parameters (FSDP) and activations (tensor parallelism) is not judged. Of a
-       `lax.cond`, the branch that communicates most counts; an iteration of a loop that updates
-       all parameters and state is a step. `Report.unjudged` lists what could not be judged.
-    4. *Gradients are all-reduced*, or gathered in full and summed, although each device uses only a
-       part: the sum over mesh axes that shard the new parameter or a leaf of the new state has the
-       size of the unsharded gradient, and ends up there elementwise. Replicated parameters with
-       only factored state are not judged.
+       Shards reduced over devices into their own leaf (`pmean` of new moments) count like gathered
+       ones; norms, clipping and factored moments, which reduce on the device before, do not. Of a
+       `lax.cond` the branch that communicates most counts, and a loop over steps counts as one.
+       Parameters (FSDP) and activations are not judged; `Report.unjudged` lists what could not be.
+    4. *Gradients are all-reduced*, or gathered and summed, although each device uses only a part:
+       the sum over mesh axes that shard the new parameter or state has the size of the unsharded
+       gradient, and ends up there elementwise.
 
     Parameters and state that are not donated cause a warning with the bytes held twice, and so does
     donated memory that is not reused.
@@ -173,11 +168,10 @@ def verify(
       step: the result of `jax.jit(f, ...).lower(...)`, compiled or not; of `jax.jit` also for Flax
         NNX, as `nnx.jit` numbers the leaves of its arguments.
       expected: the expected sharding.
-      gradients: `'auto'` makes an all-reduced gradient an error if XLA would have created a
-        reduce-scatter by itself, i.e. for matrices on GPUs and TPUs; vectors, arrays below 64 KiB
-        and anything on CPUs are warnings. `'reduce-scatter'` makes all of them errors, for steps
-        that call `psum_scatter` themselves, except for the small ones on TPUs, which XLA
-        all-reduces in any case. `'any'` makes all of them notes.
+      gradients: `'auto'` makes an all-reduced gradient an error where XLA creates reduce-scatters
+        by itself, i.e. of matrices on GPUs and TPUs, and a warning elsewhere: vectors, arrays below
+        64 KiB, CPUs. `'reduce-scatter'`, for steps that call `psum_scatter`, makes all of them
+        errors, except small ones on TPUs; `'any'` makes them notes.
       state_gathers: `'any'` makes communication of state a note, for optimizers that need whole
         matrices.
       raises: `False` returns the report even if there are errors.
