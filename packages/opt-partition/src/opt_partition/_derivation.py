@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._param_axes import Parameter, match_paths
 from opt_partition._specs import mesh_axes_of, padded
@@ -28,7 +29,7 @@ from opt_partition._symbols import (
     first_line,
     symbolic_origins,
 )
-from opt_partition._trees import KeyPath, flatten_with_paths
+from opt_partition._trees import KeyPath
 
 
 class Leaf(NamedTuple):
@@ -65,7 +66,7 @@ def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) 
     state = _true_state(evaluate, table)
     keys = [_keys(parameter) for parameter in table]
     origins, sources, notes = _origins(evaluate, table, keys, state)
-    paths = [path for path, _ in flatten_with_paths(state)]
+    paths = [path for path, _ in tree_leaves_with_path(state)]
     owners = _owners(evaluate, table, keys, state, match_paths(paths, table), origins)
     dims_of = functools.cache(_dims)
     leaves = []
@@ -119,7 +120,7 @@ def _origins(
 def _provenance(
     evaluate: Evaluate, table: Sequence[Parameter], keys: Keys, state: Any, note: str
 ) -> tuple[list[Origins], tuple[str, ...]]:
-    """Returns the origin of every dimension of each leaf, with `note` if it has no tag; an error."""
+    """Returns the origin of every dimension of each leaf, `note` for those without tags; errors."""
     # A dimension of the same key within a parameter needs a mesh axis of its own.
     tags: dict[tuple[Key, int], str] = {}
     specs = []

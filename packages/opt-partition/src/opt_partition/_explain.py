@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from opt_partition._derivation import Derivation, derive
 from opt_partition._display import collapse, format_table, pattern, plain, words
 from opt_partition._init import StateMaker, init_of, params_of
-from opt_partition._param_axes import Axis, parameters
+from opt_partition._param_axes import Axis, axes_of, parameters
 from opt_partition._rules import ASK, DEFAULT_RULES, Answer, Rules, apply_rules
 from opt_partition._specs import itemsize
 from opt_partition._symbols import Origin, Origins
@@ -88,12 +88,14 @@ class Explanation:
     Attributes:
       state: the state, as `jax.ShapeDtypeStruct`s.
       rows: one row per leaf, in JAX's order.
+      param_axes: the axes of the parameters, as by `normalise_param_axes`.
       evaluations: number of abstract evaluations of `init`, which is never executed.
       notes: notes on the state as a whole.
     """
 
     state: Any
     rows: list[Row]
+    param_axes: Any
     evaluations: int
     notes: tuple[str, ...] = ()
 
@@ -159,11 +161,12 @@ def explain(
             f"`rules` must be `Rules`; got {type(rules).__name__}. Use `DEFAULT_RULES.extend(...)` "
             "(of `memory_plan`, as `derivation_rules`)."
         )
-    table = parameters(params, param_axes)
     with _collector_paused():
+        table = parameters(params, param_axes)
         derivation = derive(init, params, table)
         rows = list(_rows(derivation, rules))
-    explanation = Explanation(derivation.state, rows, derivation.evaluations, derivation.notes)
+    state, _, evaluations, notes = derivation
+    explanation = Explanation(state, rows, axes_of(params, table), evaluations, notes)
     if strict and explanation.undecided:
         lines = [f"  {_undecided(row)}" for row in explanation.undecided]
         raise UndecidedError(

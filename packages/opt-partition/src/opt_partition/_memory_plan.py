@@ -17,7 +17,6 @@ from opt_partition._explain import explain
 from opt_partition._init import StateMaker, params_of
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
-from opt_partition._param_axes import normalise_param_axes
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
 from opt_partition._rules import DEFAULT_RULES, Rules
 from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
@@ -113,7 +112,6 @@ def memory_plan(
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     params = params_of(tx, params)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
-    axes = normalise_param_axes(params, param_axes)
     lay = functools.partial(
         logical_to_mesh,
         rules=pairs,
@@ -121,7 +119,7 @@ def memory_plan(
         on_indivisible=on_indivisible,
         on_unknown=on_unknown,
     )
-    layouts: dict[Kind, Layout] = {"params": lay(axes, shapes=params)}
+    layouts: dict[Kind, Layout] = {"params": lay(explanation.param_axes, shapes=params)}
     layouts["grads"] = _with_dtypes(layouts["params"], lambda dtype: _grad_dtype(dtype, grad_dtype))
     if accumulate is not None and accumulate is not False:
         layouts["accumulators"] = _with_dtypes(
@@ -141,7 +139,7 @@ def memory_plan(
             [*further.values()], over, zero_min_bytes, strict=strict, other_bytes=rest
         )
 
-    names = [tuple(spec) for spec in jax.tree.leaves(axes)]
+    names = [tuple(spec) for spec in jax.tree.leaves(explanation.param_axes)]
     paths = [leaf.path for leaf in layouts["params"].rows]
     of_state = (
         [row.axes for row in explanation.rows],

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import KeyPath, aligned, flatten_with_paths, is_index, path_str
+from opt_partition._trees import KeyPath, aligned, is_index, path_str
 from opt_partition.errors import AxesError
 
 Axis = str | tuple[str, ...] | None
@@ -71,7 +72,14 @@ def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> A
       ('embed', None)
     """
     table = parameters(params, param_axes)
-    specs = [PartitionSpec(*p.axes) if pad else p.given for p in table]
+    if pad:
+        return axes_of(params, table)
+    return jax.tree.unflatten(jax.tree.structure(params), [p.given for p in table])
+
+
+def axes_of(params: Any, table: Sequence[Parameter]) -> Any:
+    """Returns the axes of `parameters`, a name or `None` for each dimension, as a tree of specs."""
+    specs = [PartitionSpec(*parameter.axes) for parameter in table]
     return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 
@@ -110,7 +118,7 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     # The names of a variable apply to its value.
     every = [x for unit, x in zip(units, entries, strict=True) for _ in jax.tree.leaves(unit)]
     table = []
-    for (path, leaf), entry in zip(flatten_with_paths(params), every, strict=True):
+    for (path, leaf), entry in zip(tree_leaves_with_path(params), every, strict=True):
         try:
             table.append(_parameter(path, leaf, entry))
         except AxesError as error:

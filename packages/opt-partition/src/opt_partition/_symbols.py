@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import export
+from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._param_axes import Parameter
-from opt_partition._trees import flatten_with_paths
 
 # Multiples of the sizes at which names are confirmed; the next one if `init` raises at one.
 _FACTORS = (64, 2)
@@ -188,8 +188,8 @@ class _Symbols:
         structures: list[Any] = [jax.tree.structure(tree) for tree in (symbolic, state)]
         if structures[0] == structures[1]:
             return [text(leaf.shape) for leaf in jax.tree.leaves(symbolic)]
-        there = {path: text(leaf.shape) for path, leaf in flatten_with_paths(symbolic)}
-        paths = [path for path, _ in flatten_with_paths(state)]
+        there = {path: text(leaf.shape) for path, leaf in tree_leaves_with_path(symbolic)}
+        paths = [path for path, _ in tree_leaves_with_path(state)]
         if by_path or paths == [*there]:
             return [there.get(path) for path in paths]
         return [None] * len(paths)

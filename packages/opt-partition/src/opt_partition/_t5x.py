@@ -12,10 +12,11 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._param_axes import Parameter, is_axes, match_paths, parameters, read_axes
 from opt_partition._rules import Answer, Rules, StateLeaf, apply_rules
-from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
+from opt_partition._trees import KeyPath, children, key_name, path_str
 from opt_partition.errors import AxesError
 
 _UNKNOWN = -1  # stands for an unknown size
@@ -105,7 +106,7 @@ class OptaxStatePartitionRules:
         else:
             table = parameters(params, params_axes)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optax_state)
-        paths, leaves = [path for path, _ in flatten_with_paths(state)], jax.tree.leaves(state)
+        paths, leaves = [path for path, _ in tree_leaves_with_path(state)], jax.tree.leaves(state)
         indices = [next(iter(match), None) for match in match_paths(paths, table)]
         for index, leaf in zip(indices, leaves, strict=True):
             if is_inferred and index is not None and len(leaf.shape) == len(table[index].axes):
@@ -151,7 +152,7 @@ class OptaxStatePartitionRules:
         Raises:
           AxesError: a leaf has no axes.
         """
-        paths = [path for path, _ in flatten_with_paths(optax_params)]
+        paths = [path for path, _ in tree_leaves_with_path(optax_params)]
         found = [_at(params_axes, path) for path in paths]
         pairs = zip(paths, found, strict=True)
         missing = [f"  {path_str(path)}: no axes given" for path, axes in pairs if axes is _MISSING]

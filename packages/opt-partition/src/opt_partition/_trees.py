@@ -76,21 +76,9 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     return [(key, child) for (key,), child in keyed]
 
 
-def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the key path and value of every leaf, in JAX's order.
-
-    Flattens one child at a time: holding all key paths of a large tree at once triggers full
-    garbage collections, so that the time would grow faster than the tree.
-    """
-    for key, child in children(tree) or [(None, tree)]:
-        start = () if key is None else (key,)
-        for path, leaf in tree_leaves_with_path(child):
-            yield (*start, *path), leaf
-
-
 def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields the path, as a string, and the value of every leaf, in JAX's order."""
-    return ((path_str(path), leaf) for path, leaf in flatten_with_paths(tree))
+    return ((path_str(path), leaf) for path, leaf in tree_leaves_with_path(tree))
 
 
 def align(tree: Any, like: Any, argument: str, *, prefix: bool = False) -> list[Any]:

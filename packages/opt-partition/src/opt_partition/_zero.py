@@ -17,7 +17,7 @@ from opt_partition._explain import explain
 from opt_partition._init import StateMaker
 from opt_partition._layout import Layout, LeafLayout
 from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
-from opt_partition._param_axes import normalise_param_axes, unboxed
+from opt_partition._param_axes import unboxed
 from opt_partition._specs import (
     AnyMesh,
     manual_axes,
@@ -287,10 +287,9 @@ def shard_optimizer_state(
     """
     names = distinct_axes("zero_axes", zero_axes, mesh)
     params = unboxed(abstract_params)
-    axes = abstract_params if param_axes is None else param_axes
-    explanation = explain(tx, params, axes)
+    explanation = explain(tx, params, abstract_params if param_axes is None else param_axes)
     lay = functools.partial(logical_to_mesh, rules=rules, mesh=mesh, on_unknown=on_unknown)
-    compute = lay(normalise_param_axes(params, axes), shapes=params)
+    compute = lay(explanation.param_axes, shapes=params)
     state = lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds)
     stored, state = (extended(layout, names, min_bytes) for layout in (compute, state))
     gathered_and_grads = 2 * compute.bytes_per_device

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._display import dtype_name
 from opt_partition._layout import Layout
@@ -18,7 +19,6 @@ from opt_partition._specs import itemsize, mesh_axes_of, padded, shard_shape
 from opt_partition._trees import (
     align,
     children,
-    flatten_with_paths,
     key_name,
     leaves_with_paths,
     path_str,
@@ -181,7 +181,7 @@ def input_leaves(
         *_expectations(dict.fromkeys(kwargs) | dict(keywords), kwargs, "keywords"),
     ]
     places = _places({**{str(n): argument for n, argument in enumerate(args)}, **kwargs}, expected)
-    infos = [*flatten_with_paths(args), *flatten_with_paths(kwargs)]
+    infos = [*tree_leaves_with_path(args), *tree_leaves_with_path(kwargs)]
     treedef: Any = compiled.in_tree
     found = treedef.flatten_up_to(compiled.input_shardings)
     leaves = map(functools.partial(_leaf, "input", places), infos, found, asked)
@@ -233,7 +233,7 @@ def output_leaves(
 ) -> list[LeafReport]:
     """Returns the flattened results, in JAX's order, with parameters and state identified."""
     out = compiled.out_info
-    infos = list(flatten_with_paths(out))
+    infos = list(tree_leaves_with_path(out))
     names = [tuple(map(key_name, path)) for path, _ in infos]
 
     # Of gradients, updates and new parameters, the last depend on the most roles.
