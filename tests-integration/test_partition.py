@@ -176,8 +176,8 @@ def test_a_plan_agrees_with_live_arrays_to_the_byte(name: str, zero: Any) -> Non
     plan = memory_plan(tx, PARAMS, AXES, [*RULES], mesh_of_three(), zero=zero)
     params = jax.jit(lambda tree: tree, out_shardings=plan.params.shardings)(PARAMS)
     state = jax.jit(tx.init, out_shardings=plan.state.shardings)(params)
-    assert set(shard_bytes(params)) == {plan.param_bytes_per_device}
-    assert set(shard_bytes(state)) == {plan.state_bytes_per_device}
+    assert set(shard_bytes(params)) == {plan.params.bytes_per_device}
+    assert set(shard_bytes(state)) == {plan.state.bytes_per_device}
     by_field: Counter[str] = Counter()
     rows = [row for row in plan.rows if row.kind == "state"]
     for row, array in zip(rows, jax.tree.leaves(state), strict=True):
@@ -202,7 +202,7 @@ def test_a_plan_agrees_with_the_arguments_of_the_compiled_step(name: str) -> Non
     # The CPU adds no padding: the arguments are the arrays and nothing else.
     analysis: Any = lowered.compile().memory_analysis()
     assert analysis.argument_size_in_bytes == plan.total_bytes_per_device
-    aliased = plan.param_bytes_per_device + plan.state_bytes_per_device
+    aliased = plan.params.bytes_per_device + plan.state.bytes_per_device
     assert analysis.alias_size_in_bytes == aliased
 
 
@@ -211,11 +211,11 @@ def test_elements_of_less_than_a_byte_count_as_one(dtype: str, packed: int) -> N
     params = {"w": jnp.zeros((64, 32), dtype)}
     plan = memory_plan(optax.identity(), params, {"w": ("embed", "mlp")}, RULES, mesh_of_three())
     live = jax.jit(lambda tree: tree, out_shardings=plan.params.shardings)(params)
-    assert plan.param_bytes == live["w"].nbytes
-    assert set(shard_bytes(live)) == {plan.param_bytes_per_device}
+    assert plan.params.bytes == live["w"].nbytes
+    assert set(shard_bytes(live)) == {plan.params.bytes_per_device}
     compiled = jax.jit(lambda tree: tree, keep_unused=True).lower(live).compile()
     analysis: Any = compiled.memory_analysis()
-    assert analysis.argument_size_in_bytes * packed == plan.param_bytes_per_device
+    assert analysis.argument_size_in_bytes * packed == plan.params.bytes_per_device
 
 
 ALIKE = {f"w{i}": jax.ShapeDtypeStruct((64, 256), np.float32) for i in range(3)}

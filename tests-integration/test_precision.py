@@ -302,7 +302,7 @@ def test_the_plan_is_to_the_byte(zero: Any) -> None:
         ),
         out_shardings=plan.state.shardings,
     )()
-    assert set(shard_bytes(state)) == {plan.state_bytes_per_device}
+    assert set(shard_bytes(state)) == {plan.state.bytes_per_device}
 
 
 def test_scales_lie_where_their_blocks_do() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import pickle
 from collections.abc import Callable
 from operator import attrgetter
@@ -23,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from opt_partition import Expected, Report, Unjudged, verify
 from opt_partition._verify.hlo import parse_program
 from opt_partition._verify.judge import Finding, Judged, judge_collectives
-from opt_partition._verify.leaves import aliased_leaves
+from opt_partition._verify.leaves import trace_step, with_aliased
 from opt_partition._verify.verify import donation_findings
 from opt_partition.errors import AxesError, ShardingMismatchError
 from partition_oracles import QUICK
@@ -470,9 +471,13 @@ def judged(path: Path, name: str) -> tuple[Judged, list[Finding]]:
     text, *sides = stored(path)["programs"][name]
     module = parse_program(text)
     inputs, outputs = (list(map(unpacked_leaf, side)) for side in sides)
+    inputs = with_aliased(inputs, module)
+    meshes = [dict(packed[6]) for side in sides for packed in side if packed[6]]
+    mesh = max(meshes, key=lambda mesh: math.prod(mesh.values()))
     platform, options = stored(path)["platform"], PROGRAMS[name].options
-    found = judge_collectives(module, inputs, outputs, platform, **options)
-    return found, list(donation_findings(inputs, aliased_leaves(inputs, module)))
+    traced = trace_step(module, inputs)
+    found = judge_collectives(module, traced, inputs, outputs, mesh, platform, **options)
+    return found, list(donation_findings(inputs))
 
 
 STORED = [
