@@ -153,7 +153,7 @@ def _provenance(
             return SMALL if size < 2 else Origin(note=note, is_known=False)
         if len(found) > 1:
             return Origin(None, found, "computed from the parameter dimensions {}")
-        return Origin(*found, found) if found[0][1] == size else Origin(None, found, _PART)
+        return Origin(found[0], found) if found[0][1] == size else Origin(None, found, _PART)
 
     def entries(leaf: Any) -> list[Any]:
         has_spec = isinstance(leaf.sharding, NamedSharding)
