@@ -29,14 +29,7 @@ from opt_partition._verify.verify import donation_findings
 from opt_partition.errors import AxesError, ShardingMismatchError
 from partition_oracles import QUICK
 from verify_moves import MOVES, RING, moving, on_shards
-from verify_programs import (
-    FAULTY,
-    FAULTY_ON_CPUS,
-    HEALTHY,
-    WASTEFUL,
-    is_summed,
-    is_undone,
-)
+from verify_programs import FAULTY, FAULTY_ON_CPUS, HEALTHY, WASTEFUL, is_summed, is_undone
 from verify_recipes import (
     BATCH,
     MOMENTUM,
