@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from elastic_case import abstract, compile_step, create, make_mesh
 from jax.experimental import multihost_utils
-from opt_checkpoint import Checkpointer, _step, plan_restore
+from opt_checkpoint import Checkpointer, plan_restore
 from opt_checkpoint.errors import LeafError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -142,7 +142,8 @@ def damage(directory: str, events: str, **cluster: Any) -> int:
             flip_a_bit(Path(directory) / "3")
         multihost_utils.sync_global_devices("damaged")
         shares: set[float] = set()
-        restore_arrays = _step.restore_arrays
+        reading: Any = importlib.import_module("opt_checkpoint._step")
+        restore_arrays = reading.restore_arrays
 
         def counted(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = True) -> Any:
             tree = restore_arrays(folder, item, restore_args, is_partial=is_partial)
@@ -150,7 +151,7 @@ def damage(directory: str, events: str, **cluster: Any) -> int:
             shares.update(sum(s.data.size for s in x.addressable_shards) / x.size for x in leaves)
             return tree
 
-        _step.restore_arrays = counted
+        reading.restore_arrays = counted
         reader = Checkpointer(directory, read_only=True)
         restored = reader.restore_latest(target)
         found |= {"restored": reader.restored_step, "shares": sorted(shares)}
