@@ -221,7 +221,7 @@ class Writer:
         except LockError:
             return  # another process may hold it now
         for path in self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}*"):
-            if self._saving is None or path != _temporary(self._directory, self._saving):
+            if path.name.partition(atomicity_types.TMP_DIR_SUFFIX)[0] != str(self._saving):
                 shutil.rmtree(path, ignore_errors=True)
         trash = self._directory / _TRASH
         if deleted := list(trash.iterdir()) if trash.is_dir() else []:
