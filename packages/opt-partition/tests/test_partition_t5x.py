@@ -30,6 +30,14 @@ def test_a_path_that_is_the_end_of_another() -> None:
     assert derive(optax.trace(0.9).init(params), axes).trace == axes
 
 
+def test_parameters_in_lists() -> None:
+    params = [(jnp.ones((8, 6)), jnp.ones(6)), (jnp.ones((6, 4)), jnp.ones(4))]
+    axes = [(P("a", "b"), P("b")), (P("b", "c"), P("c"))]
+    tx = optax.chain(optax.clip(1.0), optax.chain(optax.adam(0.1), optax.trace(0.9)))
+    _, ((adam, _), trace) = derive(tx.init(params), axes)
+    assert (adam.count, adam.mu, adam.nu, trace.trace) == (None, axes, axes, axes)
+
+
 def test_what_t5x_fails_on() -> None:
     """zero_nans, SM3, MultiSteps with a skip function, in masked; states not called `...State`."""
     masked = optax.masked(

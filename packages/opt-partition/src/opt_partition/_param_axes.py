@@ -132,12 +132,14 @@ def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tu
     """Returns the indices of the parameters that each state leaf may belong to.
 
     The longest run of keys in the path of a leaf that is the path of a parameter, or the end of the
-    paths of some, decides.
+    paths of some, decides. Indices alone, of parameters in a list, must be what follows the last
+    name, as chains of states have indices, too.
     """
     ends: defaultdict[KeyPath, list[int]] = defaultdict(list)
     for index, parameter in enumerate(table):
         for start in range(1, len(parameter.key_path)):
-            ends[parameter.key_path[start:]].append(index)
+            if not all(map(is_index, parameter.key_path[start:])):
+                ends[parameter.key_path[start:]].append(index)
     for index, parameter in enumerate(table):
         ends[parameter.key_path] = [index]
 
@@ -145,8 +147,10 @@ def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tu
         for size in range(len(path), -1, -1):
             for start in range(len(path) - size, -1, -1):
                 keys = path[start : start + size]
-                # Numeric keys alone occur in chains as well as in lists of parameters.
-                if keys in ends and not (keys and all(map(is_index, keys))):
+                if keys not in ends:
+                    continue
+                follows_name = 0 < start == len(path) - size and not is_index(path[start - 1])
+                if not keys or follows_name or not all(map(is_index, keys)):
                     return tuple(ends[keys])
         return ()
 

@@ -66,8 +66,7 @@ class OptaxStatePartitionRules:
 
     They see only the state and not its `init`, and therefore derive less than
     `derive_logical_axes`, which is preferable if the transformation is available. Unlike T5X's,
-    this class needs no table of rules: the structure of the state determines which leaf follows
-    which parameter.
+    this class needs no table of rules: its path determines which parameter a leaf follows.
     """
 
     @classmethod
