@@ -175,7 +175,7 @@ def microbatches() -> Figure:
 
     exact = jax.jit(jax.grad(mean))(params, batch)["up"]
     numbers = [1, 2, 4, 8, 16]
-    options = {
+    options: dict[str, tuple[Any, Any, str]] = {
         "sums and token counts": (loss, {}, GREEN),
         "mean of means": (mean, {"weights": "mean_of_means"}, RED),
     }
@@ -185,7 +185,7 @@ def microbatches() -> Figure:
         sizes, errors = [], []
         for number in numbers:
             gradient = accumulate_gradients(function, num_microbatches=number, **chosen)
-            compiled = jax.jit(gradient).lower(params, batch).compile()
+            compiled: Any = jax.jit(gradient).lower(params, batch).compile()
             sizes.append(compiled.memory_analysis().temp_size_in_bytes / MIB)
             error = compiled(params, batch)[1]["up"] - exact
             errors.append(float(jnp.linalg.norm(error) / jnp.linalg.norm(exact)))
@@ -216,7 +216,7 @@ def spike() -> Figure:
     def loss(params: Any, x: Any, noise: Any) -> Any:
         return jnp.mean((x @ params["w"] - x @ truth - noise) ** 2)
 
-    def train(tx: Any) -> tuple[Any, Any]:
+    def train(tx: Any) -> Any:
         def step(carry: Any, number: Any) -> Any:
             params, state = carry
             key = jax.random.fold_in(jax.random.key(2), number)
@@ -231,9 +231,8 @@ def spike() -> Figure:
 
         return jax.lax.scan(step, (params, tx.init(params)), jnp.arange(320))[1]
 
-    plain: Any = optax.with_extra_args_support(optax.adamw(2e-2, b2=0.99))
-    averaged = with_average(optax.adamw(2e-2, b2=0.99), 0.95, warmup=True)
-    unguarded = train(with_average(plain, 0.95))[0]
+    averaged = with_average(optax.chain(optax.adamw(2e-2, b2=0.99)), 0.95, warmup=True)
+    unguarded = train(averaged)[0]
     guarded, average = train(guard(averaged, loss=Spike()))
     picture = figure(2.8)
     axes: Any = picture.subplots()
