@@ -328,15 +328,20 @@ def test_a_process_that_was_interrupted_and_killed_has_the_same_losses(
     bits = json.loads((whole / "results.json").read_text())["held_out_bits_per_byte"]
     assert bits["transformer"] < bits["unigram"]
 
-    done = run_until(10, signal.SIGINT, "--out", folder, *flags)
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    made = len(read_lines(folder))
-    assert 10 <= made < total
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"Stopped after step {made}. ")
-    assert last.endswith(f"Continue: hatch run dev:train --resume {folder}")
-    run_until(made + 20, signal.SIGKILL, "--resume", folder)
+    made = 0
+    for number, arguments in (
+        (signal.SIGINT, ["--out", folder, *flags]),
+        (signal.SIGTERM, ["--resume", folder]),
+    ):
+        done = run_until(made + 10, number, *arguments)
+        assert done.returncode == 130, done.stderr
+        assert "Traceback" not in done.stderr
+        assert made + 10 <= len(read_lines(folder)) < total
+        made = len(read_lines(folder))
+        last = done.stdout.splitlines()[-1]
+        assert last.startswith(f"Stopped after step {made}. ")
+        assert last.endswith(f"Continue: hatch run dev:train --resume {folder}")
+    run_until(made + 10, signal.SIGKILL, "--resume", folder)
     assert made < len(read_lines(folder)) < total
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1')  # cut off in the middle of a line
