@@ -132,7 +132,7 @@ def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tu
     """Returns the indices of the parameters that each state leaf may belong to.
 
     The longest run of keys in the path of a leaf that is the path of a parameter, or the end of the
-    paths of some, decides. Indices alone, of parameters in a list, must be what follows the last
+    paths of some, decides. Indices alone, of parameters in a list, must come right after the last
     name, as chains of states have indices, too.
     """
     ends: defaultdict[KeyPath, list[int]] = defaultdict(list)
@@ -149,8 +149,9 @@ def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tu
                 keys = path[start : start + size]
                 if keys not in ends:
                     continue
-                follows_name = 0 < start == len(path) - size and not is_index(path[start - 1])
-                if not keys or follows_name or not all(map(is_index, keys)):
+                follows_name = start > 0 and not is_index(path[start - 1])
+                is_last = follows_name and all(map(is_index, path[start + size :]))
+                if not keys or is_last or not all(map(is_index, keys)):
                     return tuple(ends[keys])
         return ()
 
