@@ -67,7 +67,7 @@ def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) 
     keys = [_keys(parameter) for parameter in table]
     origins, sources, notes = _origins(evaluate, table, keys, state)
     paths = [path for path, _ in tree_leaves_with_path(state)]
-    owners = _owners(evaluate, table, keys, state, match_paths(paths, table), origins)
+    owners = _owners(evaluate, table, keys, state, match_paths(params, state, table), origins)
     dims_of = functools.cache(_dims)
     leaves = []
     for path, struct, owner, origin, source in zip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import KeyPath, aligned, is_index, path_str
+from opt_partition._trees import KeyPath, aligned, children, is_index, path_str
 from opt_partition.errors import AxesError
 
 Axis = str | tuple[str, ...] | None
@@ -128,12 +128,11 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     return table
 
 
-def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tuple[int, ...]]:
+def match_paths(params: Any, state: Any, table: Sequence[Parameter]) -> list[tuple[int, ...]]:
     """Returns the indices of the parameters that each state leaf may belong to.
 
     The longest run of keys in the path of a leaf that is the path of a parameter, or the end of the
-    paths of some, decides. Indices alone, of parameters in a list, must come right after the last
-    name, as chains of states have indices, too.
+    paths of some, decides. Indices alone, of parameters in a list, count in a list of as many.
     """
     ends: defaultdict[KeyPath, list[int]] = defaultdict(list)
     for index, parameter in enumerate(table):
@@ -142,6 +141,7 @@ def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tu
                 ends[parameter.key_path[start:]].append(index)
     for index, parameter in enumerate(table):
         ends[parameter.key_path] = [index]
+    lists = set(_like_root(params, state))
 
     def match(path: KeyPath) -> tuple[int, ...]:
         for size in range(len(path), -1, -1):
@@ -149,13 +149,22 @@ def match_paths(paths: Sequence[KeyPath], table: Sequence[Parameter]) -> list[tu
                 keys = path[start : start + size]
                 if keys not in ends:
                     continue
-                follows_name = start > 0 and not is_index(path[start - 1])
-                is_last = follows_name and all(map(is_index, path[start + size :]))
-                if not keys or is_last or not all(map(is_index, keys)):
+                is_listed = path[:start] in lists and all(map(is_index, path[start:]))
+                if not keys or is_listed or not all(map(is_index, keys)):
                     return tuple(ends[keys])
         return ()
 
-    return list(map(match, paths))
+    return [match(path) for path, _ in tree_leaves_with_path(state)]
+
+
+def _like_root(params: Any, node: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yields the paths of the nodes with the type and the keys of the root of the parameters."""
+    below = children(node) or []
+    keys = [key for key, _ in below]
+    if type(node) is type(params) and keys == [key for key, _ in children(params) or []]:
+        yield path
+    for key, child in below:
+        yield from _like_root(params, child, (*path, key))
 
 
 def _mismatch(problems: Sequence[str]) -> AxesError:

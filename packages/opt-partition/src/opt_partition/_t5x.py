@@ -98,6 +98,7 @@ class OptaxStatePartitionRules:
           [('embed',), ('mlp',)]
         """
         is_inferred = params is None
+        like = params_axes if is_inferred else params
         if is_inferred:
             flat = jax.tree_util.tree_leaves_with_path(params_axes, is_leaf=_is_leaf)
             named = [(path, read_axes(axes)) for path, axes in flat]
@@ -106,7 +107,7 @@ class OptaxStatePartitionRules:
             table = parameters(params, params_axes)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optax_state)
         paths, leaves = [path for path, _ in tree_leaves_with_path(state)], jax.tree.leaves(state)
-        indices = [next(iter(match), None) for match in match_paths(paths, table)]
+        indices = [next(iter(match), None) for match in match_paths(like, optax_state, table)]
         for index, leaf in zip(indices, leaves, strict=True):
             if is_inferred and index is not None and len(leaf.shape) == len(table[index].axes):
                 # The largest shape of that rank, which is never a placeholder of size 1.

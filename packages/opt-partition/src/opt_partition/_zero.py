@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -288,7 +288,8 @@ def shard_optimizer_state(
     names = distinct_axes("zero_axes", zero_axes, mesh)
     params = unboxed(abstract_params)
     explanation = explain(tx, params, abstract_params if param_axes is None else param_axes)
-    lay = functools.partial(logical_to_mesh, rules=rules, mesh=mesh, on_unknown=on_unknown)
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    lay = functools.partial(logical_to_mesh, rules=pairs, mesh=mesh, on_unknown=on_unknown)
     compute = lay(explanation.param_axes, shapes=params)
     state = lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds)
     stored, state = (extended(layout, names, min_bytes) for layout in (compute, state))
