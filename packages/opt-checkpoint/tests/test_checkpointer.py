@@ -131,11 +131,17 @@ def test_the_next_writer_removes_what_a_killed_save_has_left(tmp_path: Path) -> 
         checkpointer.save(1, small_state(1))
     leftover = tmp_path / f"2{atomicity_types.TMP_DIR_SUFFIX}"
     shutil.copytree(tmp_path / "1", leftover)
+    export = tmp_path / f"best{atomicity_types.TMP_DIR_SUFFIX}"  # of another program, in flight
+    export.mkdir()
     assert Checkpointer(tmp_path, read_only=True).steps() == [1]
     assert leftover.is_dir()
     with Checkpointer(tmp_path) as checkpointer:
         assert not leftover.exists()
+        later = tmp_path / f"7{atomicity_types.TMP_DIR_SUFFIX}"
+        later.mkdir()
         checkpointer.save(2, small_state(2))
+    assert export.is_dir()
+    assert later.is_dir()
     assert checkpointer.steps() == [1, 2]
 
 

@@ -154,6 +154,13 @@ def test_what_is_refused(make: Any, error: type[Exception], words: str) -> None:
         make()
 
 
+def test_a_state_without_groups_has_no_state_dict_by_groups() -> None:
+    groups = MultiOptimizer((".*", Momentum()))
+    swapped = Momentum().create(PARAMS).replace(optimizer_def=groups)
+    with pytest.raises(GroupError, match="expected `GroupStates` of the groups"):
+        swapped.state_dict()
+
+
 def test_one_error_tells_everything() -> None:
     definition = MultiOptimizer.from_rules(
         [

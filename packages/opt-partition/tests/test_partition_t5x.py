@@ -36,6 +36,10 @@ def test_parameters_in_lists() -> None:
     tx = optax.chain(optax.clip(1.0), optax.chain(optax.adam(0.1), optax.trace(0.9)))
     _, ((adam, _), trace) = derive(tx.init(params), axes)
     assert (adam.count, adam.mu, adam.nu, trace.trace) == (None, axes, axes, axes)
+    z = jnp.zeros
+    mirrored = {"buffers": (z((9, 9)), z((9, 9))), "mu": [z((4, 4)), z((4, 4))], "one": [z((9, 9))]}
+    pair = [P("a", "b"), P("c", "d")]
+    assert derive(mirrored, pair) == {"buffers": (None, None), "mu": pair, "one": [None]}
     (sm3, _) = derive(optax.sm3(0.1).init(params), axes)
     assert sm3.mu == [([P("a"), P("b")], [P("b")]), ([P("b"), P("c")], [P("c")])]
 

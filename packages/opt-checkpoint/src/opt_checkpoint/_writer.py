@@ -59,6 +59,7 @@ class Writer:
         self._process = os.getpid()
         self._lock: WriterLock | None = None
         self._saving: int | None = None
+        self._failed: set[str] = set()  # steps that may have left a temporary folder
         self._is_stale = False
         self._origin: Origin | None = None
         with sync_errors():
@@ -85,7 +86,7 @@ class Writer:
             self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._origin)
         saving.check_equal(f"step {step} is not saved")
-        if self._is_stale:
+        if self._failed:
             self._clean()
         args = ocp.args.Composite(**{ITEM: OptimizerSave(saving)})
         self._saving = step
@@ -122,6 +123,7 @@ class Writer:
                 sync(self._directory)
         self._saving = None
         if step is not None and jax.process_count() == 1 and not self._has(step):
+            self._failed.add(str(step))
             raise SaveError(f"{where} is not there: was it removed?")
 
     def close(self) -> None:
@@ -195,6 +197,8 @@ class Writer:
             self._saving, self._is_stale = None, True
             if step is not None and self._has(step):
                 what = f"step {step} in `{self._directory}` is saved; what follows failed"
+            elif step is not None:
+                self._failed.add(str(step))
             text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise SaveError(f"{what}: {text}") from error
 
@@ -210,6 +214,10 @@ class Writer:
             raise
         except OSError as error:
             raise SaveError(f"`{self._directory}` cannot be made: {error.strerror}") from error
+        # Folders of other names, and what appears later, may be another program's save in flight.
+        names = (path.name for path in self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}*"))
+        steps = (name.partition(atomicity_types.TMP_DIR_SUFFIX)[0] for name in names)
+        self._failed = {step for step in steps if step.isdecimal()}
         self._clean()
 
     def _clean(self) -> None:
@@ -220,8 +228,9 @@ class Writer:
             self._lock.check()
         except LockError:
             return  # another process may hold it now
-        for path in self._directory.glob(f"*{atomicity_types.TMP_DIR_SUFFIX}*"):
-            if path.name.partition(atomicity_types.TMP_DIR_SUFFIX)[0] != str(self._saving):
+        failed, self._failed = self._failed, set()
+        for step in failed:
+            for path in self._directory.glob(f"{step}{atomicity_types.TMP_DIR_SUFFIX}*"):
                 shutil.rmtree(path, ignore_errors=True)
         trash = self._directory / _TRASH
         if deleted := list(trash.iterdir()) if trash.is_dir() else []:

@@ -223,10 +223,11 @@ def from_layout(optimizer: Optimizer, layout: Any) -> GroupStates:
 
 def _merged(optimizer: Optimizer) -> Any:
     """The states as one tree with an entry per parameter; `None` where that is not so."""
+    parts = _split(optimizer)  # an error if the state is of other groups, or of none
     division = optimizer.state.param_states.division
     positions = division.treedef.unflatten(range(len(division.owners)))
     entries: list[Any] = [None] * len(division.owners)
-    for name, part in _split(optimizer).items():
+    for name, part in parts.items():
         states = part.state.param_states
         if isinstance(states, GroupStates):
             states = _merged(part)
