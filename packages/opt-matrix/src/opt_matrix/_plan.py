@@ -246,10 +246,10 @@ def plan_matrices(
     for name, axes in {"world_axes": world, "split_axes": split_axes}.items():
         if unknown := [axis for axis in axes if axis not in sizes]:
             raise OptionError(f"`{name}`: {unknown} are not axes of the mesh, which has {[*sizes]}")
-    if split_axes and not (hasattr(fn, "split") and hasattr(fn, "split_bytes")):
+    if split_axes and not all(hasattr(fn, name) for name in ("split", "split_bytes", "flops")):
         raise OptionError(
             f"`split_axes` is {tuple(split_axes)}, and {fn!r} needs whole matrices: only functions "
-            "with `split` and `split_bytes`, as `newton_schulz` has, can do with parts"
+            "with `split`, `split_bytes` and `flops`, as `newton_schulz` has, can do with parts"
         )
     decided = matrices.resolve(params)
     by_path = _shardings_by_path(params, shardings)
