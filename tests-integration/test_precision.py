@@ -278,18 +278,16 @@ def with_remainder(**options: Any) -> Any:
     return op.master_weights(inner, storage="remainder")
 
 
+def plan_of_remainders(zero: Any = None) -> Any:
+    params, rules = planned_params(), op.partition_rules()
+    return memory_plan(
+        with_remainder(), params, AXES, RULES, mesh_of(8), zero=zero, derivation_rules=rules
+    )
+
+
 @pytest.mark.parametrize("zero", [None, "data"])
 def test_the_plan_is_to_the_byte(zero: Any) -> None:
-    rules = op.partition_rules()
-    plan = memory_plan(
-        with_remainder(),
-        planned_params(),
-        AXES,
-        RULES,
-        mesh_of(8),
-        zero=zero,
-        derivation_rules=rules,
-    )
+    plan = plan_of_remainders(zero)
     number = sum(leaf.size for leaf in jax.tree.leaves(planned_params()))
     fields = plan.state_fields
     assert fields["Encoded.codes"] >= 2 * number // 8
@@ -306,14 +304,7 @@ def test_the_plan_is_to_the_byte(zero: Any) -> None:
 
 
 def test_scales_lie_where_their_blocks_do() -> None:
-    plan = memory_plan(
-        with_remainder(),
-        planned_params(),
-        AXES,
-        RULES,
-        mesh_of(8),
-        derivation_rules=op.partition_rules(),
-    )
+    plan = plan_of_remainders()
     specs = {row.leaf.path: tuple(row.leaf.spec) for row in plan.rows if row.kind == "state"}
     under = "inner/inner/0/nu/"
     assert specs[under + "wide/codes"] == specs[under + "wide/scale"] == ("data", "model")

@@ -190,11 +190,15 @@ def _try(
         used.update(dict.fromkeys(axes, slot.dimension))
 
 
+def rule_pairs(rules: LogicalAxisRules) -> list[Any]:
+    """Returns rules, pairs or a mapping, as a list."""
+    return list(rules.items() if isinstance(rules, Mapping) else rules)
+
+
 def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> _Rules:
     """Returns pairs of a name and mesh axes in `mesh`; `()` for `None`."""
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     parsed: list[tuple[str, tuple[str, ...]]] = []
-    for pair in pairs:
+    for pair in rule_pairs(rules):
         match pair:
             case (str(name), None):
                 parsed.append((name, ()))

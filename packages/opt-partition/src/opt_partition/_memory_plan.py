@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,12 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey
 from opt_partition._explain import explain
 from opt_partition._init import StateMaker, params_of
 from opt_partition._layout import Layout, LeafLayout
-from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
+from opt_partition._logical_to_mesh import (
+    LogicalAxisRules,
+    MemoryKinds,
+    logical_to_mesh,
+    rule_pairs,
+)
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
 from opt_partition._rules import DEFAULT_RULES, Rules
 from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
@@ -109,7 +114,7 @@ def memory_plan(
     _check_dtype("grad_dtype", grad_dtype)
     _check_dtype("accumulate", None if isinstance(accumulate, bool) else accumulate)
     # Read several times (parameters, state, reasons), so an iterator would be exhausted.
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    pairs = rule_pairs(rules)
     params = params_of(tx, params)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
     lay = functools.partial(

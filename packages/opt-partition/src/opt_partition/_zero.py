@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -16,7 +16,12 @@ from opt_partition._display import human_bytes
 from opt_partition._explain import explain
 from opt_partition._init import StateMaker
 from opt_partition._layout import Layout, LeafLayout
-from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
+from opt_partition._logical_to_mesh import (
+    LogicalAxisRules,
+    MemoryKinds,
+    logical_to_mesh,
+    rule_pairs,
+)
 from opt_partition._param_axes import unboxed
 from opt_partition._specs import (
     AnyMesh,
@@ -288,7 +293,7 @@ def shard_optimizer_state(
     names = distinct_axes("zero_axes", zero_axes, mesh)
     params = unboxed(abstract_params)
     explanation = explain(tx, params, abstract_params if param_axes is None else param_axes)
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    pairs = rule_pairs(rules)
     lay = functools.partial(logical_to_mesh, rules=pairs, mesh=mesh, on_unknown=on_unknown)
     compute = lay(explanation.param_axes, shapes=params)
     state = lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds)
