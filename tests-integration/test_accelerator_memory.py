@@ -67,7 +67,7 @@ COPIED = pytest.mark.skipif(
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=COPIED)])
 def test_temporaries_are_those_of_a_piece(dtype: str) -> None:
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in range(4)}
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in range(8)}
     grads = {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in shapes.items()}
     tx = coded(optax.adamw(1e-3))
     state = jax.eval_shape(tx.init, shapes)

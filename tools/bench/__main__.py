@@ -17,8 +17,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in HERE.glob("[!_]*.py"))
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-# Keeps the heap between calls as an accelerator's allocator does; else times are page faults.
-HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+MEMORY = {
+    # Keeps the heap between calls as an accelerator's allocator does; else times are page faults.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    # Leaves PyTorch its part of a GPU.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
 
 
 def run_one(name: str, quick: bool) -> int:
@@ -51,7 +56,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.run:
         return run_one(options.run, options.quick)
-    environment = {**os.environ, **HEAP}
+    environment = {**os.environ, **MEMORY}
     if options.device:
         environment["JAX_PLATFORMS"] = PLATFORMS[options.device]
     flags = ["--quick"] * options.quick

@@ -90,17 +90,24 @@ def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.process_t
     return clock() - start
 
 
+def on_accelerator() -> bool:
+    """Whether steps run on a GPU or TPU: shapes are larger there, and the processor waits."""
+    return jax.default_backend() != "cpu"
+
+
 def interleave(
     calls: Mapping[str, Callable[[], Any]],
     rounds: int,
-    clock: Callable[[], float] = time.process_time,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Times every call once a round, each round beginning with another one.
 
     A first round is thrown away. Garbage is collected between rounds, not in them. `process_time`
     counts the seconds of all cores and is what a busy machine disturbs least; `thread_time` counts
-    those of the caller alone, as a dispatch takes; `perf_counter` is for what waits.
+    those of the caller alone, as a dispatch takes; `perf_counter` is for what waits. By default the
+    first on a CPU, the last elsewhere.
     """
+    clock = clock or (time.perf_counter if on_accelerator() else time.process_time)
     names = list(calls)
     found: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()

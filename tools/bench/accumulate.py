@@ -15,7 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from _common import Counts, Row, Runner, counted, interleave, optax_step, seconds, timed
+from _common import (
+    Counts,
+    Row,
+    Runner,
+    counted,
+    interleave,
+    on_accelerator,
+    optax_step,
+    seconds,
+    timed,
+)
 from _kernels import kernels
 from opt_accumulate import MultiSteps, guard, with_average
 
@@ -32,8 +42,9 @@ FORMS: dict[str, tuple[float | None, float | None, float | None]] = {
 
 def measure(quick: bool) -> Iterator[Row]:
     """Yields the rows."""
-    yield from measure_windows(12, 256 if quick else 1024, 9)
-    yield from measure_guard(8, 2048, 11 if quick else 41)
+    large = on_accelerator()
+    yield from measure_windows(12, 4096 if large else 256 if quick else 1024, 9)
+    yield from measure_guard(8, 8192 if large else 2048, 11 if quick else 41)
 
 
 def measure_windows(leaves: int, side: int, rounds: int) -> Iterator[Row]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import opt_optax_bridge as opt
 import optax
-from _common import Counts, Row, Runner, counted, interleave, optax_step, timed
+from _common import Counts, Row, Runner, counted, interleave, on_accelerator, optax_step, timed
 from opt_matrix import Matrices, muon
 
 LIMIT = "a copy of as many bytes"
@@ -58,8 +58,7 @@ def torch_run(kind: str, shapes: list[tuple[int, int]], dtype: str) -> Callable[
 
 def measure(quick: bool) -> Iterator[Row]:
     """Yields the rows."""
-    on_gpu = jax.default_backend() == "gpu"
-    side, rounds = 512 if quick else 8192 if on_gpu else 1024, 5 if quick else 20
+    side, rounds = 8192 if on_accelerator() else 512 if quick else 1024, 5 if quick else 20
     shapes = [(side, side)] * 15
     size = side * side * len(shapes)
     for dtype, least in LEAST.items():
@@ -85,7 +84,7 @@ def measure(quick: bool) -> Iterator[Row]:
         yield counted(f"bytes, AdamW, {dtype}", found.bytes, "the least", least * size, **rest)
         del calls, runner
     if HAS_TORCH:  # five iterations in bfloat16 in both
-        shapes = shapes[: None if on_gpu else 4]
+        shapes = shapes[: None if on_accelerator() else 4]
         tx = muon(1e-3, matrices=Matrices.by_rank2(), rest=optax.identity())
         calls = {"ours": run(tx, shapes, "float32"), "torch": torch_run("Muon", shapes, "float32")}
         times = interleave(calls, rounds, clock=time.perf_counter)

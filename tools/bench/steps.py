@@ -20,7 +20,7 @@ import opt_adafactor
 import opt_legacy_stax
 import opt_optax_bridge as opt
 import optax
-from _common import Counts, Row, counted, interleave, optax_step, timed
+from _common import Counts, Row, counted, interleave, on_accelerator, optax_step, timed
 from jax.example_libraries import optimizers
 from opt_core import MultiOptimizer
 
@@ -185,7 +185,9 @@ def traces(table: Table, rounds: int, size: int) -> Iterator[Row]:
     yield from rows("lines", table, lines, size=size)
 
 
-def programs(table: Table, rounds: int, size: int, clock: Callable[[], float]) -> Iterator[Row]:
+def programs(
+    table: Table, rounds: int, size: int, clock: Callable[[], float] | None
+) -> Iterator[Row]:
     """Yields times of calls, and counts of what is compiled."""
     calls = {n: functools.partial(jax.jit(one.step), *one.operands) for n, one in table.items()}
     yield from rows("call", table, interleave(calls, rounds, clock=clock), size=size)
@@ -204,10 +206,10 @@ def measure(quick: bool) -> Iterator[Row]:
             table.pop("MultiOptimizer, first", None)
             yield from programs(table, 45 if quick else 135, size, time.thread_time)
         yield from traces(alike(params), 3 if quick else 7, size)
-    size, side = (60, 256) if quick else (300, 1024)
+    size, side = 60 if quick else 300, 4096 if on_accelerator() else 256 if quick else 1024
     table = factored({f"w{i}": jnp.ones((8 + i % 12, 16)) for i in range(size)})
     yield from traces(table, 3 if quick else 7, size)
     found = interleave({name: one.compile for name, one in table.items()}, 2 if quick else 5)
     yield from rows("build", table, found, size=size)
     table = factored({f"w{i}": jnp.ones((side, side)) for i in range(12)})
-    yield from programs(table, 8 if quick else 27, 12, time.process_time)
+    yield from programs(table, 8 if quick else 27, 12, None)
