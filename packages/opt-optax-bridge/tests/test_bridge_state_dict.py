@@ -3,11 +3,9 @@
 from typing import Any
 
 import jax
-import opt_optax_bridge
 import optax
 import pytest
 from bridge_testing import (
-    LEARNING_RATE,
     assert_same_bits,
     definition,
     grads_of,
@@ -19,8 +17,6 @@ from bridge_testing import (
 )
 from flax.core import FrozenDict, freeze
 from flax.traverse_util import flatten_dict
-from opt_core import Mismatch, Optimizer
-from opt_core.errors import RestoreError
 from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -48,8 +44,6 @@ def adam_at(prefix: str) -> set[str]:
 
 LAYOUTS: dict[str, tuple[Any, set[str]]] = {
     "adam": (optax.adam(0.1), adam_at("0/")),
-    "momentum": (optax.sgd(0.1, momentum=0.9), each("0/trace")),
-    "schedule": (optax.adamw(SCHEDULE), adam_at("0/") | {"2/count"}),
     "named_chain": (
         optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))),
         adam_at("adam/0/"),
@@ -57,10 +51,6 @@ LAYOUTS: dict[str, tuple[Any, set[str]]] = {
     "masked": (
         optax.masked(optax.trace(0.9), labels()),
         {"inner_state/trace/w"},
-    ),
-    "partition by flags": (
-        optax.partition({True: optax.trace(0.9), False: optax.set_to_zero()}, labels()),
-        {"inner_states/True/inner_state/trace/w"},
     ),
     "partition by numbers": (
         optax.partition({0: optax.trace(0.9), 7: optax.ema(0.9)}, {"b": 7, "w": 0}),
@@ -98,13 +88,8 @@ def test_the_layout_is_that_of_t5x(tx: Any, paths: set[str]) -> None:
     assert state_paths(tx) == paths
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [optax.chain(optax.clip(1.0), optax.sgd(0.1))],
-    ids=["chain"],
-)
-def test_a_state_without_arrays_has_no_entry(tx: Any) -> None:
-    optimizer = OptaxWrapper(tx).create(make_params())
+def test_a_state_without_arrays_has_no_entry() -> None:
+    optimizer = OptaxWrapper(optax.chain(optax.clip(1.0), optax.sgd(0.1))).create(make_params())
     assert optimizer.state_dict() == {"target": optimizer.target, "state": {"step": 0}}
     restored = optimizer.restore_state(through_bytes(optimizer.state_dict()))
     assert_same_bits(restored, optimizer)
@@ -113,47 +98,14 @@ def test_a_state_without_arrays_has_no_entry(tx: Any) -> None:
 
 
 @pytest.mark.parametrize("container", [dict, freeze], ids=["dict", "FrozenDict"])
-@pytest.mark.parametrize("kind", ["named_chain", "MultiSteps"])
-def test_dicts_of_either_kind_come_back(kind: str, container: Any) -> None:
-    tx = LAYOUTS[kind][0]
-    optimizer = OptaxWrapper(tx).create(container(make_params()))
+def test_dicts_of_either_kind_come_back(container: Any) -> None:
+    optimizer = OptaxWrapper(LAYOUTS["named_chain"][0]).create(container(make_params()))
     optimizer = optimizer.apply_gradient(container(make_params()))
     written = through_bytes(optimizer.state_dict())
     for given in (written, freeze(written)):
         restored = optimizer.restore_state(given)
         assert_same_bits(restored, optimizer)  # the order of names too
         assert isinstance(restored.target, FrozenDict if container is freeze else dict)
-
-
-# What does not fit.
-
-
-def refused(optimizer: Optimizer, state_dict: Any) -> tuple[str, list[Mismatch]]:
-    with pytest.raises(RestoreError) as caught:
-        optimizer.restore_state(state_dict)
-    return str(caught.value), list(caught.value.report.mismatches)
-
-
-def test_the_state_of_adam_is_not_that_of_sgd() -> None:
-    adam = opt_optax_bridge.adam(LEARNING_RATE).create(make_params())
-    sgd = opt_optax_bridge.sgd(LEARNING_RATE).create(make_params())
-    said, mismatches = refused(sgd, adam.state_dict())
-    assert "another optimizer's state" in said
-    paths = {f"state/param_states/{path}" for path in adam_at("0/")}
-    assert {m.path for m in mismatches} == paths
-    assert {m.kind.value for m in mismatches} == {"extra"}
-    said, mismatches = refused(adam, sgd.state_dict())
-    assert "another optimizer's state, or none" in said
-    assert {m.path for m in mismatches} == paths
-    assert {m.kind.value for m in mismatches} == {"missing"}
-
-
-def test_leniently_what_fits_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    adam, sgd = trained("adam"), definition("sgd").create(make_params())
-    restored = sgd.restore_state(adam.state_dict(), strict=False)
-    assert_same_bits(restored.target, adam.target)
-    assert int(restored.state.step) == 2
-    assert "another optimizer's state" in caplog.text
 
 
 def test_restoring_under_jit_and_into_shapes() -> None:

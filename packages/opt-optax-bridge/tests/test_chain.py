@@ -1,6 +1,5 @@
 """`chain`: the hyper-parameters of its parts are its own."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -12,9 +11,7 @@ from bridge_testing import (
     Jitted,
     assert_same_bits,
     avals,
-    block,
     block_names,
-    constructor_of,
     loss,
     make_params,
 )
@@ -121,15 +118,6 @@ def test_one_sequence_or_several_arguments() -> None:
     assert str(caught.value) == (
         "`chain` takes definitions and transformations; got a function. Call its constructor first."
     )
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", sorted(set(building_block_names()) & set(block_names())))
-def test_a_building_block_has_a_twin(name: str) -> None:
-    wrapped, original = getattr(opt, name), constructor_of(name)
-    assert inspect.signature(wrapped) == inspect.signature(original)
-    assert isinstance(block(name), optax.GradientTransformation)
-    assert wrapped.__wrapped__ is original
 
 
 def test_what_optax_exports_has_a_twin() -> None:

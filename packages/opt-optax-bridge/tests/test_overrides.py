@@ -1,7 +1,6 @@
 """Every float-valued argument of every optimizer acts at run time, and what cannot says so."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -95,27 +94,6 @@ def test_every_float_is_overridable_unless_it_makes_no_difference(name: str) -> 
     for argument in set(floats) - set(overridable(name)):
         changed = third_step_by_optax(name, **{argument: 0.5 * floats[argument] + 0.25})
         assert are_close(changed, third_step_by_optax(name), rtol=0.0, atol=0.0), argument
-
-
-KINDS: dict[str, Callable[[float], Any]] = {
-    "float": float,
-    "jnp.bfloat16": jnp.bfloat16,
-    "weak": jnp.asarray,
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_one_trace_serves_every_value(kind: Callable[[float], Any], dtype: Any) -> None:
-    optimizer = opt_optax_bridge.sgd(0.1, momentum=0.9).create(make_params(dtype))
-    compiled = Jitted(lambda optimizer, lr: step("sgd", optimizer, learning_rate=lr))
-    for rate in (151 / 1024, 203 / 1024, 181 / 512):  # exact in bfloat16, products are not
-        stepped = compiled(optimizer, kind(rate))
-        assert avals(stepped) == avals(optimizer)
-        built = step("sgd", opt_optax_bridge.sgd(rate, momentum=0.9).create(optimizer.target))
-        assert_close(stepped.target, built.target, rtol=1e-6)
-    assert compiled.traces == 1
 
 
 def test_an_override_promotes_nothing() -> None:
