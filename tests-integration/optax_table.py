@@ -2,44 +2,119 @@
 
 `TABLE` maps a name to a `Case`. Where a name begins with that of a constructor, as Optax exports
 it (`adamw`, `contrib.muon`), a colon and a variant may follow; other names begin with `user`.
-Cases whose constructors this Optax does not have yet are left out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax_contrib
-import user_transformations
-from optax_case import (
-    AMBIGUOUS,
-    CONCATENATES,
-    MIN_DIM,
-    Case,
-    Transformation,
-    adafactor,
-    aggregating,
-    always,
-    by_rank,
-    contrib,
-    is_matrix,
-    multi_steps,
-    optax,
-    prefix_tree,
-)
 
-transforms: Any = importlib.import_module("optax.transforms")
+# Much of what they export is not an explicit export, which mypy asks for.
+optax: Any = importlib.import_module("optax")
+contrib: Any = importlib.import_module("optax.contrib")
+aggregating: Any = importlib.import_module("optax.experimental").aggregating
+
+Params = Any
+Transformation = Any
+
+MIN_DIM = 8  # from this size on, everything in the table that can factor does
+RANK = 4  # of GaLore
+
+# Reasons not to ask one of the questions of a case; each is of Optax, none of ours.
+AMBIGUOUS = "contracts two sharded dimensions: ShardingTypeError on Explicit meshes"
+CONCATENATES = "concatenates what is sharded differently: ShardingTypeError on Explicit meshes"
+SVD = "has no sharding rule for the SVD: error on Explicit meshes"
 
 
-# Constructors that need no argument, and those that need a learning rate alone.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A transformation, and how it must be treated.
+
+    Attributes:
+      make: from parameters to the transformation.
+      extras: the extra arguments that its `update` needs.
+      without: top-level parameters that it cannot work with.
+      gradients: what it takes in the place of gradients, made of them.
+      wrap: what it takes in the place of parameters, made of them.
+      fast: the parameters in that.
+      oracle: by which values are traced through its updates: `'variation'` or `'shifts'`.
+      explicit: why its update does not run on a mesh of `Explicit` axes; empty if it does.
+      dtype: the dtype of the parameters.
+      rtol: the relative tolerance between sharded and unsharded, where the default is too tight.
+      grows: whether the first update gives the state leaves that it did not have.
+    """
+
+    make: Callable[[Params], Transformation]
+    extras: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    gradients: Callable[[Params], Params] = lambda gradients: gradients
+    wrap: Callable[[Params], Params] = lambda params: params
+    fast: Callable[[Params], Params] = lambda params: params
+    oracle: str = "variation"
+    explicit: str = ""
+    dtype: Any = jnp.float32
+    rtol: float | None = None
+    grows: bool = False
+
+    def build(self, params: Params) -> Transformation:
+        """Makes the transformation for parameters; some that Optax exports are deprecated."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            return optax.with_extra_args_support(self.make(params))
+
+
+def cases(makers: Mapping[str, Callable[[], Transformation]], **options: Any) -> dict[str, Case]:
+    """Cases whose transformations do not depend on the parameters."""
+
+    def case(make: Callable[[], Transformation]) -> Case:
+        return Case(lambda _: make(), **options)
+
+    return {name: case(make) for name, make in makers.items()}
+
+
+def is_matrix(params: Params) -> Params:
+    """A mask: matrices are in."""
+    return jax.tree.map(lambda leaf: leaf.ndim == 2, params)
+
+
+def by_rank(params: Params) -> Params:
+    """Labels: matrices, and the rest."""
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", params)
+
+
+def prefix_tree(value: Callable[[str], Any], params: Params) -> Params:
+    """A prefix tree: one value per top-level parameter."""
+    return {name: value(name) for name in params}
+
+
+def per_example(gradients: Params) -> Params:
+    return jax.tree.map(lambda g: jnp.stack([g, 0.5 * g]), gradients)
+
+
+def adafactor(**options: Any) -> Transformation:
+    return optax.adafactor(1e-2, min_dim_size_to_factor=MIN_DIM, **options)
+
+
+def multi_steps(inner: Transformation, **options: Any) -> Transformation:
+    return optax.MultiSteps(inner, 2, **options).gradient_transformation()
+
+
+def by_name(plain: str, of_a_rate: str, module: Any) -> dict[str, Callable[[], Transformation]]:
+    """Constructors that need no argument, and those that need a learning rate alone."""
+    return {name: getattr(module, name) for name in plain.split()} | {
+        name: functools.partial(getattr(module, name), 1e-2) for name in of_a_rate.split()
+    }
+
+
 _PLAIN = (
     "centralize identity keep_params_nonnegative normalize_by_update_norm scale_by_adadelta "
     "scale_by_adam scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief "
@@ -64,7 +139,6 @@ def constructors() -> dict[str, Case]:
         "adam: mu_dtype": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
         "adam: schedule": lambda: optax.adam(optax.linear_schedule(1e-2, 1e-3, 10)),
         "adamw: mask": lambda: optax.adamw(1e-2, mask=is_matrix),
-        "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
         "add_decayed_weights": lambda: optax.add_decayed_weights(1e-3),
         "add_decayed_weights: schedule": lambda: optax.add_decayed_weights(
             optax.constant_schedule(1e-3)
@@ -93,39 +167,40 @@ def constructors() -> dict[str, Case]:
         "snapshot": lambda: optax.snapshot("gradients", lambda updates: updates),
         "measure_with_ema": lambda: optax.measure_with_ema(lambda updates: updates, decay=0.9),
     }
-    there = vars(optax)
-    simple |= {name: there[name] for name in _PLAIN.split() if name in there}
-    simple |= {
-        name: functools.partial(there[name], 1e-2) for name in _OF_A_RATE.split() if name in there
-    }
-    explicit = {"adaptive_grad_clip": AMBIGUOUS}
-    table = {name: always(make, explicit=explicit.get(name, "")) for name, make in simple.items()}
-    table["adam: complex"] = always(lambda: optax.adam(1e-2), dtype=jnp.complex64)
-    table["chain: complex"] = always(
-        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)), dtype=jnp.complex64
+    table = cases(simple | by_name(_PLAIN, _OF_A_RATE, optax))
+    table |= cases(
+        {
+            "adam: complex": lambda: optax.adam(1e-2),
+            "chain: complex": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)),
+        },
+        dtype=jnp.complex64,
     )
     # The minimum over no axes at all, the maximum over no elements.
-    for name, make in {"sm3": lambda: optax.sm3(1e-2), "scale_by_sm3": optax.scale_by_sm3}.items():
-        table[name] = always(make, without=("scalar", "empty"))
-    for name in ("polyak_sgd", "scale_by_polyak"):
-        table[name] = always(getattr(optax, name), extras=("value",))
-    searches = ("value", "grad", "value_fn")
-    search = {"extras": searches, "explicit": AMBIGUOUS, "rtol": 1e-3}
-    table["scale_by_lbfgs"] = always(lambda: optax.scale_by_lbfgs(3), explicit=AMBIGUOUS)
-    table["lbfgs: no search"] = always(
-        lambda: optax.lbfgs(1e-1, memory_size=2, linesearch=None), explicit=AMBIGUOUS
-    )
-    table["lbfgs"] = always(lambda: optax.lbfgs(memory_size=4), **search)
-    table["scale_by_backtracking_linesearch"] = always(
-        lambda: optax.scale_by_backtracking_linesearch(3, store_grad=True), **search
-    )
-    table["scale_by_backtracking_linesearch: no gradient"] = always(
-        lambda: optax.scale_by_backtracking_linesearch(3), **search
-    )
-    table["scale_by_zoom_linesearch"] = always(lambda: optax.scale_by_zoom_linesearch(3), **search)
+    sm3 = {"sm3": lambda: optax.sm3(1e-2), "scale_by_sm3": optax.scale_by_sm3}
+    table |= cases(sm3, without=("scalar", "empty"))
+    polyak = {"polyak_sgd": optax.polyak_sgd, "scale_by_polyak": optax.scale_by_polyak}
+    table |= cases(polyak, extras=("value",))
+    contracting = {
+        "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
+        "scale_by_lbfgs": lambda: optax.scale_by_lbfgs(3),
+        "lbfgs: no search": lambda: optax.lbfgs(1e-1, memory_size=2, linesearch=None),
+    }
+    table |= cases(contracting, explicit=AMBIGUOUS)
+    searches = {
+        "lbfgs": lambda: optax.lbfgs(memory_size=4),
+        "scale_by_backtracking_linesearch": lambda: optax.scale_by_backtracking_linesearch(
+            3, store_grad=True
+        ),
+        "scale_by_backtracking_linesearch: no gradient": (
+            lambda: optax.scale_by_backtracking_linesearch(3)
+        ),
+        "scale_by_zoom_linesearch": lambda: optax.scale_by_zoom_linesearch(3),
+    }
+    extras = ("value", "grad", "value_fn")
+    table |= cases(searches, extras=extras, explicit=AMBIGUOUS, rtol=1e-3)
     # A measurement appears in the state with the first update; before, there is nothing to shard.
-    table["monitor"] = always(lambda: optax.monitor({"norm": optax.tree.norm}), grows=True)
-    return table
+    monitor = {"monitor": lambda: optax.monitor({"norm": optax.tree.norm})}
+    return table | cases(monitor, grows=True)
 
 
 def wrappers() -> dict[str, Case]:
@@ -166,8 +241,8 @@ def wrappers() -> dict[str, Case]:
             optax.adam(1e-2), should_skip_update_fn=optax.skip_not_finite
         ),
     }
-    table = {name: always(make) for name, make in simple.items()}
-    table["flatten"] = always(lambda: optax.flatten(optax.adam(1e-2)), explicit=CONCATENATES)
+    table = cases(simple)
+    table |= cases({"flatten": lambda: optax.flatten(optax.adam(1e-2))}, explicit=CONCATENATES)
     table["freeze"] = Case(lambda params: optax.freeze(is_matrix(params)))
     table["masked: leaves"] = Case(
         lambda params: optax.masked(adafactor(momentum=0.9), is_matrix(params))
@@ -203,12 +278,223 @@ def wrappers() -> dict[str, Case]:
     table["selective_transform"] = Case(
         lambda p: optax.selective_transform(optax.adam(1e-2), freeze_mask=is_matrix(p))
     )
-    table["lookahead"] = always(
-        lambda: optax.lookahead(adafactor(momentum=0.9), 2, 0.5),
+    table["lookahead"] = Case(
+        lambda _: optax.lookahead(adafactor(momentum=0.9), 2, 0.5),
         wrap=optax.LookaheadParams.init_synced,
         fast=lambda params: params.fast,
     )
     return table
+
+
+def contrib_constructors() -> dict[str, Case]:
+    """Constructors of `optax.contrib`."""
+    plain = (
+        "cocob dog dowg normalize scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob "
+        "scale_by_simplified_ademamix schedule_free_adamw schedule_free_sgd"
+    )
+    of_a_rate = "acprop ademamix adopt madgrad scale_by_madgrad simplified_ademamix"
+    simple: dict[str, Callable[[], Transformation]] = {
+        "schedule_free": lambda: contrib.schedule_free(optax.adam(1e-2), 1e-2),
+        "schedule_free: factored": lambda: contrib.schedule_free(adafactor(), 1e-2),
+        "sam": lambda: contrib.sam(optax.adam(1e-2), contrib.normalize(), sync_period=2),
+        "sam: factored": lambda: contrib.sam(adafactor(), optax.sgd(1e-2, 0.9), sync_period=2),
+        "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
+            adafactor(momentum=0.9)
+        ),
+    }
+    table = cases(simple | by_name(plain, of_a_rate, contrib))
+    table |= cases(
+        {"split_real_and_imaginary: complex": simple["split_real_and_imaginary"]},
+        dtype=jnp.complex64,
+    )
+    ambiguous: dict[str, Callable[[], Transformation]] = {
+        "dadapt_adamw": contrib.dadapt_adamw,
+        "prodigy": contrib.prodigy,
+        "mechanize": lambda: contrib.mechanize(optax.adam(1e-2)),
+        "mechanize: factored": lambda: contrib.mechanize(adafactor(momentum=0.9)),
+    }
+    table |= cases(ambiguous, explicit=AMBIGUOUS)
+    of_a_value = {"momo": contrib.momo, "momo_adam": contrib.momo_adam}
+    table |= cases(of_a_value, extras=("value",), explicit=AMBIGUOUS)
+    table |= cases({"reduce_on_plateau": contrib.reduce_on_plateau}, extras=("value",))
+    inner = optax.adam(1e-2), optax.sgd(1e-2, 0.9)
+    opaque = {"sync_period": 2, "opaque_mode": True, "reset_state": False}
+    table |= cases({"sam: opaque": lambda: contrib.sam(*inner, **opaque)}, extras=("grad_fn",))
+    muon: dict[str, Any] = {"without": ("empty",), "explicit": AMBIGUOUS}
+    table |= cases({"muon": lambda: contrib.muon(1e-2)}, **muon)
+    numbers = contrib.MuonDimensionNumbers
+    table["muon: dimensions"] = Case(
+        lambda params: contrib.muon(
+            1e-2, muon_weight_dimension_numbers=_matrices_as(numbers, params), consistent_rms=0.2
+        ),
+        **muon,
+    )
+    # Its default for the dimension numbers fails on every tree that is not one matrix.
+    table["scale_by_muon"] = Case(
+        lambda params: contrib.scale_by_muon(
+            weight_dimension_numbers=jax.tree.map(lambda _: numbers(), params)
+        ),
+        without=("scalar", "bias", "conv", "layers", "empty"),
+        explicit=AMBIGUOUS,
+    )
+    hessians = {
+        "sophia": lambda: contrib.sophia(1e-2, update_interval=1),
+        "hutchinson_estimator_diag_hessian": contrib.hutchinson_estimator_diag_hessian,
+    }
+    table |= cases(hessians, extras=("obj_fn",))
+    private = {
+        "differentially_private_aggregate": lambda: contrib.differentially_private_aggregate(
+            1.0, 0.0, key=jax.random.key(0)
+        ),
+        "dpsgd": lambda: contrib.dpsgd(1e-2, 1.0, 0.0, 0, momentum=0.9),
+    }
+    table |= cases(private, gradients=per_example)
+    # Singular vectors have no sign of their own, and none to show where a gradient is of rank
+    # one; sharded sums come out a little different, which they magnify.
+    galore = {
+        "galore": lambda: contrib.galore(1e-2, rank=RANK),
+        "galore: momentum": lambda: contrib.galore(
+            1e-2, rank=RANK, base_optimizer=optax.trace(0.9)
+        ),
+        "scale_by_galore": lambda: contrib.scale_by_galore(rank=RANK),
+    }
+    table |= cases(galore, oracle="shifts", explicit=SVD, rtol=1e-2, without=("empty", "row"))
+    return {f"contrib.{name}": case for name, case in table.items()}
+
+
+def aggregators() -> dict[str, Case]:
+    """Constructors of `optax.experimental.aggregating`."""
+    of_examples: dict[str, Callable[[], Transformation]] = {
+        "average_per_element_updates": aggregating.average_per_element_updates,
+        "average_incrementally_updates": lambda: aggregating.average_incrementally_updates(0, 2),
+        "get_per_element_mean_and_sum_sq_diff_grads": lambda: _first(
+            aggregating.get_per_element_mean_and_sum_sq_diff_grads(0, 2)
+        ),
+        "process": lambda: aggregating.process(
+            optax.identity(), aggregating.average_per_element_updates(), optax.adam(1e-2)
+        ),
+        "add_mean_variance_to_opt": lambda: aggregating.add_mean_variance_to_opt(adafactor()),
+    }
+    table = cases(of_examples, gradients=per_example)
+    table |= cases({"accumulate_avg_updates": lambda: aggregating.accumulate_avg_updates(2)})
+    track = "track_per_element_mean_and_variance_with_ema"
+    table |= cases(
+        {track: getattr(aggregating, track)}, extras=("sum_sq_diff_grads", "sample_size")
+    )
+    return {f"experimental.aggregating.{name}": case for name, case in table.items()}
+
+
+def _first(aggregator: Transformation) -> Transformation:
+    """An aggregator without what it returns beside the updates."""
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        (updates, _), state = aggregator.update(updates, state, params)
+        return updates, state
+
+    return optax.GradientTransformation(aggregator.init, update)
+
+
+def _matrices_as(factory: Callable[..., Any], params: Params) -> Params:
+    """Which dimensions of each parameter Muon or GaLore treats as a matrix."""
+    return jax.tree.map(
+        lambda leaf: factory((leaf.ndim - 2,), (leaf.ndim - 1,)) if leaf.ndim == 3 else None, params
+    )
+
+
+class Momentum(NamedTuple):
+    """State of a user's transformation, and its fields do not look like anything of Optax."""
+
+    steps: Any
+    velocity: Any
+    row_scale: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class MomentumDataclass:
+    """The same as a dataclass."""
+
+    steps: Any
+    velocity: Any
+    row_scale: Any
+
+
+class Preconditioners(NamedTuple):
+    """A state like Shampoo's: for each parameter one `[n, n]` matrix per dimension."""
+
+    statistics: Any
+    momentum: Any
+
+
+def momentum(make: Callable[..., Any]) -> Transformation:
+    """A user's transformation: a velocity, and a scale per row of a matrix."""
+
+    def row(leaf: Any) -> Any:
+        return jnp.sum(leaf, axis=-1) if leaf.ndim == 2 else jnp.zeros((), leaf.dtype)
+
+    def init(params: Params) -> Any:
+        velocity = jax.tree.map(jnp.zeros_like, params)
+        return make(
+            steps=jnp.zeros((), jnp.int32), velocity=velocity, row_scale=jax.tree.map(row, velocity)
+        )
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        velocity = jax.tree.map(lambda v, u: 0.9 * v + u, state.velocity, updates)
+        rows = jax.tree.map(lambda r, u: r + row(u), state.row_scale, updates)
+        return velocity, make(steps=state.steps + 1, velocity=velocity, row_scale=rows)
+
+    return optax.GradientTransformation(init, update)
+
+
+def list_of_leaves() -> Transformation:
+    """A user's transformation whose state is a list, one entry per parameter leaf."""
+
+    def init(params: Params) -> Any:
+        return [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(params)]
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        return updates, [s + u for s, u in zip(state, jax.tree.leaves(updates), strict=True)]
+
+    return optax.GradientTransformation(init, update)
+
+
+def preconditioners() -> Transformation:
+    """A user's transformation with a statistic `[n, n]` for each dimension of size n."""
+
+    def statistics(leaf: Any) -> list[Any]:
+        flat = [jnp.moveaxis(leaf, d, 0).reshape(leaf.shape[d], -1) for d in range(leaf.ndim)]
+        return [x @ x.T for x in flat]
+
+    def init(params: Params) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Preconditioners(jax.tree.map(statistics, zeros), zeros)
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        new = jax.tree.map(lambda u, old: _added(old, statistics(u)), updates, state.statistics)
+        moved = jax.tree.map(lambda m, u: 0.9 * m + u, state.momentum, updates)
+        return moved, Preconditioners(new, moved)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _added(old: list[Any], new: list[Any]) -> list[Any]:
+    return [a + b for a, b in zip(old, new, strict=True)]
+
+
+def of_users() -> dict[str, Case]:
+    """What Optax does not have, but its users do: other kinds of states."""
+    simple = {
+        "user: NamedTuple": lambda: momentum(Momentum),
+        "user: in a chain": lambda: multi_steps(
+            optax.chain(adafactor(), momentum(MomentumDataclass))
+        ),
+        "user: list of leaves": list_of_leaves,
+    }
+    factors = {"user: preconditioners": preconditioners}
+    return cases(simple) | cases(factors, without=("empty",), explicit=AMBIGUOUS)
+
+
+TABLE = constructors() | wrappers() | contrib_constructors() | aggregators() | of_users()
 
 
 def exported() -> dict[str, str]:
@@ -216,9 +502,12 @@ def exported() -> dict[str, str]:
 
     What has no annotation is in it, too.
     """
-    modules: dict[str, ModuleType] = {"": optax, "contrib.": contrib, "transforms.": transforms}
-    if aggregating is not None:
-        modules["experimental.aggregating."] = aggregating
+    modules = {
+        "": optax,
+        "contrib.": contrib,
+        "transforms.": importlib.import_module("optax.transforms"),
+        "experimental.aggregating.": aggregating,
+    }
     found: dict[int, tuple[str, str]] = {}
     for prefix, module in modules.items():
         for name, value in sorted(vars(module).items()):
@@ -246,27 +535,3 @@ NOT_CONSTRUCTORS = frozenset(
         "update_moment_per_elem_norm",
     }
 )
-
-
-def _table() -> dict[str, Case]:
-    of_contrib, of_users = optax_contrib.constructors(), user_transformations.transformations()
-    everything = constructors() | wrappers() | of_contrib | of_users
-    return {name: case for name, case in everything.items() if _is_there(name)}
-
-
-def _is_there(name: str) -> bool:
-    """Whether the installed Optax has the constructor that `name` begins with."""
-    value: Any = optax
-    constructor = name.partition(":")[0]
-    if constructor == "user":
-        return True
-    if constructor.startswith("experimental."):
-        return aggregating is not None and hasattr(aggregating, constructor.rpartition(".")[2])
-    for part in constructor.split("."):
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
-    return True
-
-
-TABLE = _table()

@@ -18,8 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 from opt_partition import Explanation
-from optax_case import Case
-from optax_table import TABLE
+from optax_table import TABLE, Case
 
 Shape = tuple[int, ...]
 Tree = Any
@@ -141,24 +140,28 @@ def training_step(name: str) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
     return step_of(case, case.build(structs(EQUAL, case)))
 
 
+def extras_of(
+    case: Case, value_fn: Callable[[Tree], jax.Array], params: Tree
+) -> tuple[Tree, dict[str, Any]]:
+    """Gradients, and the extra arguments that an update wants besides."""
+    value, grads = jax.value_and_grad(value_fn)(case.fast(params))
+    grads = jax.tree.map(jnp.conj, grads)
+    known = {
+        "value": value,
+        "grad": grads,
+        "value_fn": value_fn,
+        "obj_fn": value_fn,
+        "grad_fn": lambda p, _: jax.grad(value_fn)(p),
+        "sum_sq_diff_grads": jax.tree.map(jnp.square, grads),
+        "sample_size": 4,
+    }
+    return grads, {extra: known[extra] for extra in case.extras}
+
+
 def step_of(case: Case, tx: Any) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
     def step(params: Tree, state: Tree, targets: Tree) -> tuple[Tree, Tree]:
-        def value_fn(p: Tree) -> jax.Array:
-            return loss(p, case.fast(targets))
-
-        value, grad = jax.value_and_grad(value_fn)(case.fast(params))
-        grad = jax.tree.map(jnp.conj, grad)
-        known = {
-            "value": value,
-            "grad": grad,
-            "value_fn": value_fn,
-            "obj_fn": value_fn,
-            "grad_fn": lambda p, _: jax.grad(value_fn)(p),
-            "sum_sq_diff_grads": jax.tree.map(jnp.square, grad),
-            "sample_size": 4,
-        }
-        extras = {extra: known[extra] for extra in case.extras}
-        updates, state = tx.update(case.gradients(grad), state, params, **extras)
+        grads, extras = extras_of(case, lambda p: loss(p, case.fast(targets)), params)
+        updates, state = tx.update(case.gradients(grads), state, params, **extras)
         # Some leaves change between weak types and others: the program would be compiled again.
         state = jax.tree.map(strongly_typed, state)
         return optax.apply_updates(params, updates), state

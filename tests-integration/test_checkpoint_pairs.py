@@ -20,8 +20,7 @@ import opt_optax_bridge as opt
 import pytest
 from opt_checkpoint import NamedState, Plan, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
-from optax_case import Case, contrib, multi_steps, optax
-from optax_table import TABLE
+from optax_table import TABLE, Case, contrib, multi_steps, optax
 
 # What `ScaleByAdamState` and the like are of, where that is not Adam or AdaBelief.
 _OTHERS = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,48 @@ def test_a5_thirty_steps_on_other_devices_agree(
     record_property("max_difference", found)
     print(json.dumps({"where": where, "largest difference of 30 steps": found}))
     assert found < 1e-5
+
+
+def compiled_run(*, donate: bool) -> Callable[[], str]:
+    """A run in windows of two mini-steps, with ZeRO on 4 x 2; it returns the hash of every bit."""
+    mesh = make_mesh(4, 2)
+    target = abstract(adamw(lambda tx: opt_accumulate.MultiSteps(tx, 2)), mesh, zero=True)
+    step = compile_step(target, mesh, donate=donate)
+
+    def run() -> str:
+        optimizer = create(target)
+        for i in range(6):
+            optimizer, _ = step(optimizer, i)
+        digest = hashlib.sha256()
+        for name, array in bits(optimizer).items():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+        return digest.hexdigest()
+
+    return run
+
+
+HASH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import test_elastic
+print(test_elastic.compiled_run(donate=True)())
+"""
+
+
+@pytest.mark.slow
+def test_a6_a_run_has_one_hash() -> None:
+    """With and without donation, again in one process and in three at a time: one hash."""
+
+    def elsewhere(_: int) -> str:
+        command = [sys.executable, "-c", HASH, str(HERE)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    run = compiled_run(donate=True)
+    hashes = {run() for _ in range(10)}
+    hashes.add(compiled_run(donate=False)())
+    with ThreadPoolExecutor(3) as pool:
+        hashes.update(pool.map(elsewhere, range(3)))
+    assert len(hashes) == 1

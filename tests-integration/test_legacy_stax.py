@@ -1,12 +1,16 @@
-"""opt-legacy-stax with its neighbours: other readers, meshes, the wrapper, derived shardings."""
+"""opt-legacy-stax with its neighbours: files, meshes, the wrapper, derived shardings."""
 
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_legacy_stax as ours
+import opt_optax_bridge
 import opt_partition as part
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -51,3 +55,77 @@ def test_both_ways_to_the_axes_of_the_state_agree(name: str) -> None:
         for tree in (derived.state.param_states, by_partition.slots)
     )
     assert [spec or P() for spec in mine] == [spec or P() for spec in other]
+
+
+MASSES: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("adagrad", "adam", "adamax", "rmsprop", "rmsprop_momentum", "sgd", "sm3"), ()),
+    **dict.fromkeys(("momentum", "nesterov"), (0.9,)),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", MASSES)
+def test_a7_a_legacy_triple_passes_through_the_safe_format(name: str) -> None:
+    """`pack(unpack(s))`, written and read without pickle: bit-equal, the same parameters."""
+    triple = getattr(ours, name)(0.1, *MASSES[name])
+    params = {"w": jnp.arange(6.0).reshape(2, 3), "layers": [(jnp.ones(4, jnp.bfloat16),), ()]}
+    state = triple.update_fn(0, jax.tree.map(jnp.ones_like, params), triple.init_fn(params))
+    state = ours.pack_optimizer_state(ours.unpack_optimizer_state(state))
+    file = io.BytesIO()
+    ours.save(file, state, optimizer=triple)
+    file.seek(0)
+    loaded = ours.load(file, optimizer=triple, params=params)
+    chex.assert_trees_all_equal(loaded, state, strict=True)
+    params = triple.params_fn(state)
+    chex.assert_trees_all_equal(triple.params_fn(loaded), params, strict=True)
+    # The next step cannot tell them apart.
+    grads = jax.tree.map(jnp.ones_like, params)
+    after = (triple.update_fn(1, grads, either) for either in (loaded, state))
+    chex.assert_trees_all_equal(*after, strict=True)
+
+
+BASE = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
+VIEWS: dict[str, Callable[[], np.ndarray]] = {
+    "transpose": lambda: BASE.T,
+    "slice of columns": lambda: BASE[:, 1:4],
+    "every second": lambda: BASE[::2, ::3],
+    "Fortran": lambda: np.asfortranarray(BASE),
+    "reversed": lambda: BASE[::-1, ::-1],
+    "reversed vector": lambda: BASE.reshape(-1)[::-1],
+    "broadcast": lambda: np.broadcast_to(BASE[0], (4, 6)),
+    "broadcast scalar": lambda: np.broadcast_to(BASE[0, 0], (3, 2)),
+    "axes swapped": lambda: BASE.reshape(2, 3, 6).swapaxes(0, 2),
+    "other byte order": lambda: BASE.astype(">f4"),
+    "unaligned": lambda: np.frombuffer(b"x" + BASE.tobytes(), np.float32, offset=1),
+    "read-only": lambda: np.frombuffer(BASE.tobytes(), np.float32).reshape(6, 6).T,
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("view", VIEWS)
+def test_e11_arrays_that_are_not_contiguous_are_written_exactly(view: str) -> None:
+    """Transposed, sliced, Fortran, reversed and broadcast arrays come out of every writer as is."""
+    given = VIEWS[view]()
+    expected = np.array(given.tolist(), np.float32)
+
+    # State dicts, with such arrays in the optimizer, and with such in the dict.
+    definition = opt_optax_bridge.sgd(0.1, momentum=0.9)
+    optimizer = definition.create({"w": jnp.zeros(given.shape)})
+    native = given.astype(np.float32, copy=False)
+    holding = optimizer.replace(target={"w": native})
+    np.testing.assert_array_equal(holding.state_dict()["target"]["w"], expected)
+    restored = optimizer.restore_state({**optimizer.state_dict(), "target": {"w": native}})
+    assert isinstance(restored.target["w"], jax.Array)
+    np.testing.assert_array_equal(restored.target["w"], expected)
+
+    # Files of classic triples.
+    triple = ours.momentum(0.1, 0.9)
+    state = ours.OptimizerState(*triple.init_fn({"w": jnp.zeros(given.shape)}))
+    _, tree_def, subtree_defs = state
+    file = io.BytesIO()
+    kept = ours.OptimizerState(((native, native),), tree_def, subtree_defs)
+    ours.save(file, kept, optimizer=triple)
+    file.seek(0)
+    ((mass, velocity),) = ours.load(file, like=kept, optimizer=triple).packed_state
+    np.testing.assert_array_equal(mass, expected)
+    np.testing.assert_array_equal(velocity, expected)

@@ -12,9 +12,11 @@ import opt_optax_bridge as opt
 import optax
 import optax.contrib
 import pytest
+from elastic_case import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_adafactor import Adafactor
+from opt_checkpoint import named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer
 from opt_partition import Expected, memory_plan, verify
 from opt_partition.errors import AxesError
@@ -480,3 +482,41 @@ def test_verify_takes_a_step_of_jax_jit_and_says_so_of_nnx_jit() -> None:
             verify(given, expected)
     with pytest.raises(TypeError, match=r"is of `nnx\.jit`.*compile with `jax\.jit`"):
         verify(lowered.lowered, Expected((), ()))
+
+
+# Names in checkpoints.
+
+
+def pair(tx: Any, kind: Any = opt_nnx.Optimizer, steps: int = 1) -> Any:
+    """A model of Flax NNX and its optimizer."""
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(steps))
+    optimizer = kind(model, tx, wrt=nnx.Param)
+    for _ in range(steps):
+        optimizer.update(model, nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(2)), nnx.Param))
+    return model, optimizer
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adamw(1e-2),
+        MultiOptimizer.from_rules([("kernels", "kernel", opt.adam(0.1))], rest=opt.sgd(0.1)),
+        Adafactor(1e-2, min_dim_size_to_factor=8, beta1=0.9),
+    ],
+    ids=["transformation", "groups", "adafactor"],
+)
+def test_pairs_of_nnx_have_the_names_of_the_other_kinds(tx: Any) -> None:
+    model, optimizer = pair(tx)
+    assert_same_bits(named_state((model, optimizer)), named_state(optimizer.to_core(model)))
+
+
+def test_what_flax_has_saved_is_read_by_opt_nnx_and_back() -> None:
+    theirs = named_state(pair(optax.adamw(1e-2), nnx.Optimizer))
+    ours = plan_restore(theirs, pair(opt.adamw(1e-2), steps=0)).apply()
+    assert type(ours[1]) is opt_nnx.Optimizer
+    assert_same_bits(named_state(ours), theirs)
+    target = pair(optax.adamw(1e-2), nnx.Optimizer, steps=0)
+    back = plan_restore(named_state(ours), target).apply()
+    assert type(back[1]) is nnx.Optimizer
+    assert_same_bits(named_state(back), theirs)

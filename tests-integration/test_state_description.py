@@ -67,7 +67,7 @@ def test_names_stay_what_they_were(name: str) -> None:
 @pytest.mark.parametrize("name", OPTAX)
 def test_every_transformation_of_optax_is_known(name: str) -> None:
     described = found(name)
-    helpers = {"optax_contrib.first"}  # of the table itself
+    helpers = {"optax_table.first"}  # of the table itself
     unknown = {m.name for m in described.transformations if m.source == "types"} - helpers
     assert not unknown, "say what it keeps in `_description/known.py`, and audit its settings"
     assert not [leaf for leaf in described.leaves if leaf.source == "types"]

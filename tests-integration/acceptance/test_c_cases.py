@@ -11,13 +11,12 @@ import opt_adafactor
 import opt_optax_bridge
 import optax
 import pytest
-from every_definition import NAMES, definition_of, optimizer_structs, param_structs
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from opt_core import MultiOptimizer, OptimizerDef
 from opt_core.errors import TreeMismatchError
-from opt_partition import Layout, logical_to_mesh, memory_plan
+from opt_partition import Layout, memory_plan
 from opt_partition.errors import AxesError, IndivisibleError
-from partition_oracles import names, path_of, shard_bytes
+from partition_oracles import shard_bytes
 
 P = PartitionSpec
 
@@ -92,46 +91,6 @@ def test_c5_gradients_unlike_the_parameters_are_errors_when_traced(
     optimizer = jax.eval_shape(DEFINITIONS[definition]().create, {"w": W, "b": B})
     with pytest.raises(TreeMismatchError, match=message):
         jax.eval_shape(lambda o, g: o.apply_gradient(g), optimizer, grads)
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", NAMES)
-def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
-    """What mirrors a parameter has its spec exactly, scalars are replicated, factors are valid."""
-    params = param_structs(name)
-    optimizer = optimizer_structs(name)
-    mesh = AbstractMesh((2, 2, 2), ("layers", "data", "model"))
-    # The last dimensions of a parameter lie over (layers, data, model).
-    rules = [
-        (f"{path_of(path)}:{dim}", mesh.axis_names[dim - leaf.ndim])
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        for dim in range(leaf.ndim)
-    ]
-    definition = definition_of(name)
-    axes: Any = definition.derive_logical_axes(optimizer, names(params))
-    axes = jax.tree.map(lambda _, spec: P() if spec is None else spec, optimizer, axes)
-    lie = logical_to_mesh(axes, rules, mesh, optimizer)
-
-    of_params = {
-        path_of(path): (leaf.shape, mesh.axis_names[3 - leaf.ndim :])
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    for row in lie.rows:
-        spec = tuple(row.spec)
-        used = [axis for axis in spec if axis is not None]
-        assert len(spec) == len(row.shape), row
-        assert len(used) == len(set(used)), row
-        # The parameter whose path is in that of the leaf; any, where the state is a plain list.
-        owners = [path for path in of_params if f"/{path}/" in f"/{row.path}/"]
-        kept = {(size, axis) for size, axis in zip(row.shape, spec, strict=True) if axis}
-        candidates = [max(owners, key=len)] if owners else list(of_params)
-        sizes = {pair for path in candidates for pair in zip(*of_params[path], strict=True)}
-        assert kept <= sizes, row
-        is_factor = "/statistics/" in row.path  # two dimensions of it follow one of the parameter
-        if owners and not is_factor and row.shape == of_params[candidates[0]][0]:
-            assert spec == tuple(of_params[candidates[0]][1]), row
-        if not row.shape:
-            assert spec == (), row
 
 
 PLANNED: dict[str, Callable[[], Any]] = {

@@ -11,12 +11,10 @@ import opt_adafactor
 import opt_optax_bridge
 import optax
 import pytest
-from every_definition import NAMES, bits, case_of, definition_of, random_params, training_step
 from opt_accumulate import MultiSteps, check_skips, guard
 from opt_accumulate.errors import StuckError
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
-from partition_oracles import QUICK
 
 BAD = [jnp.nan, jnp.inf, -jnp.inf]
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
@@ -198,55 +196,3 @@ def test_f5_second_moments_do_not_stall() -> None:
     state = nu_after(adafactor, bfloat16, bfloat16).state.param_states
     assert state.v.dtype == jnp.float32
     np.testing.assert_allclose(state.v, 1.0, rtol=1e-5)
-
-
-@functools.cache
-def donated_step(names: tuple[str, ...]) -> Any:
-    """One step of several optimizers, all of them donated."""
-
-    def step(optimizers: dict[str, Optimizer], targets: dict[str, Any]) -> dict[str, Optimizer]:
-        return {
-            name: training_step(name, optimizer, targets[name])
-            for name, optimizer in optimizers.items()
-        }
-
-    return jax.jit(step, donate_argnums=0, compiler_options=QUICK)
-
-
-CHUNKS = [NAMES[start : start + 4] for start in range(0, len(NAMES), 4)]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
-def test_f6_the_first_step_can_be_donated(names: tuple[str, ...]) -> None:
-    """Right after `create`, and right after a restore, no buffer is donated twice."""
-    targets = {name: random_params(name, 1) for name in names}
-    created = {name: definition_of(name).create(random_params(name, 0)) for name in names}
-    dicts = {name: jax.tree.map(np.array, o.state_dict()) for name, o in created.items()}
-    others = {name: definition_of(name).create(random_params(name, 2)) for name in names}
-    restored = {name: other.restore_state(dicts[name]) for name, other in others.items()}
-    # A restored one may not share buffers with the one that it is restored over, either.
-    assert twice({"created": created}) == []
-    assert twice({"restored": restored, "others": others}) == []
-    # One grows its state, one takes gradients that the contract does not: they make no step.
-    names = tuple(n for n in names if not case_of(n).grows and n != "lookahead")
-    created, restored, targets = (
-        {name: tree[name] for name in names} for tree in (created, restored, targets)
-    )
-    step = donated_step(names)
-    first, second = step(created, targets), step(restored, targets)
-    assert step._cache_size() == 1
-    assert bits(first) == bits(second)
-
-
-def twice(tree: Any) -> list[Any]:
-    """Which leaves share a buffer."""
-    found: dict[int, list[str]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        data = (
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        )
-        if data.size:
-            pointer = data.unsafe_buffer_pointer()
-            found.setdefault(pointer, []).append(jax.tree_util.keystr(path))
-    return [paths for paths in found.values() if len(paths) > 1]
