@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from core_testing import Momentum, MomentumHyperParams, Pair
+from core_testing import MomentumHyperParams, Pair
 from flax.core import FrozenDict
 from opt_core.extend import fingerprint
 
@@ -62,10 +62,6 @@ def closure(rate: Any) -> Callable[[Any], Any]:
     return inner
 
 
-def defaulted(rate: Any) -> Callable[..., Any]:
-    return lambda step, rate=rate: rate * step
-
-
 def cyclic(rate: Any) -> list[Any]:
     items: list[Any] = [rate]
     items.append(items)
@@ -75,13 +71,11 @@ def cyclic(rate: Any) -> list[Any]:
 # Built twice from the same rate they are the same, from another they are not.
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "closure": closure,
-    "lambda default": defaulted,
     "partial": lambda rate: functools.partial(math.pow, rate),
     "bound method": lambda rate: Plain(rate).schedule,
     "plain object": Plain,
     "dataclass": Config,
     "struct of an array": lambda rate: MomentumHyperParams(jnp.array([rate], jnp.float32)),
-    "definition in closure": lambda rate: closure(Momentum(rate)),
     "bfloat16 scalar": ml_dtypes.bfloat16,
 }
 

@@ -2,25 +2,21 @@
 
 import copy
 import itertools
-import os
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import pytest
-from core_testing import Momentum, any_target, assert_same, given, structure, trees
+from core_testing import Momentum, assert_same, given, structure, trees
 from flax_optim import GradientDescent, traversal
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core import FROZEN, MultiOptimizer, OptimizerDef
 from opt_core.errors import GroupError
 from opt_core.extend import flatten_with_paths, path_str
 
@@ -194,8 +190,13 @@ def test_definitions_compare_hash_copy_and_pickle() -> None:
     assert hash(one) == hash(make())
     assert one != make(0.2)
     assert one != make(pattern="b")
-    for again in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
-        assert again == one
+    division = one.create({"a": jnp.ones(2), "b": jnp.ones(2)}).state.param_states.division
+    for value in (one, division):
+        fresh = pickle.dumps(value)
+        hash(value)
+        assert pickle.dumps(value) == fresh  # no hash of this process is in it
+        for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(fresh)):
+            assert again == value
     with pytest.raises(AttributeError, match="`groups`: a `MultiOptimizer` cannot change"):
         one.groups = ()
 
@@ -258,27 +259,6 @@ def test_every_leaf_of_every_tree_has_one_group(tree: Any, data: st.DataObject) 
     assert sorted(positions) == list(range(len(values)))
 
 
-@pytest.mark.sample(1)
-@any_target
-def test_every_container(make: Any) -> None:
-    params = make()
-    first = path_str(next(n for n, leaf in flatten_with_paths(params) if leaf is not None))
-    rules = [("first", re.escape(first), Momentum())]
-    definition = MultiOptimizer.from_rules(rules, rest=FROZEN)
-    optimizer = definition.create(params)
-    grads = jax.tree.map(jnp.ones_like, params)
-    stepped = jax.jit(lambda o, g: o.apply_gradient(g))(optimizer, grads)
-    assert structure(stepped) == structure(optimizer)
-    assert_same(optimizer.restore_state(stepped.state_dict()), stepped)
-    before, after = (dict(flatten_with_paths(tree)) for tree in (params, stepped.target))
-    moved = [
-        path_str(names)
-        for names, leaf in before.items()
-        if leaf is not None and not jnp.array_equal(leaf, after[names])
-    ]
-    assert moved == [first]
-
-
 def by_rank() -> MultiOptimizer:
     matrices = ("matrices", lambda path, leaf: leaf.ndim == 2, Momentum(0.1))
     return MultiOptimizer.from_rules([matrices], rest=Momentum(0.5))
@@ -307,32 +287,6 @@ def test_a_leaf_stays_in_the_group_of_its_creation() -> None:
     assert by_rank().create(params).apply_gradient(params).target["bias"][0, 0] == 0.9
 
 
-OTHER_PROCESS = """
-import pickle, sys
-with open(sys.argv[1], "rb") as file:
-    optimizer = pickle.load(file)
-with open(sys.argv[2], "wb") as file:
-    pickle.dump((hash(optimizer.state.param_states.division), optimizer), file)
-"""
-
-
-@pytest.mark.slow
-def test_an_optimizer_from_another_process(tmp_path: Path) -> None:
-    """Its groups come along, and are equal though their hashes of strings were others."""
-    rules = [("kernels", ".*kernel", Momentum(0.1)), ("frozen", "decoder/.*bias", FROZEN)]
-    optimizer = MultiOptimizer.from_rules(rules, rest=Momentum(0.5)).create(FLOATS)
-    (tmp_path / "there").write_bytes(pickle.dumps(optimizer))
-    paths = [tmp_path / "there", tmp_path / "back"]
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", OTHER_PROCESS, *paths], check=True, env=environment)
-    hash_there, back = pickle.loads(paths[1].read_bytes())
-    division = optimizer.state.param_states.division
-    assert (hash_there, back.state.param_states.division) != (hash(division), division)
-    assert back.state.param_states.division == division
-    assert structure(back) == structure(optimizer)
-    assert_same(back.apply_gradient(FLOATS), optimizer.apply_gradient(FLOATS))
-
-
 def test_other_groups_and_other_parameters_are_refused() -> None:
     one = MultiOptimizer.from_rules([("a", ".*kernel", Momentum())], rest=Momentum())
     optimizer = one.create(FLOATS)
@@ -351,25 +305,8 @@ def test_other_groups_and_other_parameters_are_refused() -> None:
     assert "`more`: in the tree, not in the state" in str(caught.value)
 
 
-class KeepsMatrices(OptimizerDef):
-    """A state for matrices, `None` for everything else."""
-
-    def init_state(self, params: Any) -> OptimizerState:
-        states = jax.tree.map(lambda p: jnp.zeros_like(p) if p.ndim > 1 else None, params)
-        return OptimizerState(jnp.zeros((), jnp.int32), states)
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
-    ) -> tuple[Any, OptimizerState]:
-        params = jax.tree.map(lambda p, g: p - g, params, grads)
-        return params, state.replace(step=increment_step(state.step))
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [KeepsMatrices(None), MultiOptimizer.from_rules([(".*kernel", Momentum())], rest=FROZEN)],
-)
-def test_a_definition_may_keep_nothing_for_some(inner: OptimizerDef) -> None:
+def test_a_definition_may_keep_nothing_for_some() -> None:
+    inner = MultiOptimizer.from_rules([(".*kernel", Momentum())], rest=FROZEN)
     params = {"a": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "b": jnp.ones(3)}
     definition = MultiOptimizer.from_rules([("a/.*", inner), ("b", Momentum())])
     optimizer = jax.jit(lambda o: o.apply_gradient(params))(definition.create(params))

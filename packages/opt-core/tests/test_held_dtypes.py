@@ -9,8 +9,8 @@ import pytest
 from core_testing import Momentum, advanced, assert_same, enable_x64, given
 from flax_optim import Adam
 from hypothesis import strategies as st
-from opt_core import MismatchKind, MultiOptimizer, Optimizer, regroup, restore_state_dict
-from opt_core.errors import LeafError, RestoreError
+from opt_core import MismatchKind, MultiOptimizer, Optimizer, restore_state_dict
+from opt_core.errors import RestoreError
 
 WIDE = {"float32": np.float64, "int32": np.int64, "uint32": np.uint64, "complex64": np.complex128}
 
@@ -100,21 +100,3 @@ def test_a_whole_optimizer_written_in_64_bits() -> None:
     assert_same(fresh.restore_state(widened(optimizer)), optimizer)
     with enable_x64(), pytest.raises(RestoreError, match="w: dtype: expected float32"):
         fresh.restore_state(widened(optimizer))
-
-
-def test_a_state_of_numpy_is_kept_by_surgery() -> None:
-    optimizer = advanced(Momentum().create({"w": jnp.arange(2.0), "b": jnp.ones(2)}))
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), optimizer.state.param_states)
-    held = optimizer.replace(state=optimizer.state.replace(param_states=wide))
-    table = MultiOptimizer(("w", Momentum()), ("b", Momentum()))
-    found, plan = regroup(held, table)
-    assert plan.initialised == plan.dropped == ()
-    for group, name in zip("01", "wb", strict=True):
-        state = found.state.param_states[group][name]
-        assert state.dtype == np.float32
-        np.testing.assert_array_equal(state, wide[name])
-    wide["w"][1] = 1e300
-    with pytest.raises(LeafError, match="a value does not fit float32"):
-        regroup(held, table)
-    with enable_x64(), pytest.raises(LeafError, match="does not fit float32"):
-        regroup(held, table)
