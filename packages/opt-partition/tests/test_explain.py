@@ -65,26 +65,6 @@ def test_the_table_and_json() -> None:
     assert (row["dtype"], row["bytes"], row["dims"]) == ("float32", 4 * 256 * 384, [0, 1])
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    "sizes",
-    [(8, 6), (6, 8), (8, 8), (1, 5), (5, 1), (1, 1), (2, 2), (0, 3), (300, 127)],
-    ids=str,
-)
-def test_sizes_tell_rows_from_columns(sizes: Sizes) -> None:
-    for make, axes in [
-        (lambda s: s[:1], ("a",)),
-        (lambda s: s[1:], ("b",)),
-        (lambda s: s[::-1], ("b", "a")),
-        (lambda s: (3, *s), (None, "a", "b")),
-        (lambda s: (s[0], s[0]), ("a", "a")),
-        (lambda s: (1,), (None,)),
-    ]:
-        row = row_of(each(make), sizes, strict=True)
-        assert row.axes == axes
-        assert set(row.sources) == {"symbols"}
-
-
 @pytest.mark.parametrize(
     ("make", "sizes", "axes", "note"),
     [
@@ -137,15 +117,6 @@ def test_what_nothing_decides_is_not_guessed(
     assert "fallback" in row.sources
     with pytest.raises(UndecidedError, match=note):
         row_of(each(make), sizes, strict=True)
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("size", range(125, 132))
-@pytest.mark.parametrize("other", [127, 128, 500])
-def test_thresholds_are_not_crossed(size: int, other: int) -> None:
-    """Rows if both sizes reach 128, else a placeholder."""
-    row = row_of(each(lambda s: s[:1] if min(s) >= 128 else (1,)), (size, other), strict=True)
-    assert row.axes == (("a",) if min(size, other) >= 128 else (None,))
 
 
 def test_strict_lists_what_nothing_decided() -> None:
@@ -219,20 +190,6 @@ def test_an_init_that_takes_no_large_sizes() -> None:
     assert rows == {"rows": ("embed",), "rank": (None,)}
 
 
-def test_equal_shapes_may_be_treated_unlike_by_name() -> None:
-    def init(params: Any) -> Any:
-        def row(path: Any, p: Any) -> Any:
-            return jnp.zeros(p.shape[1] if path[-1].key == "q" else p.shape[0])
-
-        return {"row": jax.tree_util.tree_map_with_path(row, params)}
-
-    params = {"q": shape(64, 64), "k": shape(64, 64)}
-    axes = {"q": ("embed", "heads"), "k": ("embed", "kv")}
-    assert derive_logical_axes(init, params, axes, strict=True) == {
-        "row": {"q": P("heads"), "k": P("embed")}
-    }
-
-
 def test_a_leaf_in_the_place_of_another_parameter() -> None:
     def swapped(params: Any) -> Any:
         shapes = [p.shape for p in params.values()]
@@ -255,15 +212,6 @@ def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
     found = derive_logical_axes(init, params, dict.fromkeys(params, ("a", "b")), strict=True)
     assert found.pop("all") == P()
     assert [*found.values()] == [P("a"), P("b")] * 3
-
-
-def test_halves_of_the_parameters() -> None:
-    """Lookahead keeps the state of one half of what it is given; its path does not tell which."""
-    tx = optax.lookahead(optax.scale_by_factored_rms(min_dim_size_to_factor=2), 5, 0.5)
-    params = optax.LookaheadParams({"w": shape(8, 8)}, {"w": shape(8, 8)})
-    axes = optax.LookaheadParams({"w": ("a", "b")}, {"w": ("c", "d")})
-    state = derive_logical_axes(tx, params, axes, strict=True).fast_state
-    assert (state.v_row["w"], state.v_col["w"]) == (P("a"), P("b"))
 
 
 def test_a_leaf_of_unnamed_dimensions_has_a_parameter() -> None:
@@ -298,14 +246,6 @@ def test_disagreement_is_a_note_and_under_strict_an_error() -> None:
     )
     with pytest.raises(UndecidedError, match="rule says 1, symbols say 0"):
         row_of(init, (5, 5), rules=rules, strict=True)
-
-
-def test_flattened_parameters() -> None:
-    explanation = explain(optax.flatten(optax.adam(0.1)), PARAMS, AXES, strict=True)
-    assert explanation.notes == ()
-    mu = next(row for row in explanation.rows if row.path == "0/mu")
-    assert (mu.axes, mu.source) == ((None,), "symbols")
-    assert mu.note.startswith("computed from the parameter dimensions 0, 1")
 
 
 def test_what_init_cannot_do_is_said() -> None:

@@ -184,13 +184,6 @@ def test_errors_say_where_and_what_to_do(
     assert str(caught.value) == message
 
 
-def test_unknown_names_may_be_replicated() -> None:
-    assert place(P("a", "b"), {"a": "data"}, (8, 8), on_unknown="replicate") == (
-        ("data", None),
-        ("dimension 1: no rule for 'b'",),
-    )
-
-
 def test_indivisible_dimensions_may_be_errors() -> None:
     rules = [("a", "data"), ("b", "model"), ("c", "data"), ("c", None)]
     axes = {"w": P("a", "b"), "b": P("b"), "settled": P("c"), "taken": P("a", "c")}

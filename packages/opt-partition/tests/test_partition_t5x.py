@@ -16,14 +16,6 @@ PARAMS = {"mlp": {"wi": jnp.ones((8, 6)), "wo": jnp.ones((6, 8))}, "scale": jnp.
 AXES = {"mlp": {"wi": P("embed", "mlp"), "wo": P("mlp", "embed")}, "scale": P("embed")}
 
 
-def test_adam_in_a_chain() -> None:
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.constant_schedule(0.1)))
-    clip, (adam, schedule) = derive(tx.init(PARAMS), AXES)
-    assert clip == optax.EmptyState()
-    assert adam == optax.ScaleByAdamState(None, AXES, AXES)  # type: ignore[arg-type]
-    assert schedule.count is None
-
-
 def test_a_path_that_is_the_end_of_another() -> None:
     params = {"block": {"w": jnp.ones((8, 6))}, "w": jnp.ones((4, 2))}
     axes = {"block": {"w": P("embed", "mlp")}, "w": P("vocab", "heads")}

@@ -9,10 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from opt_partition import ASK, DEFAULT_RULES, Rules, StateLeaf, derive_logical_axes, explain
-from optax import contrib as optax_contrib
 
 f32 = jnp.float32
-contrib: Any = optax_contrib  # it exports names that its oldest version has not
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -80,10 +78,6 @@ def test_answers_that_mean_nothing(answer: Any, words: str) -> None:
         explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: answer}))
 
 
-def test_rules_pickle() -> None:
-    assert pickle.loads(pickle.dumps(DEFAULT_RULES)).by_type == DEFAULT_RULES.by_type
-
-
 def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:
     class Outer(NamedTuple):
         inner: Any
@@ -106,43 +100,11 @@ def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:
     assert asked == [("outer", "inner"), ("inner", "gram")]
 
 
-def test_rules_do_not_change() -> None:
+def test_rules_do_not_change_and_pickle() -> None:
+    assert pickle.loads(pickle.dumps(DEFAULT_RULES)).by_type == DEFAULT_RULES.by_type
     by_type: dict[type, Any] = {Gram: lambda leaf: None}
     rules = Rules(by_type)
     by_type.clear()
     assert Gram in rules.by_type
     with pytest.raises(TypeError):
         rules.by_type[Gram] = lambda leaf: None  # type: ignore[index]
-
-
-needs_galore = pytest.mark.skipif(
-    "GaLoreState" not in vars(contrib), reason="this Optax has no GaLore"
-)
-
-
-@needs_galore
-@pytest.mark.parametrize(
-    ("sizes", "projector", "moments"),
-    [
-        ((8, 6), P("a", None), P(None, "b")),
-        ((6, 8), P("b", None), P("a", None)),
-        ((8, 2), P("a", None), P(None, "b")),  # the rank is capped
-        ((3, 3), P("a", None), P(None, "b")),
-    ],
-)
-def test_the_side_that_galore_projects(sizes: tuple[int, int], projector: P, moments: P) -> None:
-    tx = contrib.galore(0.1, rank=3)
-    params = {"w": shape(*sizes), "b": shape(5)}
-    axes = derive_logical_axes(tx, params, {"w": ("a", "b"), "b": ("c",)})
-    galore = axes[0]
-    assert galore.projector == {"w": projector, "b": P()}
-    assert galore.base_optimizer_state.mu == {"w": moments, "b": P("c")}
-
-
-@needs_galore
-def test_galore_over_reshaped_parameters() -> None:
-    numbers = {"w": contrib.GaLoreDimensionNumbers(reduction_axis=(0, 1), output_axis=2)}
-    tx = contrib.galore(0.1, rank=3, weight_dimension_numbers=numbers)
-    axes = derive_logical_axes(tx, {"w": shape(2, 10, 7)}, {"w": ("a", "b", "c")})
-    assert axes[0].projector["w"] == P()  # both of two merged dimensions, and the rank
-    assert axes[0].base_optimizer_state.mu["w"] == P(None, "c")

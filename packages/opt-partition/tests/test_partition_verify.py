@@ -114,11 +114,6 @@ class TestKeywordArguments:
         assert leaves["batch"].asked is None
         assert report.bytes_per_device("state", "output") == 8 * 4 * 4 + 4
 
-    def test_they_are_compared(self, by_keyword: jax.stages.Compiled) -> None:
-        host = {"state": WHOLE.with_memory_kind("pinned_host")}
-        with pytest.raises(ShardingMismatchError, match=r"state/mu/w .* P\(\) in pinned_host"):
-            verify(by_keyword, Expected(None, None, state="state", keywords=host))
-
     def test_those_not_asked_about_are_noted(self, by_keyword: jax.stages.Compiled) -> None:
         report = verify(by_keyword, Expected(None, None, state="state"))
         assert [(f.kind, f.severity, f.path) for f in report.findings] == [

@@ -68,7 +68,6 @@ Case = tuple[Callable[[Any], Any], Callable[[P], Any]]
 MATRICES: dict[str, Case] = {
     # Projections.
     "left": (lambda p: zeros(p.shape[0], 4), lambda p: (p.names[0], None)),
-    "right": (lambda p: zeros(4, p.shape[-1]), lambda p: (None, p.names[-1])),
     "rank of a size": (lambda p: zeros(p.shape[0], 64), lambda p: (p.names[0], None)),
     "capped rank": (
         lambda p: zeros(p.shape[0], min(96, *p.shape)),
@@ -78,17 +77,9 @@ MATRICES: dict[str, Case] = {
         lambda p: zeros(p.shape[longer(p)], 4),
         lambda p: (p.names[longer(p)], None),
     ),
-    "projected moments": (
-        lambda p: zeros(4, p.shape[-1]) if longer(p) == 0 else zeros(p.shape[0], 4),
-        lambda p: (None, p.names[-1]) if longer(p) == 0 else (p.names[0], None),
-    ),
     "orthogonal": (
         lambda p: jnp.linalg.qr(normal(p.shape[0], 4))[0],
         lambda p: (p.names[0], None),
-    ),
-    "LoRA": (
-        lambda p: {"A": normal(p.shape[0], 8), "B": zeros(8, p.shape[-1])},
-        lambda p: {"A": (p.names[0], None), "B": (None, p.names[-1])},
     ),
     "LoRA of a size": (
         lambda p: {"A": normal(p.shape[0], 48), "B": zeros(48, p.shape[-1])},
@@ -104,8 +95,6 @@ MATRICES: dict[str, Case] = {
         lambda p: (x := p.reshape(-1, p.shape[-1])).T @ x,
         lambda p: (p.names[-1], p.names[-1]),
     ),
-    "factors": (lambda p: [zeros(n, n) for n in p.shape], lambda p: [(n, n) for n in p.names]),
-    "identities": (lambda p: [jnp.eye(n) for n in p.shape], lambda p: [(n, n) for n in p.names]),
     "eigenvectors": (
         lambda p: tuple(jnp.linalg.eigh(jnp.eye(n)) for n in p.shape),
         lambda p: tuple([(n,), (n, n)] for n in p.names),
@@ -114,19 +103,13 @@ MATRICES: dict[str, Case] = {
         lambda p: [zeros(n, n) if n <= 64 else zeros(1) for n in p.shape],
         lambda p: [(a, a) if n <= 64 else (None,) for n, a in zip(p.shape, p.names, strict=True)],
     ),
-    "diagonals of large factors": (
-        lambda p: [zeros(n, n) if n < 80 else zeros(n) for n in p.shape],
-        lambda p: [(a, a) if n < 80 else (a,) for n, a in zip(p.shape, p.names, strict=True)],
-    ),
     "merged": (
         lambda p: zeros(math.prod(p.shape[:-1]), p.shape[-1]),
         lambda p: (p.names[0] if p.ndim == 2 else None, p.names[-1]),
     ),
     # Histories.
-    "history": (lambda p: zeros(10, *p.shape), lambda p: (None, *p.names)),
     "history of a size": (lambda p: zeros(48, *p.shape), lambda p: (None, *p.names)),
     "history of values": (lambda p: jnp.stack([p * 0] * 64), lambda p: (None, *p.names)),
-    "last": (lambda p: zeros(*p.shape, 80), lambda p: (*p.names, None)),
     "losses": (lambda p: zeros(64), lambda p: (None,)),
     # Blocks.
     "scales": (
@@ -137,14 +120,9 @@ MATRICES: dict[str, Case] = {
         lambda p: zeros(p.shape[0] // 4, 4, p.shape[-1]),
         lambda p: (UNDECIDED, None, p.names[-1]),
     ),
-    "half": (lambda p: zeros(p.shape[0] // 2), lambda p: (None,)),
     "padded": (
         lambda p: zeros(-(-p.shape[0] // 32) * 32),
         lambda p: (p.names[0] if p.shape[0] % 32 == 0 else UNDECIDED,),
-    ),
-    "blocks that divide": (
-        lambda p: zeros(*p.shape) if p.shape[0] % 32 == 0 else zeros(1),
-        lambda p: p.names if p.shape[0] % 32 == 0 else (None,),
     ),
     # Buckets and thresholds.
     "bucket": (
@@ -155,15 +133,10 @@ MATRICES: dict[str, Case] = {
         lambda p: zeros(p.shape[0]) if min(p.shape) >= 64 else zeros(*p.shape),
         lambda p: (p.names[0],) if min(p.shape) >= 64 else p.names,
     ),
-    "large ones": (
-        lambda p: zeros(*p.shape) if p.size > 4096 else zeros(1),
-        lambda p: p.names if p.size > 4096 else (None,),
-    ),
     "without the largest": (
         lambda p: zeros(*(p.shape[i] for i in sorted(by_order(p)[:-1]))),
         lambda p: tuple(p.names[i] for i in sorted(by_order(p)[:-1])),
     ),
-    "largest": (lambda p: zeros(max(p.shape)), lambda p: (p.names[p.shape.index(max(p.shape))],)),
     # Statistics.
     "rows": (lambda p: zeros(*p.shape[:-1]), lambda p: p.names[:-1]),
     "means": (lambda p: p.mean(0), lambda p: p.names[1:]),
@@ -172,18 +145,11 @@ MATRICES: dict[str, Case] = {
         lambda p: (*p.names[:-1], None),
     ),
     "each": (lambda p: tuple(zeros(n) for n in p.shape), lambda p: tuple((n,) for n in p.names)),
-    "signs": (lambda p: p > 0, lambda p: p.names),
     "transposed": (lambda p: zeros(*p.shape[::-1]), lambda p: p.names[::-1]),
-    "moved": (lambda p: jnp.moveaxis(p, 0, -1), lambda p: (*p.names[1:], p.names[0])),
     "flat": (lambda p: p.ravel(), lambda p: (None,)),
-    "size": (lambda p: zeros(np.prod(p.shape)), lambda p: (None,)),
     "top": (lambda p: p[:4], lambda p: (None, *p.names[1:])),
-    "first": (lambda p: p[0], lambda p: p.names[1:]),
-    "one more": (lambda p: zeros(p.shape[0] + 1), lambda p: (None,)),
-    "twice": (lambda p: zeros(2 * p.shape[0]), lambda p: (None,)),
     "spread": (lambda p: jnp.broadcast_to(p.mean(0), p.shape), lambda p: p.names),
     # Loops and maps.
-    "vmapped": (jax.vmap(lambda row: zeros(*row.shape, 4)), lambda p: (*p.names, None)),
     "vmapped columns": (
         jax.vmap(lambda column: column.sum(), in_axes=-1),
         lambda p: (p.names[-1],),
@@ -192,7 +158,6 @@ MATRICES: dict[str, Case] = {
         lambda p: lax.scan(lambda s, row: (s + row, row.sum()), jnp.zeros_like(p[0]), p),
         lambda p: (p.names[1:], (p.names[0],)),
     ),
-    "looped": (lambda p: lax.fori_loop(0, 3, lambda _, x: x + 1, p), lambda p: p.names),
     "jitted": (jax.jit(lambda p: p + 1), lambda p: p.names),
     "keys": (lambda p: jax.random.split(jax.random.key(0), 64), lambda p: (None,)),
 }
