@@ -129,8 +129,9 @@ def measure_guard(leaves: int, side: int, rounds: int) -> Iterator[Row]:
         figure = f"bytes a parameter, skipped, {how}"
         yield counted(figure, moved[how], peer, moved["norm"], limit=of_bytes)
     found, peer = times("adamw", "made", "average"), "AdamW, clipped"
+    most = 1.45 if on_accelerator() else 1.3  # 44 bytes of 32; on a CPU 64 of 60
     for name in ("made", "average"):
-        yield timed(name, found[name], peer, found["adamw"], limit=1.3)
+        yield timed(name, found[name], peer, found["adamw"], limit=most)
     yield counted("bytes a parameter, AdamW, clipped", moved["adamw"], "36, the least", 36)
     added = moved["average"] - moved["adamw"]
     yield counted("bytes a parameter, average", added, "8, the least", 8, limit=1.501)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_accumulate._arrays import traced_once
+from opt_accumulate._inner import emit_if
 
 _MAX = int(np.iinfo(np.int32).max)
 _DECISION = "should_skip"
@@ -32,14 +33,13 @@ def global_norm(tree: Any) -> jax.Array:
     # No constant: of a single number XLA would square that and the factor apart, to inf and 0.
     factor = jnp.where(jnp.isinf(squared), shrunk, 1.0).astype(squared.dtype)
 
-    def again(tree: Any, factor: jax.Array) -> jax.Array:
+    def again(_: jax.Array, operands: Any) -> jax.Array:
+        tree, factor = operands
         return _to_float32(jnp.sqrt(total(_sum_of_squares, tree, factor)), 1 / shrunk)
 
-    def once(*_: Any) -> jax.Array:
-        return _to_float32(jnp.sqrt(squared), 1.0)
-
-    norm: jax.Array = jax.lax.cond(jnp.isinf(squared), again, once, tree, factor)
-    return norm
+    # XLA for GPUs makes a `lax.cond` of few reductions a choice between both results.
+    norm = _to_float32(jnp.sqrt(squared), 1.0)
+    return emit_if(jnp.isinf(squared), again, norm, (tree, factor))[1]
 
 
 def all_finite(tree: Any) -> jax.Array:
