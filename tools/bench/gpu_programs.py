@@ -107,12 +107,12 @@ def measure_low_precision(leaves: int, side: int) -> Iterator[Row]:
         state = jax.eval_shape(tx.init, params)
         compiled = compile_on(gpu, tx.apply, params, state, grads=params)
         memory, text = compiled.memory_analysis(), compiled.as_text()
-        peer, theirs, limit = "a byte a parameter", 1.0, MOST
+        peer, theirs, limit, copies = "a byte a parameter", 1.0, MOST, 0
         if name == "Muon":
             wide = shapes_of(leaves, side, jnp.float32)
             state_of = jax.eval_shape(inner.init, wide)
             raw = compile_on(gpu, optax_step(inner), wide, state_of, grads=wide)
-            peer, limit = "raw Optax, float32", 1.0
+            peer, limit, copies = "raw Optax, float32", 1.0, leaves
             theirs = raw.memory_analysis().temp_size_in_bytes / number
         temporaries = memory.temp_size_in_bytes / number
         yield counted(f"temporaries, {name}", temporaries, peer, theirs, limit=limit)
@@ -123,7 +123,9 @@ def measure_low_precision(leaves: int, side: int) -> Iterator[Row]:
             "conversions to bfloat16": len(conversions(text, "f32", "bf16")),
             "bytes not aliased": max(0, held - memory.alias_size_in_bytes),
         }.items():
-            yield counted(f"{what}, {name}", count, "none", 0, limit=1.0)
+            least = copies if what == "copies of a leaf" else 0
+            peer = "one a leaf" if least else "none"
+            yield counted(f"{what}, {name}", count, peer, least, limit=1.0)
 
 
 def measure_host(leaves: int, side: int) -> Iterator[Row]:

@@ -257,10 +257,14 @@ def _loop(
     """What `body` made of `carry` from one index to the next, and a zero that is later."""
 
     def step(state: Any) -> Any:
-        index, carry = state
-        return index + 1, body(index, carry)
+        count, index, carry = state
+        return count + 1, index + 1, body(index, carry)
 
-    end, carry = lax.while_loop(lambda state: state[0] < zero + number, step, (zero, carry))
+    # For a number of trips that it does not know, XLA asks the host before each on GPUs. A single
+    # one is not to be known: without the loop, XLA would compute many leaves at the same time.
+    trips = number if number > 1 else zero + number
+    start = (jnp.int32(0), zero, carry)
+    _, end, carry = lax.while_loop(lambda state: state[0] < trips, step, start)
     return carry, end - number
 
 
