@@ -730,14 +730,6 @@ def bits_by_counting(train: bytes, held_out: bytes) -> list[float]:
     return [-sum(map(math.log2, p)) / len(p) for p in predictions]
 
 
-def test_flags_of_a_continuation_are_repeated() -> None:
-    config = load("lm.config")
-    saved = {"learning_rate": 1e-3, "mesh": "data=4,model=2", "zero": True, "sample_bytes": 9}
-    given = {"learning_rate": 1e-3, "mesh": "data=8,model=1", "zero": False, "sample_bytes": 9}
-    found = config.repeated_flags(given, saved)
-    assert found == ["--learning-rate=0.001", "--mesh=data=8,model=1", "--no-zero"]
-
-
 def test_every_held_out_byte_is_predicted_once() -> None:
     data = load("lm.data")
     for size, context in itertools.product((2, 8, 9, 10, 64, 65, 100), (1, 4, 8)):
@@ -753,36 +745,6 @@ def test_every_held_out_byte_is_predicted_once() -> None:
             assert all(f - s >= min(context, f) for f, s in zip(firsts, seen, strict=True))
             predicted += new
         assert predicted == list(range(1, size))
-
-
-def test_files_in_a_fixed_order_without_tests_and_site_packages(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    data = load("lm.data")
-    files = ["b.py", "a/z.py", "a.py", "site-packages/x.py", "a/test/x.py", ".git/x.py", "c.txt"]
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{name} " * 20)
-    monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
-    library = data.load_text((), window=4)
-    expected = "".join(f"{name} " * 20 for name in ("a.py", "b.py", "a/z.py"))
-    assert (library.train.tobytes() + library.held_out.tobytes()).decode() == expected
-    given = data.load_text([str(tmp_path / "c.txt"), str(tmp_path / "c.txt")], window=4)
-    assert given.train.tobytes() + given.held_out.tobytes() == b"c.txt " * 20
-
-
-def test_batches_differ_and_continue_from_their_state_alone() -> None:
-    data, text = load("lm.data"), np.arange(200, dtype=np.uint8)
-    batches, other = (data.Batches(text, key, batch_size=512, window=199) for key in (1, 2))
-    first = [next(batches) for _ in range(5)]
-    assert set(first[0][:, 0].tolist()) == {0, 1}  # the last window, too
-    assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first[0], next(other))
-    state = json.loads(json.dumps(batches.state()))
-    rest = [next(batches) for _ in range(3)]
-    other.restore(state)  # its own key and position do not count
-    np.testing.assert_array_equal([next(other) for _ in range(3)], rest)
-    assert other.state() == batches.state() == {"key": 1, "position": 8}
 
 
 # Which devices it takes, and what a device has memory for.
@@ -844,18 +806,6 @@ def test_a_mesh_that_does_not_fit_is_one_line(
     devices = load("lm.devices")
     with pytest.raises(devices.UsageError, match=message):
         devices.choose_devices(devices.Config(mesh=mesh), make("gpu", *counts))
-
-
-def test_accelerators_are_taken_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = load("lm.devices")
-    settings: Any = jax.config
-    before, there = settings.jax_platforms, make("gpu", 2)
-    monkeypatch.setattr(jax, "devices", lambda: there)
-    monkeypatch.setattr(jax, "make_mesh", lambda *shape, **options: (shape[:2], options["devices"]))
-    config, mesh = devices.take_devices(devices.Config(), 1)
-    assert config.mesh == "data=2,model=1"
-    assert mesh == (((2, 1), ("data", "model")), there)
-    assert settings.jax_platforms == before
 
 
 @pytest.mark.parametrize(

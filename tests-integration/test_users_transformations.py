@@ -6,7 +6,6 @@ Kronecker factors in lists, projections, histories, one record per parameter, fl
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 from flax import struct
 from flax.core import FrozenDict
-from jax.flatten_util import ravel_pytree
 from opt_checkpoint import named_state, plan_restore
 from opt_core import Optimizer, describe_state
 from opt_core.extend import path_str
@@ -107,32 +105,6 @@ def axes_of(name: str) -> list[str]:
 # One tree or several.
 
 
-class Moments(NamedTuple):
-    count: Any
-    m: Any
-    h: Any
-    ess: Any
-
-
-@case(count=None, m="tree", h="tree", ess=None)
-def variational() -> Any:
-    def init_fn(params: Any) -> Any:
-        hessian = jax.tree.map(lambda p: jnp.full_like(p, 0.5), params)
-        return Moments(jnp.zeros([], jnp.int32), zeros(params), hessian, jnp.float32(10.0))
-
-    return transformation(init_fn)
-
-
-@case(momentum="tree", rng=None)
-def langevin() -> Any:
-    key = jax.random.key(3)
-
-    def init_fn(params: Any) -> Any:
-        return {"momentum": zeros(params), "rng": key}
-
-    return transformation(init_fn)
-
-
 class Tuned(NamedTuple):
     base: Any
     count: Any
@@ -178,29 +150,6 @@ def row_normalized() -> Any:
         return LeafState(jnp.zeros_like(p), jnp.mean(rows**2, axis=1), jnp.int32(0))
 
     return transformation(lambda params: jax.tree.map(one, params))
-
-
-class Kronecker(NamedTuple):
-    left: Any
-    right: Any
-
-
-class ShampooState(NamedTuple):
-    count: Any
-    stats: Any
-
-
-@case(count=None, stats=lambda name: ["left", "right"] if DIMS[name] == 2 else ["left"])
-def shampoo() -> Any:
-    def stats(p: Any) -> Any:
-        if p.ndim < 2:
-            return Kronecker(jnp.zeros_like(p), None)
-        return Kronecker(1e-4 * jnp.eye(p.shape[0]), 1e-4 * jnp.eye(p.shape[1]))
-
-    def init_fn(params: Any) -> Any:
-        return ShampooState(jnp.int32(0), jax.tree.map(stats, params))
-
-    return transformation(init_fn)
 
 
 @struct.dataclass
@@ -286,33 +235,9 @@ def keyed_by_joined_names() -> Any:
 # Other shapes.
 
 
-@case(history=lambda name: [""], head=None)
-def history() -> Any:
-    def init_fn(params: Any) -> Any:
-        buffers = jax.tree.map(lambda p: jnp.zeros((5, *p.shape), p.dtype), params)
-        return {"history": buffers, "head": jnp.int32(0)}
-
-    return transformation(init_fn)
-
-
 @case("optax_wrapper", window={f"{k}/{name}": name for k in range(3) for name in NAMES})
 def window_of_gradients() -> Any:
     return transformation(lambda params: {"window": [zeros(params) for _ in range(3)]})
-
-
-class Projected(NamedTuple):
-    projector: Any
-    moment: Any
-
-
-@case(projector={n: n for n in NAMES if DIMS[n] == 2}, moment="tree")
-def low_rank_projection() -> Any:
-    def init_fn(params: Any) -> Any:
-        projector = jax.tree.map(lambda p: p[:, :2] if p.ndim == 2 else None, params)
-        moment = jax.tree.map(lambda p: p[:2] if p.ndim == 2 else p, params)
-        return Projected(projector, moment)
-
-    return transformation(init_fn)
 
 
 @case(
@@ -329,26 +254,6 @@ def low_rank() -> Any:
     def init_fn(params: Any) -> Any:
         small = jax.tree.map(lambda p: p[:2], params)
         return {"projector": zeros(params), "inner": inner.init(small)}
-
-    return transformation(init_fn)
-
-
-@case(rate="tree", norm="tree")
-def layerwise_rates() -> Any:
-    def init_fn(params: Any) -> Any:
-        return {
-            "norm": jax.tree.map(jnp.linalg.norm, params),
-            "rate": jax.tree.map(lambda _: jnp.ones([]), params),
-        }
-
-    return transformation(init_fn)
-
-
-@case(flat=None, hessian=None)
-def on_one_vector() -> Any:
-    def init_fn(params: Any) -> Any:
-        flat, _ = ravel_pytree(params)
-        return {"flat": jnp.zeros_like(flat), "hessian": jnp.eye(flat.size)}
 
     return transformation(init_fn)
 
@@ -397,36 +302,6 @@ def methods() -> Any:
     return Continual(100)
 
 
-@dataclasses.dataclass(frozen=True)
-class Momentum:
-    beta: float
-
-    def init(self, params: Any) -> Any:
-        return [jnp.int32(0), zeros(params)]
-
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
-        del params
-        return updates, state
-
-
-@case("momentum", **{"0": None, "1": "tree"})
-def dataclass_with_methods() -> Any:
-    momentum = Momentum(0.9)
-    return optax.GradientTransformation(momentum.init, momentum.update)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Traced:
-    trace: Any
-    count: Any
-
-
-@case("traced", trace="tree", count=None)
-def registered_dataclass() -> Any:
-    return transformation(lambda params: Traced(zeros(params), jnp.int32(0)))
-
-
 # Around others.
 
 
@@ -459,17 +334,6 @@ def sharpness() -> Any:
     return sharpness(0.9)
 
 
-@case("adam", **{f"0__{m}": "tree" for m in ("mu", "nu")}, **{"0__count": None})
-def skipping() -> Any:
-    inner = optax.adam(0.1)
-
-    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
-        new, after = inner.update(updates, state, params)
-        return jax.tree.map(lambda u: 0.5 * u, new), after
-
-    return optax.GradientTransformation(inner.init, update_fn)
-
-
 @case(
     "adam",
     "trace",
@@ -491,17 +355,6 @@ def by_name() -> Any:
         return transformation(init_fn)
 
     return runner({"slow": optax.adam(0.1), "fast": optax.sgd(0.1, 0.9)})
-
-
-@case("yogi", inner__mu="tree", inner__nu="tree", inner__count=None)
-def in_half_precision() -> Any:
-    inner = optax.scale_by_yogi()
-
-    def init_fn(params: Any) -> Any:
-        state = inner.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-        return {"inner": jax.tree.map(jnp.asarray, state)}
-
-    return transformation(init_fn)
 
 
 @case("adam", **{f"{m}": {n: n for n in NAMES if DIMS[n] == 2} for m in ("mu", "nu")}, count=None)

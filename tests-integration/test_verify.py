@@ -28,32 +28,40 @@ from opt_partition._verify.leaves import trace_step, with_aliased
 from opt_partition._verify.verify import donation_findings
 from opt_partition.errors import AxesError, ShardingMismatchError
 from partition_oracles import QUICK
-from verify_moves import MOVES, RING, moving, on_shards
-from verify_programs import FAULTY, FAULTY_ON_CPUS, HEALTHY, WASTEFUL, is_summed, is_undone
-from verify_recipes import (
+from verify_programs import (
+    FAULTY,
+    FAULTY_ON_CPUS,
+    HEALTHY,
+    MOVES,
+    WASTEFUL,
+    is_summed,
+    is_undone,
+    on_shards,
+)
+from verify_steps import (
+    ADAM,
     BATCH,
+    FSDP,
+    FSDP_TP,
     MOMENTUM,
+    RING,
     Meshes,
     P,
     Program,
     Recipe,
     Step,
     Tree,
+    all_gather,
     both,
+    bucketed,
+    by_hand,
     by_shape,
     constrain,
     dense_loss,
-)
-from verify_steps import (
-    ADAM,
-    FSDP,
-    FSDP_TP,
-    all_gather,
-    bucketed,
-    by_hand,
     exchange_and_sum,
     gather_and_sum,
     micro_batched,
+    moving,
 )
 from verify_texts import FOLDER, load, unpacked_leaf
 
@@ -148,14 +156,6 @@ class TestRightSteps:
         report = verify(jitted.lower(*zero1.arguments, jnp.asarray(True)), zero1.expected)
         gathers = [row for row in report.collectives if row.shape == (256, 512)]
         assert [row.conditional for row in gathers if row.kind == "all-gather"] == [True, True]
-
-    def test_the_verdict_is_a_line(self, correct: Report) -> None:
-        said = str(correct)
-        assert said.startswith(
-            "as expected on 8 cpu devices: 14 of 15 leaves checked; 514.00 KiB of parameters and "
-            f"128.50 KiB of state per device; {len(correct.collectives)} collectives, "
-        )
-        assert said.endswith(" sent per device and step; 2 warnings (gradient all-reduce)")
 
 
 class TestPlantedFaults:
@@ -405,12 +405,6 @@ def reductions(unjudged: Any) -> list[Unjudged]:
     return [u for u in unjudged if u.collective.kind in ("all-reduce", "reduce-scatter")]
 
 
-def test_the_tables_are_large_enough() -> None:
-    assert len(PROGRAMS) == len(FAULTY) + len(WASTEFUL) + len(HEALTHY)
-    assert len(FAULTY) >= 40
-    assert len(HEALTHY) >= 40
-
-
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("program", HEALTHY, ids=attrgetter("name"))
 def test_healthy_steps_pass(program: Program) -> None:
@@ -443,7 +437,7 @@ EXPLICIT = [
     "zero1_multi_steps",
     "gather_slices_before",
     "exchange_after",
-    "layers_ring_before",
+    "layers_exchange_before",
 ]
 
 

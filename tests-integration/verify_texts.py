@@ -113,7 +113,7 @@ def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
     from opt_partition._verify import leaves
     from opt_partition._verify.hlo import parse_program
     from verify_programs import FAULTY, HEALTHY, WASTEFUL, is_undone
-    from verify_recipes import Meshes
+    from verify_steps import Meshes
 
     meshes = Meshes(devices(platform))
     for program in (*FAULTY, *WASTEFUL, *HEALTHY):
