@@ -372,9 +372,6 @@ _COLLIDING = {"state/a": jnp.ones(1), "state/a/b": jnp.ones(1)}
     [
         (_alone(jnp.zeros(3, jnp.uint4)), {}, "`state/x`: uint4 cannot be saved"),
         (_alone(np.zeros(3, "O")), {}, "`state/x`: object cannot be saved"),
-        (_alone(np.array(["a"])), {}, "`state/x`: <U1 cannot be saved"),
-        (_alone(np.zeros(3, "S2")), {}, r"`state/x`: \|S2 cannot be saved"),
-        (_alone(np.zeros(3, jax.dtypes.float0)), {}, "`state/x`: float0 cannot be saved"),
         (_alone(jax.ShapeDtypeStruct((2,), jnp.float32)), {}, "`state/x`: .*has no value"),
         (_deleted, {}, "`state/x`: .*donated or deleted: save it before the step"),
         (_of_another_shape, {}, r"`state/x`: expected float32\[3\] as the schema says"),
@@ -577,15 +574,8 @@ def slow(self, sums):
     return encode(self, sums)
 
 
-def full(event, args):
-    if event == "os.mkdir" and str(args[0]).startswith(folder):
-        raise OSError(28, "No space left on device", str(args[0]))
-
-
 checkpointer = Checkpointer(folder)
 _handler.Saving.encode = slow
-if how == "is full":  # Orbax's threads wait five minutes for a folder, if they are let.
-    sys.addaudithook(full)
 checkpointer.save(5, optimizer)
 if how == "waits":
     checkpointer.wait()
@@ -593,7 +583,7 @@ if how == "waits":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ends", "waits", "is full"])
+@pytest.mark.parametrize("how", ["ends", "waits"])
 def test_a_process_that_ends_while_it_saves_says_so(tmp_path: Path, how: str) -> None:
     """Orbax's thread pools end with the main thread, and with them the save."""
     done = subprocess.run(
@@ -606,7 +596,7 @@ def test_a_process_that_ends_while_it_saves_says_so(tmp_path: Path, how: str) ->
     is_saved = Checkpointer(tmp_path, read_only=True).steps() == [5]
     assert is_saved == (how == "waits")
     assert is_saved != (f"step 5 in `{tmp_path}`: not saved" in done.stderr)
-    assert done.returncode == (1 if how == "is full" else 0)
+    assert done.returncode == 0
 
 
 @pytest.mark.usefixtures("slow_saves")

@@ -340,14 +340,3 @@ def test_a_foreign_step_beside_our_own(tmp_path: Path) -> None:
             checkpointer.latest_valid()
         with pytest.raises(errors.ForeignError, match="no `Checkpointer` wrote: `9`"):
             checkpointer.save(10, of_flax())
-
-
-def test_other_things_are_in_nobodys_way(tmp_path: Path) -> None:
-    (tmp_path / "7").mkdir()
-    (tmp_path / "logs_3").mkdir()
-    (tmp_path / "notes_4").write_text("no checkpoint")
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.latest_valid() is None
-        checkpointer.save(8, of_flax())
-        checkpointer.wait()
-        assert checkpointer.steps() == [8]

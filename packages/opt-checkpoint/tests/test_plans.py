@@ -16,7 +16,6 @@ from checkpoint_testing import EVERYTHING, LOOK_ALIKES, structure
 from opt_checkpoint import (
     NamedState,
     Rename,
-    Rule,
     Stack,
     Unstack,
     errors,
@@ -119,34 +118,6 @@ def test_the_table_and_the_data_have_every_leaf() -> None:
         == list(plan.problems)
         == ["`state/adam/mu/b` and 3 more would be dropped (allow: 'drop')"]
     )
-
-
-def test_the_actions_of_a_plan() -> None:
-    saved = named_state(opt.adam(0.1, mu_dtype=jnp.bfloat16).create(params()))
-    rules: list[Rule] = [
-        ("state/trace/trace/b", Rename("state/adam/mu/b")),
-        ("state/trace/trace/w", "keep"),
-        ("state/adam/.*", "drop"),
-    ]
-    target = opt.sgd(0.1, momentum=0.9).create(params())
-    plan = plan_restore(saved, target, allow={"cast", "optimizer"}, rules=rules)
-    found = {row.leaf.name: row.action for row in plan.rows}
-    assert found == {
-        "params/b": "kept",
-        "params/w": "kept",
-        "state/step": "kept",
-        "state/trace/trace/b": "converted",
-        "state/trace/trace/w": "initialised",
-        "state/adam/count": "dropped",
-        "state/adam/mu/w": "dropped",
-        "state/adam/nu/b": "dropped",
-        "state/adam/nu/w": "dropped",
-    }
-    assert str(plan).startswith("3 kept (40 bytes), 1 converted (12 bytes), 1 initialised")
-    same = plan_restore(
-        named_state(opt.adam(0.1).create(params())), target, allow={"optimizer"}, rules=rules
-    )
-    assert {row.leaf.name: row.action for row in same.rows}["state/trace/trace/b"] == "renamed"
 
 
 def notes(old: Optimizer, new: Optimizer) -> list[str]:

@@ -48,16 +48,6 @@ def adam(**given: Any) -> Optimizer:
 EMAS = ("grad_ema", "grad_sq_ema")
 
 
-@pytest.mark.parametrize("head", ["flax.optim", "t5x"])
-def test_moments_and_counts_go_where_optax_keeps_them(head: str) -> None:
-    restored = restore_legacy(adam(), flax.serialization.msgpack_serialize(saved(*EMAS, head=head)))
-    state = restored.state.param_states[0]
-    assert int(restored.state.step) == int(state.count) == STEP
-    np.testing.assert_array_equal(restored.target["layer"]["kernel"], 5.0)
-    np.testing.assert_array_equal(state.mu["layer"]["kernel"], 1.0)
-    np.testing.assert_array_equal(state.nu["layer"]["bias"], 4.0)
-
-
 def test_the_count_of_a_schedule_is_the_step() -> None:
     schedule = optax.linear_schedule(1.0, 0.0, 10)
     optimizer = flax_optim_equivalent("Adam", learning_rate=schedule).create(params())
@@ -96,14 +86,6 @@ def saved_groups() -> dict[str, Any]:
         "layer"
     ]["bias"]
     return source
-
-
-def test_each_group_gets_its_own() -> None:
-    for source in (saved_groups(), listed_groups()):
-        restored = restore_legacy(groups(), source, written_by={"biases": "Adam"})
-        state = restored.state.param_states
-        np.testing.assert_array_equal(state["biases"][0].mu["layer"]["bias"], 3.0)
-        assert int(restored.state.step) == int(state["biases"][0].count) == STEP
 
 
 def listed_groups(other_step: int = STEP) -> dict[str, Any]:

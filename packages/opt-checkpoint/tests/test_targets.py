@@ -44,7 +44,6 @@ _MOMENTS = [
     for name in _PARAMS
 ]
 NAMES = [*_PARAMS, "state/step", "state/adam/count", *_MOMENTS, "state/schedule/count"]
-OTHERS = ["params/mean", "params/noise/rngs/count", "params/noise/rngs/key"]
 
 
 def fresh(kind: str) -> Any:
