@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from core_testing import KeepsParams, Momentum
+from core_testing import Momentum
 from jax.sharding import PartitionSpec
 from opt_core import (
-    FROZEN,
     LeafDescription,
-    MultiOptimizer,
     Optimizer,
     OptimizerDef,
     OptimizerState,
@@ -22,7 +20,6 @@ from opt_core import (
     describe_state,
 )
 from opt_core.errors import DescriptionError
-from opt_core.extend import leaf_groups
 
 MINE = __name__.partition(".")[0]  # the package of what these tests define
 
@@ -154,37 +151,3 @@ def test_a_definition_that_forgets_leaves_is_an_error() -> None:
 
     with pytest.raises(DescriptionError, match="of Short: expected 2 leaves, one per leaf"):
         describe_state(Short().create(params()))
-
-
-def test_groups_are_merged() -> None:
-    inner = MultiOptimizer.from_rules([("x", "b", KeepsParams())], rest=Momentum(0.1))
-    rules = [("frozen", "f", FROZEN), ("plain", "v", Stating())]
-    whole = MultiOptimizer.from_rules(rules, rest=inner)
-    tree = params() | {"f": jnp.ones(1), "v": jnp.ones(4)}
-    optimizer = whole.create(tree)
-    found = describe_state(optimizer)
-    described = {
-        leaf.path: (
-            leaf.kept_by.group,
-            *leaf.kept_by[1:],
-            leaf.field,
-            leaf.parameter,
-            leaf.dimensions,
-        )
-        for leaf in found.leaves
-    }
-    leaves = {
-        tuple(key.key for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer.state.param_states)
-    }
-    assert list(described) == list(leaves)
-    for row in (
-        (("rest", "rest"), "core_testing.momentum", 1, (), ("w",), (0, 1)),
-        (("rest", "x"), "core_testing.keeps_params", 1, ("first",), ("b",), (0,)),
-        (("plain",), "velocity", 1, (), ("v",), None),
-    ):
-        assert row in described.values()
-    groups = [names for names, _ in leaf_groups(optimizer)]
-    assert [made.group for made in found.transformations] == groups
-    rates = [made.settings["learning_rate"] for made in found.transformations if made.settings]
-    assert rates == [0.1]

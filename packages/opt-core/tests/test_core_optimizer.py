@@ -229,33 +229,6 @@ def test_eval_shape_tells_the_truth_and_jit_does_it(make: Make) -> None:
     assert avals(there_and_back(jax.eval_shape(lambda: optimizer))) == avals(optimizer)
 
 
-@pytest.mark.sample(1)
-@any_target
-def test_scan_is_the_loop(make: Make) -> None:
-    optimizer = Momentum().create(make())
-    grads = ones_like(optimizer.target)
-    scanned, _ = jax.lax.scan(lambda o, _: (step(o, grads), None), optimizer, length=3)
-    assert_same(scanned, advanced(optimizer, 3))
-
-
-@pytest.mark.sample(1)
-@any_target
-def test_vmap_is_one_after_the_other(make: Make) -> None:
-    definition = Momentum()
-
-    def train(params: Any, learning_rate: Any) -> Optimizer:
-        optimizer = definition.create(params)
-        optimizer = step(optimizer, ones_like(params), learning_rate=learning_rate)
-        return optimizer.restore_state(optimizer.state_dict())
-
-    rates = jnp.array([0.25, 2.0])
-    params = [make(), jax.tree.map(lambda x: x + 1, make())]
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *params)
-    batched = jax.vmap(train)(stacked, rates)
-    for i, param in enumerate(params):
-        assert_same(jax.tree.map(lambda x, i=i: x[i], batched), train(param, rates[i]))
-
-
 # Nothing changes between steps, nothing compiles twice.
 
 

@@ -203,31 +203,6 @@ def test_a_pattern_that_matches_nothing(change: Any) -> None:
         change(trained(groups(KERNELS)), "kernels")
 
 
-def test_regroup_keeps_what_fits() -> None:
-    optimizer = trained(groups(KERNELS, BIASES))
-    new = groups(
-        ("first", "a/.*", Momentum(0.1)), ("second", "b/kernel", Adam(0.1)), rest=Momentum()
-    )
-    found, plan = regroup(optimizer, new, allow={"drop", "initialise"})
-    assert summary(plan) == Summary(
-        kept=("first/a/kernel",),
-        initialised=(
-            "first/a/bias",
-            "second/grad_ema/b/kernel",
-            "second/grad_sq_ema/b/kernel",
-            "rest/b/scale",
-        ),
-        dropped=(
-            "kernels/b/kernel",
-            "biases/grad_ema/a/bias",
-            "biases/grad_sq_ema/a/bias",
-        ),
-    )
-    assert found.optimizer_def == new
-    assert int(found.state.step) == 2
-    assert_same(found.target, optimizer.target)
-
-
 def test_from_one_definition_to_groups_and_back_is_exact() -> None:
     optimizer = trained(Whole())
     divided, plan = regroup(optimizer, groups(("a", "a/.*", Whole()), rest=Whole()))

@@ -11,7 +11,7 @@ import opt_optax_bridge
 import optax
 import pickled_elsewhere
 import pytest
-from bridge_testing import Jitted, make_params, step
+from bridge_testing import make_params
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -60,15 +60,6 @@ def test_every_definition_moves_to_another_process(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{len(BUILT)} definitions"
-
-
-def test_an_unpickled_definition_is_not_traced_again() -> None:
-    train_step = Jitted(lambda o: step("adamw", o))
-    made = opt_optax_bridge.adamw(pickled_elsewhere.schedule)
-    for _ in range(3):
-        train_step(made.create(make_params()))
-        made = pickle.loads(pickle.dumps(made))
-    assert train_step.traces == 1
 
 
 NAMELESS: dict[str, OptaxWrapper] = {

@@ -89,41 +89,13 @@ def looped(learning_rate: Any) -> Any:
     return optax.GradientTransformation(inner.init, update)
 
 
-EVALUATED: dict[str, Callable[[Any, Any], Any]] = {
-    "jit": lambda rate, count: jax.jit(rate)(count),
-    "captured": lambda rate, count: jax.lax.cond(count > 9, lambda: 0.0, lambda: rate(count)),
-    "scan": lambda rate, count: jax.lax.scan(lambda _, x: (rate(count), x), 0.0, None, length=3)[0],
-    "grad": lambda rate, count: jax.grad(lambda x: x * rate(count))(1.0),
-}
-
-
-def evaluated(how: str) -> Callable[..., Any]:
-    """A constructor whose update asks for the rate in this way."""
-
-    @wrap_optax_optimizer
-    def constructor(learning_rate: optax.Schedule) -> Any:
-        def update(updates: Any, state: Any, params: Any = None) -> Any:
-            rate = EVALUATED[how](learning_rate, state.count)
-            new = optax.ScaleByScheduleState(state.count + 1)
-            return jax.tree.map(lambda u: -rate * u, updates), new
-
-        def init(params: Any) -> Any:
-            return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-
-        return optax.GradientTransformation(init, update)
-
-    return constructor
-
-
 NESTED = {
     "MultiSteps": multi_steps,
     "partition": partitioned,
     "loop": looped,
-    **{how: evaluated(how) for how in EVALUATED},
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("constructor", NESTED.values(), ids=list(NESTED))
 def test_schedules_inside_branches_loops_and_masks(constructor: Callable[..., Any]) -> None:
     optimizer = constructor(SCHEDULES["linear"]).create(make_params())
