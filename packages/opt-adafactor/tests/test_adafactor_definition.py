@@ -11,8 +11,8 @@ import numpy as np
 import opt_adafactor
 import pytest
 from adafactor_testing import apply_compiled, largest_difference, normal, rule
-from opt_adafactor import Adafactor, HParamMap, _AdafactorHyperParams, _AdafactorParamState
-from opt_core import Optimizer, OptimizerState
+from opt_adafactor import Adafactor, HParamMap
+from opt_core import Optimizer
 from opt_core.errors import HyperParamError, RestoreError, TreeMismatchError
 
 PARAMS = {"w": normal(1, (6, 4)), "b": normal(2, (3,))}
@@ -32,31 +32,6 @@ def grads_at(t: Any) -> Any:
 
 
 # What T5X code does with it.
-
-
-def test_hyper_params_are_built_by_position() -> None:
-    definition = Adafactor(learning_rate=0.1, beta1=0.0, min_dim_size_to_factor=32)
-    assert definition.hyper_params == _AdafactorHyperParams(
-        0.1, True, True, 0.0, 0.8, 0, 1.0, None, 32, 1e-30, 1e-3
-    )
-    assert definition.hyper_params.replace(beta1=0.5).beta1 == 0.5
-    assert definition.dtype_momentum == jnp.float32
-
-
-def test_one_step_from_a_given_state() -> None:
-    definition = Adafactor(learning_rate=0.1, min_dim_size_to_factor=0)
-    params = grads = {"x": np.ones((3, 2), np.float32)}
-    unused = np.zeros((1,))
-    state = _AdafactorParamState(np.full(2, 0.9), np.full(3, 0.1), unused, unused)
-    new, new_state = definition.apply_gradient(
-        definition.hyper_params, params, OptimizerState(1, {"x": state}), grads
-    )
-    found = new_state.param_states["x"]
-    np.testing.assert_allclose(new["x"], np.full((3, 2), 0.9), rtol=1e-6)
-    np.testing.assert_allclose(found.v_row, np.full(2, 0.9574349), rtol=1e-6)
-    np.testing.assert_allclose(found.v_col, np.full(3, 0.6169143), rtol=1e-6)
-    assert int(new_state.step) == 2
-    assert found.v.tolist() == found.m.tolist() == [0.0]
 
 
 # Values.
@@ -223,6 +198,15 @@ def test_no_weight_decay_is_none_and_zero_is_zero() -> None:
     assert largest_difference(power, constant) < 1e-6
     with pytest.raises(ValueError, match=r"`weight_decay_rate_lr_exponent` 0 without"):
         Adafactor(0.1, weight_decay_rate_lr_exponent=0.0)
+
+
+def test_weight_decay_on_parameters_of_every_dtype() -> None:
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        p = jnp.asarray([1.0, -2.0, 4.0], dtype)
+        optimizer = Adafactor(0.0, weight_decay_rate=0.25, beta1=0.5).create(p)
+        optimizer = optimizer.apply_gradient(p)
+        assert optimizer.target.dtype == dtype
+        assert optimizer.target.tolist() == [0.75, -1.5, 3.0]
 
 
 def test_a_parameter_of_one_entry_is_not_a_placeholder() -> None:

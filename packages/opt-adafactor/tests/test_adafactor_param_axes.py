@@ -12,7 +12,6 @@ from opt_adafactor import (
     HEURISTIC_RULE,
     Adafactor,
     FactorDim,
-    HParamMap,
     standard_logical_factor_rules,
 )
 from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
@@ -78,13 +77,6 @@ def test_axes_without_names_and_with_several() -> None:
     }
     with pytest.raises(FactorRuleError, match=r"\('heads', 'embed'\) share one dimension of `w`"):
         rules_of({"w": P(("heads", "embed"))})
-
-
-def test_rules_by_axis_go_before_the_map() -> None:
-    definition = make(factor_map=HParamMap([(".*", None)]))
-    assert definition.create(PARAMS).state.param_states["wi"].v.shape == (6, 3, 8)
-    with_axes = definition.with_param_axes(AXES)
-    assert with_axes.create(PARAMS).state.param_states["wi"].v.shape == (1,)
 
 
 def test_told_by_t5xs_method() -> None:

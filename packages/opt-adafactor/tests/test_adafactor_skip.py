@@ -52,9 +52,3 @@ def test_off_by_default() -> None:
     after = make(False).apply_gradient(grads(np.nan))
     assert np.isnan(after.target["plain"][0])
     assert np.isinf(make(False).apply_gradient(grads(np.inf)).state.param_states["plain"].v[0])
-
-
-def test_the_mode_can_be_overridden_for_a_step() -> None:
-    before = make(False)
-    after = before.apply_gradient(grads(np.nan), skip_nan_updates=True)
-    chex.assert_tree_all_finite(after)

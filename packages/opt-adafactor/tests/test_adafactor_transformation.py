@@ -166,14 +166,6 @@ def test_rules_by_axis() -> None:
 # Inside other transformations.
 
 
-def test_in_multi_steps_and_apply_if_finite() -> None:
-    inner = ada.adafactor(0.1, **SMALL)
-    with jax.numpy_dtype_promotion("standard"):
-        for tx in (optax.MultiSteps(inner, 1), optax.apply_if_finite(inner, 3)):
-            compiled = optax.GradientTransformation(tx.init, jax.jit(tx.update))
-            assert largest_difference(run(compiled, FLAT)[0], run(inner, FLAT)[0]) < 1e-6
-
-
 def test_parameters_are_needed_and_gradients_must_look_like_them() -> None:
     for tx in (ada.adafactor(0.1), ada.scale_by_generalized_factored_rms()):
         state = tx.init(FLAT)

@@ -198,8 +198,6 @@ def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
         ),
         ({"a" * 500: 1.0}, {}, "a" * 97 + "...: expected nothing, found an array"),
         (np.ones(3), jnp.ones(3), ".:0: expected float32[3], found float64[3]"),
-        (2**40, jnp.int32(1), ".:0: expected int32[], found an integer out of its range"),
-        (True, 1, ".:0: expected int[], found bool[]"),
         (
             2**40,
             jax.ShapeDtypeStruct((), np.int32),
@@ -355,23 +353,12 @@ class Unbuffered(io.BytesIO):
         return super().read(min(size or 0, 7))
 
 
-def test_unbuffered_file_objects() -> None:
+def test_unbuffered_file_objects_are_read_from_where_they_stand() -> None:
     state = trained(ours.adam(0.1))
-    file = Unbuffered()
+    file = Unbuffered(b"header")
+    file.seek(6)
     save(file, state)
-    file.seek(0)
-    check_same(load(file, like=state), state)
-    whole = io.BytesIO()
-    save(whole, state)
-    assert whole.getvalue() == file.getvalue()
-
-
-def test_where_it_stands_in_a_file_object() -> None:
-    state = trained(ours.adam(0.1))
-    file = io.BytesIO()
-    file.write(b"header of the caller")
-    save(file, state)
-    file.seek(20)
+    file.seek(6)
     check_same(load(file, like=state), state)
 
 

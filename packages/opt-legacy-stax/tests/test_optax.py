@@ -109,18 +109,6 @@ def test_a_run_that_switches_to_the_equivalent_and_back(name: str, rate: str) ->
     check(returned, whole, exact=equivalent.is_exact)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_the_states_are_those_that_optax_makes(name: str) -> None:
-    equivalent = ours.optax_equivalent(name, step_size=0.1, **ARGUMENTS[name])
-    fresh = equivalent.transformation.init(PARAMS)
-    _, converted = equivalent.convert_state(equivalent.triple.init_fn(PARAMS), 0)
-    assert same_structure(converted, fresh)
-    for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(fresh), strict=True):
-        assert jax.typeof(a) == jax.typeof(b)
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -156,25 +144,6 @@ def test_the_parameters_of_optax_hold() -> None:
         ValueError, match="a triple computes new parameters, not updates: pass `params`"
     ):
         tx.update({"w": jnp.ones(2)}, state)
-
-
-def test_scalars_of_sm3_and_triples_of_ones_own() -> None:
-    @ours.optimizer
-    def hidden() -> Any:  # keeps its parameter doubled
-        return lambda x: {"y": 2 * x}, lambda i, g, s: {"y": s["y"] - g}, lambda s: s["y"] / 2
-
-    params, grads = (
-        {"s": jnp.float32(1.0), "w": jnp.ones(3)},
-        {"s": jnp.float32(1), "w": jnp.ones(3)},
-    )
-    for triple in (ours.sm3(0.1), hidden()):
-        tx, state = ours.to_optax(triple), triple.init_fn(params)
-        found, opt_state = tx.convert_state(state, 0)
-        for i in range(3):
-            state = triple.update_fn(i, grads, state)
-            found, opt_state = tx.apply(found, opt_state, grads)
-        check(found, triple.params_fn(state), exact=True)
-        check(tx.convert_state_back(found, opt_state)[0], state, exact=True)
 
 
 @pytest.mark.parametrize("tx", [optax.adamw(0.1), optax.chain(optax.clip(1.0), optax.lamb(0.1))])
