@@ -290,37 +290,3 @@ def random_data(params: Tree, seed: int = 0) -> list[Tree]:
         return np.asarray(values, struct.dtype)
 
     return [jax.tree.map(leaf, params) for _ in range(1 + STEPS)]
-
-
-def axes_by_shifts(name: str, params: Tree) -> Axes:
-    """Shift all data along one dimension of one parameter; see which dimension is shifted.
-
-    Up to signs, for those of singular vectors are anybody's.
-    """
-    data = random_data(params)
-    before = numbers(train(name, data)[1])
-    follows = defaultdict(list)
-    for path, dim in dimensions(params):
-        size = leaf_shapes(params)[path][dim]
-
-        def shifted(at: Any, leaf: Any, path: str = path, dim: int = dim) -> Any:
-            return np.roll(leaf, 1, axis=dim) if path_of(at) == path else leaf
-
-        changed = [jax.tree_util.tree_map_with_path(shifted, tree) for tree in data]
-        after = numbers(train(name, changed)[1])
-        for leaf, array in before.items():
-            for axis in range(array.ndim):
-                if array.shape[axis] == size and array.size:
-                    expected = np.abs(np.roll(array, 1, axis=axis))
-                    same = np.allclose(expected, np.abs(after[leaf]), rtol=1e-2, atol=1e-4)
-                    if same and not np.allclose(expected, np.abs(array), rtol=1e-2, atol=1e-4):
-                        follows[leaf, axis].append(f"{path}:{dim}")
-    return {
-        leaf: tuple(
-            _only(follows[leaf, axis]) if array.size else UNKNOWN for axis in range(array.ndim)
-        )
-        for leaf, array in before.items()
-    }
-
-
-ORACLES = {"variation": axes_by_variation, "shifts": axes_by_shifts}

@@ -67,26 +67,12 @@ def nested() -> MultiOptimizer:
     )
 
 
-def with_optax_inside() -> MultiOptimizer:
-    return MultiOptimizer.from_rules(
-        [
-            (
-                "kernels",
-                ".*kernel",
-                adafactor(logical_factor_rules=standard_logical_factor_rules()),
-            ),
-            ("norms", ".*scale", opt.sgd(0.1, momentum=0.9)),
-        ]
-    )
-
-
 SCHEDULE = optax.linear_schedule(0.0, 1e-2, 3)
 
 # Definitions of `table`, `stack` and `head`; with a wrapped one, states are kept by group.
 MIXTURES: dict[str, tuple[Any, Any, Any]] = {
     "adafactors": (adafactor, nested, lambda: adafactor(clipping_threshold=0.5)),
     "with adamw": (adafactor, nested, lambda: opt.adamw(SCHEDULE, weight_decay=0.1)),
-    "mixed inside": (lambda: opt.adamw(1e-2), with_optax_inside, adafactor),
 }
 
 
@@ -175,22 +161,6 @@ def test_every_group_is_its_definition_alone_under_overrides_too(mixture: str) -
     states = optimizer.state.param_states
     assert set(states) == set(GROUPS)  # nothing for what is frozen
     assert states["stack"]["kernels"]["stack"]["wi"]["kernel"].v_row.shape == (16, 4)
-
-
-def test_the_trainer_of_t5x_reaches_adafactor_and_not_the_wrapped() -> None:
-    """Its `learning_rate=` is what Adafactor has; the schedule rules `adamw`."""
-    kept: dict[str, Any] = {"table": adafactor(), "head": t5x.adamw(SCHEDULE, weight_decay=0.1)}
-    rules = [("table", "embed/.*", kept["table"]), ("head", "head/.*", kept["head"])]
-    optimizer = t5x.MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())
-    singles = {k: d.create(subtree(k, make_params())) for k, d in kept.items()}
-    for t in range(2):
-        optimizer = apply(optimizer, t, learning_rate=0.3)
-        singles = {k: apply(s, t, GROUPS[k], learning_rate=0.3) for k, s in singles.items()}
-    assert_groups_are(optimizer, singles)
-    own = apply(
-        apply(kept["head"].create(subtree("head", make_params())), 0, ["head"]), 1, ["head"]
-    )
-    assert_identical(optimizer.target["head"], own.target["head"])
 
 
 # Checkpoints.

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_optax_bridge as opt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,17 +14,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import (
     Checkpointer,
     LeafInfo,
-    Map,
     NamedState,
-    Pad,
-    Plan,
-    Rule,
     Schema,
-    Stack,
     _digest,
     leaf_path,
-    named_state,
-    plan_restore,
 )
 from opt_checkpoint._digest import digests
 
@@ -139,40 +131,3 @@ def test_a10_pinned_host(tmp_path: Path) -> None:
             for name, leaf in read.items():
                 assert leaf.sharding.memory_kind == kind
                 np.testing.assert_array_equal(np.asarray(leaf), VALUES[name])
-
-
-RULES: list[Rule] = [
-    ("(.*)/embed", Pad(0, 16)),
-    ("(.*)/qkv", Map((r"\1/q", r"\1/k", r"\1/v"), lambda *given: jnp.concatenate(given, 1))),
-    ("(.*)/l", Stack(r"\1/l{i}")),
-    ("(.*)/t", Map(r"\1/t", jnp.transpose)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_values_change_on_their_way_to_a_mesh(tmp_path: Path, kind: AxisType) -> None:
-    """As they do on the way to one device."""
-    old = {"embed": (6, 8), "t": (6, 8), **dict.fromkeys("qkv", (8, 8))}
-    old |= {f"l{i}": (8, 4) for i in range(4)}
-    new = {"embed": (16, 8), "t": (8, 6), "qkv": (8, 24), "l": (4, 8, 4)}
-    draw = np.random.default_rng(0)
-    params = {name: jnp.float32(draw.normal(size=shape)) for name, shape in old.items()}
-    one = opt.adamw(0.1).create(params).apply_gradient(params)
-    lies = NamedSharding(mesh((2, 4), kind), P("data", "model"))
-    lies_t = NamedSharding(mesh((2, 4), kind), P("model", "data"))
-    target = opt.adamw(0.1).create(
-        {n: jax.device_put(jnp.ones(s), lies_t if n == "t" else lies) for n, s in new.items()}
-    )
-    on_one = opt.adamw(0.1).create({name: jnp.ones(shape) for name, shape in new.items()})
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, one)
-        checkpointer.wait()
-        plan: Plan[Any] = plan_restore(checkpointer.at(1), target, rules=RULES)
-        found, places = named_state(plan.apply()), named_state(target)
-    whole: Plan[Any] = plan_restore(named_state(one), on_one, rules=RULES)
-    expected = named_state(whole.apply())
-    assert found.keys() == expected.keys()
-    for name, leaf in found.items():
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[name]))
-        assert not places[name].committed or leaf.sharding == places[name].sharding

@@ -17,7 +17,7 @@ import opt_adafactor
 import opt_checkpoint
 import opt_optax_bridge as opt
 import pytest
-from opt_checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
+from opt_checkpoint import Rename, errors, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
 from opt_optax_bridge import OptaxWrapper
 
@@ -211,31 +211,6 @@ def adam_group(state: Any, *keys: str) -> Any:
     return (pick(state[0], *keys), state[1])
 
 
-def test_adam_becomes_groups_and_back() -> None:
-    old = trained(ADAM)
-    restored = migrated(
-        named_state(old),
-        groups(*TWO).create(make_params()),
-        (),
-        ["state/groups/fast/adam/mu/w float32[2, 3] <- state/adam/mu/w", "`fast`, `slow` are new"],
-    )
-    state = old.state.param_states
-    assert_groups_go_on(
-        restored,
-        {
-            "fast": (optax.adam(0.1), adam_group(state, "b", "w")),
-            "slow": (optax.adam(0.01), adam_group(state, "e")),
-        },
-    )
-    back = migrated(
-        named_state(restored),
-        ADAM.create(make_params()),
-        (),
-        ["groups `fast`, `slow` are gone", "the groups agree"],
-    )
-    assert_goes_on(back, optax.adam(0.1), old.target, state)
-
-
 def labels(params: Params) -> dict[str, str]:
     return {name: "slow" if name == "e" else "fast" for name in params}
 
@@ -333,50 +308,6 @@ def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
         np.testing.assert_allclose(on.target[name], expected[name], rtol=2e-6, atol=1e-6)
     back = migrated(named_state(restored), wrapped(tx).create(params), rules=to_optax)
     assert_goes_on(back, tx, old.target, old.state.param_states)
-
-
-ROLES = ("row", "batch", "column")
-STACK = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", 1))]
-UNSTACK = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", 1))]
-
-
-def per_layer(shape: tuple[int, ...], seed: int) -> Params:
-    random = np.random.default_rng(seed)
-    return {f"layers_{i}": {"w": jnp.float32(random.normal(size=shape))} for i in range(3)}
-
-
-def together(tree: Any) -> Params:
-    return {"layers": {"w": jnp.stack([tree[f"layers_{i}"]["w"] for i in range(3)], 1)}}
-
-
-# T5X calls the shorter dimension of a matrix its row, and the first of two alike.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "rule", "swaps"),
-    [
-        ((6, 4), ROLES, True),
-        ((4, 6), ROLES, False),
-        ((5, 5), ROLES, False),
-        ((5, 5), ROLES[::-1], True),
-        ((4, 6), ROLES[::-1], True),
-    ],
-)
-def test_layers_of_adafactor_continue_together_as_each_did(
-    shape: tuple[int, ...], rule: Any, swaps: bool
-) -> None:
-    options: dict[str, Any] = {"min_dim_size_to_factor": 4, "beta1": 0.9}
-    apart = opt_adafactor.Adafactor(0.1, **options).create(per_layer(shape, 0))
-    one = apart.apply_gradient(per_layer(shape, 1))
-    factors = opt_adafactor.HParamMap([(".*/w", rule), (".*", None)])
-    scanned = opt_adafactor.Adafactor(0.1, factor_map=factors, **options)
-    target = scanned.create(together(one.target))
-    plan = plan_restore(named_state(one), target, rules=STACK)
-    assert ("rows and columns change places" in str(plan)) == swaps
-    stacked = plan.apply()
-    assert_same(plan_restore(named_state(stacked), apart, rules=UNSTACK).apply(), one)
-    expected = together(one.apply_gradient(per_layer(shape, 2)).target)
-    found = stacked.apply_gradient(together(per_layer(shape, 2))).target
-    np.testing.assert_allclose(found["layers"]["w"], expected["layers"]["w"], rtol=2e-6, atol=1e-7)
 
 
 # Dtypes, and parameters that come and go.

@@ -496,21 +496,6 @@ def pair(tx: Any, kind: Any = opt_nnx.Optimizer, steps: int = 1) -> Any:
     return model, optimizer
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.adamw(1e-2),
-        MultiOptimizer.from_rules([("kernels", "kernel", opt.adam(0.1))], rest=opt.sgd(0.1)),
-        Adafactor(1e-2, min_dim_size_to_factor=8, beta1=0.9),
-    ],
-    ids=["transformation", "groups", "adafactor"],
-)
-def test_pairs_of_nnx_have_the_names_of_the_other_kinds(tx: Any) -> None:
-    model, optimizer = pair(tx)
-    assert_same_bits(named_state((model, optimizer)), named_state(optimizer.to_core(model)))
-
-
 def test_what_flax_has_saved_is_read_by_opt_nnx_and_back() -> None:
     theirs = named_state(pair(optax.adamw(1e-2), nnx.Optimizer))
     ours = plan_restore(theirs, pair(opt.adamw(1e-2), steps=0)).apply()

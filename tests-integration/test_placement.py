@@ -434,39 +434,6 @@ def test_a_pair_goes_where_a_plan_of_its_state_says(as_dict: bool, tmp_path: Pat
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.slow
-def test_a_pair_under_set_mesh(tmp_path: Path) -> None:
-    """The mesh of the context has no devices while the shapes are made."""
-    mesh = mesh_of(8)
-
-    def create() -> Any:
-        model = Model()
-        return model, opt_nnx.Optimizer(model, ADAM, zero="data")
-
-    with jax.set_mesh(mesh):
-        pair = create()
-        pair[0].calls[...] = jax.device_put(pair[0].calls[...], NamedSharding(mesh, P()))
-        checkpointer = saved(tmp_path, nnx_trained(pair))
-    for half in (mesh, mesh_of(4)):
-        with jax.set_mesh(half):
-            restored = checkpointer.restore_latest(nnx.eval_shape(create))
-            assert all(place.mesh == half for place in nnx_shardings(restored))
-            kernel = jax.tree.leaves(nnx.state(restored[1], nnx.OptState))
-            assert any(not leaf.sharding.is_fully_replicated for leaf in kernel)
-        assert_equal(restored, pair)
-
-
-def test_a_model_that_is_on_no_mesh_is_placed_at_construction() -> None:
-    model, optimizer = nnx_pair(ADAM, mesh_of(8))
-    whole = NamedSharding(mesh_of(8), P())
-    params = jax.tree.leaves(nnx.state(model, nnx.Param))
-    assert all(leaf.sharding == whole for leaf in params)
-    model.calls[...] = jax.device_put(model.calls[...], whole)
-    before = nnx_shardings((model, optimizer))
-    nnx_trained((model, optimizer))
-    assert nnx_shardings((model, optimizer)) == before
-
-
 def test_converted_leaves_stay_sharded(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, on_mesh(CASES["TrainingState"](), mesh_of(8)))
     wide = {"up": jnp.zeros((16, 32)), "wo": jnp.zeros((32, 16)), "b": jnp.zeros(16)}

@@ -22,10 +22,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import MultiSteps
-from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
+from opt_checkpoint import named_state, plan_restore
 from opt_checkpoint.errors import LeafError, PlanError
 from opt_core import MultiOptimizer, Optimizer, describe
-from opt_partition import init_sharded, memory_plan
+from opt_partition import memory_plan
 from opt_precision.errors import OrderError
 from optax_table import TABLE
 from partition_oracles import (
@@ -160,14 +160,6 @@ def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
-    mesh = mesh_of(8, AxisType.Auto)
-    lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
-    found, _ = run(wrapped(op.dynamic8()), params(), lies)
-    assert_same(found, on_one_device(op.dynamic8()))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ["clipped after", "lamb"])
 def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
@@ -189,43 +181,6 @@ def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
         assert np.mean(np.asarray(one) != np.asarray(other)) <= 1e-3
     assert {kind for kind, _ in _COLLECTIVE.findall(text)} == {"all-reduce"}
     assert len(_COLLECTIVE.findall(text)) <= len(_COLLECTIVE.findall(theirs))
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": optax.adamw(1e-3),
-    "lamb": optax.lamb(1e-3),
-    "momentum": optax.sgd(1e-2, momentum=0.9),
-    "with hyper-parameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_explicit_meshes_need_no_context(inner: Any) -> None:
-    """Also for leaves of one element, which are on every device."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    lies = {
-        "one": NamedSharding(mesh, P()),
-        "scalar": NamedSharding(mesh, P()),
-        "wide": NamedSharding(mesh, P("x")),
-    }
-    start = {"one": jnp.ones(1), "scalar": jnp.ones(()), "wide": jnp.ones((64, 512))}
-    start = {name: leaf.astype(jnp.bfloat16) for name, leaf in start.items()}
-    held = jax.device_put(start, lies)
-    for weights in (op.stochastic_weights, op.master_weights):
-        tx: Any = weights(op.quantize_state(inner, op.dynamic8(), chunk_bytes=20_000))
-        found = []
-        for given in (start, held):
-            state = tx.init(given)
-            made = jax.jit(tx.apply)(given, state, given)
-            before: Any = jax.tree.structure(state)
-            assert before == jax.tree.structure(made[1])
-            found.append(jax.tree.leaves(made))
-        for one, other in zip(*found, strict=True):
-            np.testing.assert_allclose(
-                np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-2
-            )
-        assert made[0]["wide"].sharding.is_equivalent_to(lies["wide"], 2)
 
 
 def test_parts_of_arrays_in_a_function_of_each_device() -> None:
@@ -312,19 +267,6 @@ def test_scales_lie_where_their_blocks_do() -> None:
     assert specs[under + "long/scale"] == ("model",)
     assert specs[under + "short/scale"] == (None, None, "model", None)  # a block over 4 devices
     assert any("scale" in note for note in plan.notes)
-
-
-def test_init_sharded_takes_the_rules() -> None:
-    shapes, on = planned_params(), mesh_of(8)
-    start = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
-    plan = memory_plan(
-        with_remainder(), shapes, AXES, RULES, on, derivation_rules=op.partition_rules()
-    )
-    held = jax.device_put(start, plan.params.shardings)
-    state = init_sharded(with_remainder(), held, plan.state)
-    assert jax.tree.map(lambda x: x.sharding.spec, state) == jax.tree.map(
-        lambda s: s.spec, plan.state.shardings
-    )
 
 
 # opt-precision where transformations go: windows, guards, run-time numbers, NNX.
@@ -618,52 +560,6 @@ def test_what_is_stored_alike_is_carried_bit_by_bit() -> None:
     for given in ((), rules):
         restored = plan_restore(named_state(saved), target, allow=ALL, rules=given).apply()
         assert_same(restored, saved)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:blocks of moments lie on several devices")
-@pytest.mark.parametrize("name", ["remainder", "stochastic"])
-def test_eight_devices_then_four_then_one(name: str, tmp_path: Path) -> None:
-    specs = {"bias": P(), "kernel": P("data", "model"), "wide": P(None, "model")}
-    start = {**saved_params(jnp.bfloat16), "wide": jnp.ones((8, 1024), jnp.bfloat16)}
-    grads = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)), start)
-
-    def tx_on(mesh: Any) -> tuple[Any, Any]:
-        lies = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
-        inner: Any = op.quantize_state(optax.adamw(1e-3), EIGHT, layout=lies)
-        if name == "stochastic":
-            return op.stochastic_weights(inner), lies
-        return op.master_weights(inner, storage="remainder"), lies
-
-    def stepped(state: Any) -> Any:
-        step = jax.jit(state.tx.apply)
-        new, opt_state = step(state.params, state.opt_state, grads)
-        return state.replace(params=new, opt_state=opt_state, step=state.step + 1)
-
-    def created(number: int) -> TrainingState:
-        mesh = mesh_of(number)
-        tx, lies = tx_on(mesh)
-        held = jax.device_put(start, lies)
-
-        def on_mesh(leaf: jax.Array) -> jax.Array:
-            is_placed = isinstance(leaf.sharding, NamedSharding)
-            return leaf if is_placed else jax.device_put(leaf, NamedSharding(mesh, P()))
-
-        return TrainingState(tx, held, jax.tree.map(on_mesh, tx.init(held)))
-
-    expected = created(1)
-    state = created(8)
-    for number in (4, 1):
-        state, expected = stepped(state), stepped(expected)
-        with Checkpointer(tmp_path) as checkpointer:
-            checkpointer.save(int(state.step), state)
-        target = created(number)
-        state = Checkpointer(tmp_path, read_only=True).restore_latest(target)
-        assert_same((state.params, state.opt_state), (expected.params, expected.opt_state))
-        for leaf, like in zip(*map(jax.tree.leaves, (state, target)), strict=True):
-            if isinstance(like, jax.Array) and like.committed:
-                assert leaf.sharding == like.sharding
-    assert_same(stepped(state).params, stepped(expected).params)
 
 
 # Every transformation of Optax under `quantize_state`: nothing changes, and what is a moment.

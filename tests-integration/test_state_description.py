@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from opt_core import Optimizer, StateDescription, describe_state
 from opt_core.extend import path_str
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge._known import KNOWN
 from opt_partition import explain
 from optax_table import TABLE
 
@@ -126,12 +125,3 @@ def test_factored_dimensions_are_those_of_optax(shape: tuple[int, ...]) -> None:
             if set(dims) != {None}:
                 varies = {dims[i] for i in range(statistic.ndim) if np.ptp(statistic, i).max() > 0}
                 assert varies == ({dim} & set(dims)), (field, dim)
-
-
-def test_the_page_lists_every_setting_that_bears_meaning() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "state-meaning.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
-    for name, known in KNOWN.items():
-        for setting in known.bearing:
-            plain = name.replace("multi_steps", "MultiSteps")
-            assert any(plain in row and f"`{setting}`" in row for row in rows), (name, setting)

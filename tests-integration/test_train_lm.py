@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import itertools
 import json
 import math
 import os
@@ -468,63 +467,6 @@ def test_bad_flags_end_the_process_before_jax_is_imported(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-COMPILED: list[str] = []  # an entry for each program
-
-
-def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    if "backend_compile" in event:
-        COMPILED.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_report")
-def test_a_run_goes_on_at_another_rate_without_zero_and_compiles_nothing_while_it_trains(
-    whole: Path, to_resume: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, training = to_resume, load("lm.training")
-    config = json.loads((folder / "config.json").read_text())
-    for name, default in ("microbatches", 1), ("skip_nonfinite", False):
-        assert config.pop(name) == default
-    (folder / "config.json").write_text(json.dumps(config))  # as before there were these
-    held: dict[str, int] = {}
-
-    def check(*args: Any, original: Any = training.check_step, **kwargs: Any) -> Any:
-        held["while it is checked"] = sum(array.nbytes for array in jax.live_arrays())
-        return original(*args, **kwargs)
-
-    def train(*args: Any, original: Any = training.train) -> Any:
-        held["while it trains"] = sum(array.nbytes for array in jax.live_arrays())
-        COMPILED.clear()
-        result = original(*args)
-        assert not COMPILED
-        return result
-
-    def save(*args: Any, original: Any = training.Checkpointer.save, **kwargs: Any) -> None:
-        before = len(COMPILED)
-        original(*args, **kwargs)
-        del COMPILED[before:]  # of digests, once
-
-    monkeypatch.setattr(training.Checkpointer, "save", save)
-    monkeypatch.setattr(training, "check_step", check)
-    monkeypatch.setattr(training, "train", train)
-    done = main("--resume", folder, "--no-zero", "--learning-rate=1e-4")
-    assert done.returncode == 0, done.stderr
-    assert held["while it trains"] > held["while it is checked"] + 100_000  # planned, then made
-    metrics, others = read_metrics(folder), read_metrics(whole)
-    start = STEPS - STEPS % EVERY
-    assert metrics[:start] == others[:start]
-    assert {line["learning_rate"] for line in metrics[start:]} == {float(np.float32(1e-4))}
-    # The first loss is of the parameters that both runs have; then they part.
-    losses = [[line["loss"] for line in lines[start:]] for lines in (metrics, others)]
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
-    assert losses[0][-1] > losses[1][-1]
-    assert "(ZeRO-1)" in (whole / "placement.txt").read_text()
-    assert "(ZeRO-1)" not in (folder / "placement.txt").read_text()
-
-
 # Runs whose batches are changed: bytes of 255 make the loss of their row infinite, 254 its
 # gradient; they are put into the rows that are named, of the steps that are named.
 
@@ -585,25 +527,6 @@ def run_planted(folder: Path, arguments: Sequence[str]) -> Planted:
         patch.setattr(Checkpointer, "save", watched_save)
         done = main(*arguments)
     return Planted(done, read_metrics(folder), saved)
-
-
-@pytest.mark.slow
-def test_what_is_not_finite_is_skipped_and_reported(text: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = ["--microbatches=2", "--skip-nonfinite", f"--data={text}", f"--out={folder}"]
-    skipping = run_planted(folder, [*FEW, *flags])
-    assert skipping.done.returncode == 0, skipping.done.stderr
-    assert skipping.values("skipped") == [0, 0, 8, 0, 1, 1, 0, 0]
-    assert list(skipping.saved) == list(range(1, LAST + 1))
-    assert skipping.unchanged() == [3]
-    for line in skipping.metrics:
-        assert all(math.isfinite(value) for value in line.values())
-        assert ("loss" in line) == (line["skipped"] < 8)
-    shown = re.findall(r"  skipped (\d+)  ", skipping.done.stderr)
-    assert shown == ["0", "0"]  # of the first and the last step; the others within a minute
-    # The schedule waits for the update that was not made.
-    expected = [schedule(i, LAST) for i in range(LAST - 1)]
-    np.testing.assert_allclose(skipping.values("learning_rate"), expected, rtol=2e-6)
 
 
 @pytest.mark.slow
@@ -728,23 +651,6 @@ def bits_by_counting(train: bytes, held_out: bytes) -> list[float]:
         [(pairs[a, b] + alone[b]) / (befores[a] + 1) for a, b in pairwise(held_out)],
     ]
     return [-sum(map(math.log2, p)) / len(p) for p in predictions]
-
-
-def test_every_held_out_byte_is_predicted_once() -> None:
-    data = load("lm.data")
-    for size, context in itertools.product((2, 8, 9, 10, 64, 65, 100), (1, 4, 8)):
-        text = np.arange(size, dtype=np.uint8)
-        predicted: list[int] = []
-        batches = data.batches_in_order(text, batch_size=4, window=9, context=context)
-        for windows, counts in batches:
-            assert windows.shape == (4, 9)
-            assert (np.diff(windows.astype(int), axis=1)[counts] == 1).all()
-            new = windows[:, 1:][counts].tolist()
-            seen = windows[counts.any(axis=1), 0].astype(int)  # each sees what is before it
-            firsts = windows[:, 1:][counts.cumsum(axis=1) * counts == 1].astype(int)
-            assert all(f - s >= min(context, f) for f, s in zip(firsts, seen, strict=True))
-            predicted += new
-        assert predicted == list(range(1, size))
 
 
 # Which devices it takes, and what a device has memory for.
