@@ -282,10 +282,10 @@ def _totals(plan: MemoryPlan) -> str:
     parts = [(KINDS[kind][0], getattr(plan, kind)) for kind in _kinds(plan)]
     sizes = [(label, layout.bytes_per_device, layout.bytes) for label, layout in parts]
     sizes.append(("total", plan.total_bytes_per_device, plan.total_bytes))
-    rows = [(label, *byte_cells(device), *byte_cells(whole)) for label, device, whole in sizes]
+    rows = [(label, *byte_cells(device), *byte_cells(size)) for label, device, size in sizes]
     if plan.temporary_bytes is not None:
         rows.append(("temporaries, at most", *byte_cells(plan.temporary_bytes), "", ""))
-    return format_table(("", "per device", "bytes per device", "whole", "bytes"), rows)
+    return format_table(("", "per device", "bytes per device", "global", "bytes"), rows)
 
 
 def _fields(plan: MemoryPlan) -> str:
@@ -293,9 +293,9 @@ def _fields(plan: MemoryPlan) -> str:
     for field, device in plan.state_fields.items():
         leaves = [row.leaf for row in plan.rows if row.kind == "state" and row.field == field]
         dtypes = ", ".join(dict.fromkeys(dtype_name(leaf.dtype) for leaf in leaves))
-        whole = human_bytes(sum(leaf.bytes for leaf in leaves))
-        rows.append((field, f"{len(leaves):,}", dtypes, *byte_cells(device), whole))
-    head = ("field", "leaves", "dtype", "per device", "bytes per device", "whole")
+        size = human_bytes(sum(leaf.bytes for leaf in leaves))
+        rows.append((field, f"{len(leaves):,}", dtypes, *byte_cells(device), size))
+    head = ("field", "leaves", "dtype", "per device", "bytes per device", "global")
     return format_table(head, rows)
 
 
