@@ -284,22 +284,10 @@ def test_what_a_handler_wrote_needs_no_function(cli: Cli, tmp_path: Path) -> Non
     assert "state/adam/mu/w" in cli("show", "run/4/optimizer")[1]
 
 
-# What an installer makes of the entry point. `-P`: the folder of a script is not the caller's.
-SCRIPT = """
-import sys
-from importlib.metadata import entry_points
-(script,) = entry_points(group="console_scripts", name="opt-checkpoint")
-sys.exit(script.load()())
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "start", [["-m", "opt_checkpoint"], ["-P", "-c", SCRIPT]], ids=["module", "script"]
-)
-def test_runs_as_a_module_and_as_a_script(start: list[str], root: Path, tmp_path: Path) -> None:
+def test_runs_as_a_module(root: Path, tmp_path: Path) -> None:
     (tmp_path / "job_beside.py").write_text(MODULE)
-    command = [sys.executable, *start, "plan", str(root), "job_beside:adam"]
+    command = [sys.executable, "-m", "opt_checkpoint", "plan", str(root), "job_beside:adam"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )

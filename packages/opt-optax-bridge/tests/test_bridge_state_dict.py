@@ -1,8 +1,9 @@
-"""State dicts: T5X's layout, every state of Optax to the bit, and errors with all paths."""
+"""State dicts in T5X's layout, and logical axes."""
 
 from typing import Any
 
 import jax
+import opt_optax_bridge
 import optax
 import pytest
 from bridge_testing import (
@@ -17,6 +18,8 @@ from bridge_testing import (
 )
 from flax.core import FrozenDict, freeze
 from flax.traverse_util import flatten_dict
+from jax.sharding import PartitionSpec as P
+from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -114,3 +117,58 @@ def test_restoring_under_jit_and_into_shapes() -> None:
     assert_same_bits(jax.jit(optimizer.restore_state)(written), optimizer)
     abstract = jax.eval_shape(definition("adamw").create, make_params())
     assert_same_bits(abstract.restore_state(through_bytes(written)), optimizer)
+
+
+# Logical axes, as T5X asks for them.
+
+AXES = {"b": P("mlp"), "w": P("embed", "mlp")}
+
+
+def is_leaf(x: Any) -> bool:
+    return x is None or isinstance(x, P)
+
+
+def skeleton(tree: Any) -> Any:
+    return jax.tree.structure(tree, is_leaf=is_leaf)
+
+
+def derive(tx: Any, params: Any = None, axes: Any = None) -> Any:
+    """The axes of the state, in its own containers."""
+    optimizer = OptaxWrapper(tx).create(make_params() if params is None else params)
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES if axes is None else axes)
+    assert isinstance(derived, Optimizer)
+    assert derived.state.step is None
+    assert derived.optimizer_def is optimizer.optimizer_def
+    assert skeleton(derived) == skeleton(optimizer), "other containers than the optimizer's own"
+    return derived.state.param_states
+
+
+@pytest.mark.parametrize("axes", [AXES, freeze(AXES)], ids=["dict", "Frozen"])
+def test_dicts_of_either_kind_stand_for_one_another(axes: Any) -> None:
+    definition = opt_optax_bridge.adam(0.1)
+    optimizer = definition.create(freeze(make_params()))
+    derived = definition.derive_logical_axes(optimizer, axes)
+    for tree in (derived.target, derived.state.param_states[0].mu):
+        assert isinstance(tree, FrozenDict)
+        assert dict(tree) == AXES
+    assert skeleton(derived) == skeleton(optimizer)
+
+
+def test_moments_have_the_axes_of_their_parameters_and_counts_none() -> None:
+    clip, (adam, decay, schedule) = derive(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE))
+    )
+    assert clip == decay == optax.EmptyState()
+    assert adam.mu == adam.nu == AXES
+    assert adam.count is schedule.count is None
+    assert derive(optax.trace(0.9), axes={"b": None, "w": P("embed", None)}).trace == {
+        "b": None,
+        "w": P("embed", None),
+    }
+
+
+def test_states_that_no_name_gives_away() -> None:
+    """`apply_every`'s is called `ApplyEvery`; dicts and users' own are in nobody's list."""
+    assert derive(optax.apply_every(2)).grad_acc == AXES
+    tx = optax.GradientTransformation(lambda p: {"mine": [p, p]}, lambda u, s, p=None: (u, s))
+    assert derive(tx) == {"mine": [AXES, AXES]}
