@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -107,14 +106,3 @@ def test_everything_is_updated_in_place(options: Any) -> None:
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * BYTES
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024  # no array
-
-
-def test_one_program_for_every_mini_step() -> None:
-    steps = MultiSteps(
-        INNER["clipped"], lambda step: step + 1, should_skip_update_fn=skip_not_finite
-    )
-    step = jax.jit(chex.assert_max_traces(steps.apply, 1))
-    carried: Any = PARAMS, steps.init(PARAMS)
-    for scale in (1.0, jnp.nan, 2.0, 3.0):
-        carried = step(*carried, jax.tree.map(lambda p, scale=scale: p * scale, PARAMS))
-    assert int(carried[1].gradient_step) == 2

@@ -262,20 +262,6 @@ def test_outputs_of_microbatches_without_weight_are_in_no_mean_but_in_sums() -> 
 # Randomness.
 
 
-def draw(params: jax.Array, batch: jax.Array, rng: jax.Array) -> tuple[jax.Array, Any]:
-    return params * batch.mean(), jax.random.key_data(rng)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_each_microbatch_has_its_own_key(make_key: Callable[[int], jax.Array]) -> None:
-    key = make_key(7)
-    vg = accumulate_gradients(draw, microbatch_size=4, rng=True, weights="examples", has_aux=True)
-    (_, data), _ = jax.jit(vg)(jnp.float32(1), jnp.ones(12), rng=key)
-    expected = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(3)]
-    np.testing.assert_array_equal(data, expected)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 10])
 def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
@@ -361,9 +347,6 @@ def test_dropped_microbatches_leave_sums_and_means_of_outputs_alone() -> None:
     assert seen[0] == ((), (), np.dtype("int32"))
 
 
-# Trees.
-
-
 # Precision.
 
 
@@ -395,30 +378,6 @@ def test_weights_that_do_not_fit_the_accumulator() -> None:
     vg = accumulate_gradients(loss_fn, num_microbatches=2, accumulator_dtype=jnp.float16)
     _, grad = jax.jit(vg)(jnp.float32(1), jnp.full(2, 2.0**14))
     assert (grad.dtype, float(grad)) == (jnp.float16, 0.5)
-
-
-@pytest.mark.slow
-def test_complex_gradients_keep_their_imaginary_parts() -> None:
-    def loss_fn(z: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.square(jnp.abs(z * x)).mean()
-
-    z, x = jnp.complex64(1 + 2j), jnp.array([1 + 1j, 2 - 1j], jnp.complex64)
-    vg = accumulate_gradients(loss_fn, num_microbatches=2, weights="examples")
-    chex.assert_trees_all_close(vg(z, x), jax.value_and_grad(loss_fn)(z, x), rtol=1e-6)
-    assert vg(z, x)[1].dtype == jnp.complex64
-
-
-def test_float64_stays_float64() -> None:
-    enable_x64: Any = jax.enable_x64
-    with enable_x64(True):
-        x = jnp.asarray([1e-10, 1.0, 1.0, 1.0], jnp.float64)
-
-        def loss_fn(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return (w * x).sum(), jnp.ones_like(x).sum()
-
-        loss, grad = accumulate_gradients(loss_fn, num_microbatches=4)(jnp.float64(1), x)
-        assert (loss.dtype, grad.dtype) == (jnp.float64, jnp.float64)
-        assert float(grad) == (3 + 1e-10) / 4
 
 
 # Programs.
@@ -464,50 +423,3 @@ def test_outputs_that_are_added_up_are_held_once() -> None:
     (_, aux), _ = compiled(jnp.float32(1), x)
     assert aux["sum"][7].tolist() == [7.0 * 64] * 8
     assert aux["mean"][7].tolist() == [7.0] * 8
-
-
-@pytest.mark.slow
-def test_padding_is_empty_and_not_skipped() -> None:
-    """Its mean is NaN; a weight that is not finite, or a mean of something, is still judged."""
-    mask = np.ones((ROWS, 2))
-    mask[1::4] = 0
-    params, batch = make_params(), make_batch(mask)
-    batch["x"] = batch["x"].at[2, 1].set(jnp.nan)
-    vg = accumulate_gradients(
-        mean_over_tokens,
-        num_microbatches=4,
-        weights=masked_tokens,
-        skip_fn="non_finite",
-        with_metrics=True,
-    )
-    (loss, metrics), grads = vg(params, batch)
-    assert metrics.skipped.tolist() == [False, False, True, False]
-    assert metrics.weights.tolist() == [6, 0, 0, 6]
-    assert (int(metrics.num_skipped), int(metrics.num_empty)) == (1, 1)
-    rows = np.arange(ROWS) % 4
-    kept = jax.tree.map(lambda leaf: leaf[(rows == 0) | (rows == 3)], batch)
-    chex.assert_trees_all_close((loss, grads), whole_batch(params, kept), rtol=4e-7)
-
-
-@pytest.mark.slow
-def test_parameters_with_none_as_jax_has_them() -> None:
-    params: Tree = {**make_params(), "bias": None, "inner": [None, jnp.float32(3)]}
-    batch = make_batch()
-
-    def scaled(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        total, weight = loss_sum(params, batch)
-        return total * params["inner"][1], weight
-
-    def quotient(params: Tree) -> jax.Array:
-        total, weight = scaled(params, batch)
-        return total / weight.astype(jnp.float32)
-
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    out = {"w": whole, "b": None, "bias": None, "inner": whole}
-    vg = accumulate_gradients(
-        scaled, num_microbatches=3, reduce="deferred", mesh=mesh, out_shardings=out
-    )
-    result = jax.jit(vg)(params, batch)
-    chex.assert_trees_all_close(result, jax.value_and_grad(quotient)(params), rtol=1e-6)
-    assert result[1]["bias"] is None

@@ -54,44 +54,19 @@ KEYS = jax.vmap(lambda index: jax.random.fold_in(KEY, index))(jnp.arange(16))
 GRADS = jax.tree.map(lambda p: jax.vmap(lambda key: jax.random.normal(key, p.shape))(KEYS), PARAMS)
 
 
-def grads_at(index: Any, dtype: Any = jnp.float32) -> Any:
-    return jax.tree.map(lambda rows: rows[index].astype(dtype), GRADS)
+def grads_at(index: Any) -> Any:
+    return jax.tree.map(lambda rows: rows[index], GRADS)
 
 
-def run(steps: Any, state: Any, params: Any, indices: range, dtype: Any = jnp.float32) -> Any:
+def run(steps: Any, state: Any, params: Any, indices: range) -> Any:
     """Returns the parameters, the state and all updates after some mini-steps."""
     update = jax.jit(steps.update)
     emitted = []
     for index in indices:
-        updates, state = update(grads_at(index, dtype), state, params)
+        updates, state = update(grads_at(index), state, params)
         params = optax.apply_updates(params, updates)
         emitted.append(updates)
     return params, state, emitted
-
-
-def scanned(steps: Any, params: Any, dtype: Any) -> Any:
-    def mini_step(carry: Any, index: jax.Array) -> Any:
-        params, state = carry
-        updates, state = steps.update(grads_at(index, dtype), state, params)
-        return (optax.apply_updates(params, updates), state), updates
-
-    carry = params, steps.init(params)
-    return jax.jit(lambda carry: jax.lax.scan(mini_step, carry, jnp.arange(9)))(carry)
-
-
-def vmapped(steps: Any, params: Any, dtype: Any) -> Any:
-    """Two runs at once, whose gradients are not the same; no run is skipped when the other is."""
-
-    def member(first: jax.Array) -> Any:
-        state, moved, emitted = steps.init(params), params, []
-        for index in range(4):
-            grads = grads_at(8 * first + index, dtype)
-            updates, state = steps.update(grads, state, moved)
-            moved = optax.apply_updates(moved, updates)
-            emitted.append(updates)
-        return moved, state, emitted
-
-    return jax.jit(jax.vmap(member))(jnp.arange(2))
 
 
 def assert_same(ours: Any, theirs: Any, *, exact: bool = False) -> None:
@@ -125,41 +100,6 @@ CASES = [("clipped adam", name) for name in OPTIONS] + [(name, "schedule") for n
 @pytest.mark.parametrize(("inner", "options"), sorted(set(CASES)))
 def test_compiled_steps_are_the_same(inner: str, options: str) -> None:
     check_parity(inner, options, exact=False)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("transformed", [scanned, vmapped])
-def test_scanned_and_vmapped_mini_steps_are_the_same(transformed: Any, options: str) -> None:
-    inner = INNER["clipped adam"]
-    found, expected = (
-        transformed(kind(inner, **OPTIONS[options]), PARAMS, jnp.float32)
-        for kind in (MultiSteps, optax.MultiSteps)
-    )
-    assert_same(found, expected)
-
-
-# Without "None", which is Optax's TypeError.
-BFLOAT16 = {name: options for name, options in OPTIONS.items() if name != "None"}
-if HAS_ACCUMULATOR_DTYPE:
-    BFLOAT16["bfloat16"] = {"every_k_schedule": 3, "accumulator_dtype": jnp.bfloat16}
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", BFLOAT16)
-def test_bfloat16_differs_by_its_rounding_only(options: str) -> None:
-    """Optax rounds what it accumulated, or each step of it before 0.2.7: 2**-8 a time."""
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    ours: Any = MultiSteps(optax.sgd(0.1), **BFLOAT16[options])
-    theirs: Any = optax.MultiSteps(optax.sgd(0.1), **BFLOAT16[options])
-    found = run(ours, ours.init(params), params, range(6), jnp.bfloat16)[2]
-    expected = run(theirs, theirs.init(params), params, range(6), jnp.bfloat16)[2]
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype == jnp.bfloat16
-        wide, wide_too = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(wide, wide_too, rtol=2**-6, atol=2**-9)
 
 
 def check_parity(inner: str, options: str, exact: bool) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from opt_accumulate import AverageState, MultiSteps, Spike, guard, skip_not_finite, with_average
+from opt_accumulate import MultiSteps, guard, skip_not_finite, with_average
 
 PARAMS: Any = {"w": jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]]), "b": jnp.array([0.5, -0.5])}
 STEPS = 40
@@ -67,12 +67,6 @@ def x64() -> Any:
         yield
 
 
-def test_float32_is_axlearns_formula_to_1e7() -> None:
-    params, state = trajectory(with_average(ADAM, 0.9))
-    assert_close(state.average, axlearn(params, lambda step: 0.9))
-    assert int(state.count) == STEPS
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("decay", [0.999, 0.0])
 def test_warm_up_is_tensorflows_formula(decay: float) -> None:
@@ -89,16 +83,11 @@ def test_a_schedule_is_asked_for_the_number_of_the_average() -> None:
     assert_close(state.average, axlearn(params, fading), 2e-7)
 
 
-def test_polyak_is_the_plain_mean_without_the_initial_parameters() -> None:
-    params, state = trajectory(with_average(ADAM, form="polyak"))
-    expected = jax.tree.map(lambda *values: np.mean(values, axis=0), *params)
-    assert_close(state.average, expected, 3e-7)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", ["ema", "polyak"])
-@pytest.mark.parametrize(("start", "every"), [(0, 3), (7, 1), (7, 3), (100, 4)])
-def test_start_and_every(form: Any, start: int, every: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "start", "every"),
+    [("ema", 0, 1), ("polyak", 0, 1), ("ema", 7, 3), ("polyak", 7, 3), ("ema", 100, 4)],
+)
+def test_form_start_and_every(form: Any, start: int, every: int) -> None:
     decay = 0.8 if form == "ema" else None
     params, state = trajectory(with_average(ADAM, decay, start=start, every=every, form=form))
     counted = [p for n, p in enumerate(params) if n >= start and (n - start) % every == 0]
@@ -171,27 +160,6 @@ def test_a_skipped_mini_step_does_not_count() -> None:
     chex.assert_trees_all_equal(
         (after, skipped.average, skipped.count), (params, state.average, state.count)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("outside", [True, False])
-def test_a_guard_leaves_it_alone(outside: bool) -> None:
-    options: Any = {"loss": Spike(warmup=2), "grad_norm": None}
-    if outside:
-        tx = guard(with_average(ADAM, 0.5), **options)
-    else:
-        tx = with_average(guard(ADAM, **options), 0.5)
-    params, state = PARAMS, tx.init(PARAMS)
-    apply = jax.jit(tx.apply)
-    seen = []
-    for step, loss in enumerate([1.0, 1.0, 9.0, jnp.nan, 1.0]):
-        params, state = apply(params, state, gradient(step), loss=loss)
-        average = state.inner if outside else state
-        assert isinstance(average, AverageState)
-        seen.append((params, average.average, average.count))
-    chex.assert_trees_all_equal(seen[1], seen[2], seen[3])
-    assert int(seen[4][2]) == 3
 
 
 # What a state promises

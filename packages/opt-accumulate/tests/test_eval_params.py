@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from opt_accumulate import (
@@ -74,15 +73,6 @@ def test_without_a_provider_it_is_the_parameters() -> None:
     assert eval_params(state, params)["w"] is params["w"]
 
 
-@pytest.mark.slow
-def test_schedule_free() -> None:
-    tx = contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9)
-    params, state = trained(tx)
-    expected = contrib.schedule_free_eval_params(state, params)
-    chex.assert_trees_all_close(eval_params((optax.EmptyState(), [state]), params), expected)
-    assert not np.allclose(expected["w"], params["w"])
-
-
 def test_schedule_free_of_a_part() -> None:
     free = contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9)
     tx = optax.partition({"w": free, "b": optax.sgd(0.1)}, LABELS)
@@ -106,15 +96,6 @@ def test_lookahead_has_slow_parameters() -> None:
         EvaluationError, match=r"the `AverageState` at `\.` and the slow parameters"
     ):
         eval_params(averaged, params)
-
-
-def test_parts_may_have_one_each() -> None:
-    tx = optax.partition({"w": AVERAGED, "b": with_average(ADAM, 0.9)}, LABELS)
-    params, state = trained(tx)
-    found = eval_params(state, params)
-    for name, decay in (("w", 0.5), ("b", 0.9)):
-        alone = trained(with_average(ADAM, decay), {name: PARAMS[name]})[1]
-        chex.assert_trees_all_close(found[name], alone.average[name], rtol=1e-6)
 
 
 def test_what_is_not_selected_is_the_parameter() -> None:

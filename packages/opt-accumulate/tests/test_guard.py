@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from opt_accumulate import (
-    GuardState,
     MultiSteps,
     Reason,
     Spike,
@@ -274,20 +273,6 @@ def test_two_guards_have_two_reports() -> None:
         report(INNER.init(PARAMS))
 
 
-@pytest.mark.slow
-def test_one_program_and_one_type_for_every_step() -> None:
-    average = with_average(INNER, lambda t: 1 / (t + 1), start=2, every=2)
-    tx = guard(average, loss=QUICK, update_norm=QUICK, max_consecutive=2)
-    step = jax.jit(chex.assert_max_traces(lambda p, s, g, x: tx.apply(p, s, g, loss=x), 1))
-    params, before = PARAMS, tx.init(PARAMS)
-    state = before
-    for loss in (1.0, NAN, 3.0):
-        params, state = step(params, state, grads_of(1.0), jnp.float32(loss))
-    assert isinstance(state, GuardState)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
-    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
-
-
 LARGE = float(np.finfo(np.float32).max)
 
 
@@ -315,30 +300,6 @@ def test_finite_gradients_are_finite_whatever_their_squares(
     if is_finite and spike is not None:
         exact = np.linalg.norm(np.asarray(values, np.float64))
         assert float(state.grad_norm.values[0]) == pytest.approx(min(exact, LARGE), rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("grads", [[3e30], [3e30 + 4e30j]])
-def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
-    """Alone in its array a number was squared apart from the factor that makes it small."""
-    arrays = [jnp.asarray(value) for value in grads]
-    tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)
-    _, state = jax.jit(tx.update)(arrays, tx.init(arrays), arrays)
-    assert not state.was_skipped
-    norm = float(state.grad_norm.values[0])
-    assert norm == pytest.approx(5e30 if isinstance(grads[0], complex) else 3e30)
-
-
-@pytest.mark.slow
-def test_squares_of_double_precision_are_told_from_infinity() -> None:
-    enable_x64: Any = jax.enable_x64
-    tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)
-    with enable_x64(True):
-        params = jnp.ones(3, jnp.float64)
-        for size, is_finite in (1e30, True), (1e200, True), (1e308, True), (INF, False):
-            _, state = jax.jit(tx.apply)(params, tx.init(params), params * size)
-            assert bool(state.was_skipped) is not is_finite
 
 
 # What it costs: see also `tools/bench/accumulate.py`
