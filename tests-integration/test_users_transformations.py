@@ -40,47 +40,22 @@ class Case(NamedTuple):
     Attributes:
       build: makes it.
       names: the transformations that keep its leaves, without the package of users' own.
-      follows: for each leaf the parameter that it follows; `None` if it follows none.
+      follows: the parameters of leaves whose paths do not have those of their parameters.
     """
 
     build: Callable[[], Any]
     names: set[str]
-    follows: dict[str, str | None]
+    follows: dict[str, str]
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(*names: str, **follows: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Registers a transformation.
-
-    Args:
-      *names: see `Case`.
-      **follows: by field, with `__` for `/`, the name of what it follows: `'tree'` for a tree like
-        the parameters, `'list'` for a list with one entry for each, a function of the name of a
-        parameter for the names below its place in a tree, `None`, or a dict by path.
-    """
+def case(*names: str, **follows: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Registers a transformation; it is the only one that keeps leaves if `names` are not given."""
 
     def register(build: Callable[[], Any]) -> Callable[[], Any]:
-        expected: dict[str, str | None] = {}
-        for field, what in follows.items():
-            at = field.replace("__", "/")
-            if what == "tree":
-                expected |= {f"{at}/{name}".lstrip("/"): name for name in NAMES}
-            elif what == "list":
-                expected |= {f"{at}/{i}".lstrip("/"): name for i, name in enumerate(NAMES)}
-            elif callable(what):
-                below = {name: what(name) for name in NAMES}
-                expected |= {
-                    "/".join(filter(None, (at, name, inner))): name
-                    for name, inners in below.items()
-                    for inner in inners
-                }
-            elif isinstance(what, dict):
-                expected |= {f"{at}/{path}".lstrip("/"): name for path, name in what.items()}
-            else:
-                expected[at] = what
-        CASES[build.__name__] = Case(build, set(names) or {build.__name__}, expected)
+        CASES[build.__name__] = Case(build, set(names) or {build.__name__}, follows)
         return build
 
     return register
@@ -98,10 +73,6 @@ def zeros(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def axes_of(name: str) -> list[str]:
-    return [str(i) for i in range(DIMS[name])]
-
-
 # One tree or several.
 
 
@@ -113,17 +84,7 @@ class Tuned(NamedTuple):
     betas: Any
 
 
-@case(
-    "tuner",
-    "adam",
-    base__0__mu="tree",
-    base__0__nu="tree",
-    base__0__count=None,
-    count=None,
-    sigma=None,
-    theta_ref="tree",
-    betas=None,
-)
+@case("tuner", "adam")
 def tuner() -> Any:
     base, betas = optax.adam(0.1), np.array([0.9, 0.99, 0.999], np.float32)
 
@@ -143,7 +104,7 @@ class LeafState(NamedTuple):
     step: Any
 
 
-@case("optax_wrapper", **{"": lambda name: ["momentum", "per_row", "step"]})
+@case("optax_wrapper")
 def row_normalized() -> Any:
     def one(p: Any) -> Any:
         rows = p.reshape(p.shape[0], -1)
@@ -167,14 +128,7 @@ class Block:
     momentum: Quantized
 
 
-@case(
-    stats=lambda name: [
-        *(f"statistics/{i}" for i in range(DIMS[name])),
-        "momentum/codes",
-        "momentum/diagonal",
-    ],
-    count=None,
-)
+@case()
 def distributed_shampoo() -> Any:
     def block(p: Any) -> Any:
         statistics = [jnp.eye(size) for size in p.shape]
@@ -192,7 +146,7 @@ def distributed_shampoo() -> Any:
 # Lists, flat and grouped.
 
 
-@case(mu="tree", Qs={f"{i}/{k}": name for i, name in enumerate(NAMES) for k in axes_of(name)})
+@case(**{f"Qs/{i}/{k}": n for i, n in enumerate(NAMES) for k in range(DIMS[n])})
 def kron() -> Any:
     def init_fn(params: Any) -> Any:
         factors = [[jnp.eye(size) for size in p.shape] for p in jax.tree.leaves(params)]
@@ -201,7 +155,7 @@ def kron() -> Any:
     return transformation(init_fn)
 
 
-@case(mu="tree", lipschitz="tree", Qs=lambda name: axes_of(name))
+@case()
 def scanned_kron() -> Any:
     """Matrices are initialised under `vmap`, a layer at a time."""
 
@@ -217,12 +171,12 @@ def scanned_kron() -> Any:
     return transformation(init_fn)
 
 
-@case("optax_wrapper", **{"": "list"})
+@case("optax_wrapper", **{str(i): name for i, name in enumerate(NAMES)})
 def list_of_moments() -> Any:
     return transformation(lambda params: [jnp.zeros_like(x) for x in jax.tree.leaves(params)])
 
 
-@case(m={name.replace("/", "."): name for name in NAMES})
+@case(**{f"m/{name.replace('/', '.')}": name for name in NAMES})
 def keyed_by_joined_names() -> Any:
     def init_fn(params: Any) -> Any:
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
@@ -235,18 +189,12 @@ def keyed_by_joined_names() -> Any:
 # Other shapes.
 
 
-@case("optax_wrapper", window={f"{k}/{name}": name for k in range(3) for name in NAMES})
+@case("optax_wrapper")
 def window_of_gradients() -> Any:
     return transformation(lambda params: {"window": [zeros(params) for _ in range(3)]})
 
 
-@case(
-    "low_rank",
-    "adam",
-    projector="tree",
-    **{f"inner__{m}": "tree" for m in ("mu", "nu")},
-    inner__count=None,
-)
+@case("low_rank", "adam")
 def low_rank() -> Any:
     """Adam on what is left of each matrix."""
     inner = optax.scale_by_adam()
@@ -258,7 +206,7 @@ def low_rank() -> Any:
     return transformation(init_fn)
 
 
-@case(norms=None, total=None, best="tree")
+@case()
 def best_so_far() -> Any:
     def init_fn(params: Any) -> Any:
         norms = jnp.stack([jnp.sum(x**2) for x in jax.tree.leaves(params)])
@@ -267,7 +215,7 @@ def best_so_far() -> Any:
     return transformation(init_fn)
 
 
-@case(top="layers/1/w", rest__dense__bias="dense/bias", rest__dense__kernel="dense/kernel")
+@case(top="layers/1/w")
 def parts_of_the_model() -> Any:
     def init_fn(params: Any) -> Any:
         return {
@@ -297,7 +245,7 @@ class Continual:
         return updates, state
 
 
-@case("continual", utilities="tree", logs__mean=None, logs__resets=None, rng=None)
+@case("continual")
 def methods() -> Any:
     return Continual(100)
 
@@ -305,16 +253,7 @@ def methods() -> Any:
 # Around others.
 
 
-@case(
-    "looks_ahead",
-    "trace",
-    "adam",
-    adv__0__trace="tree",
-    opt__0__mu="tree",
-    opt__0__nu="tree",
-    opt__0__count=None,
-    average="tree",
-)
+@case("looks_ahead", "trace", "adam")
 def sharpness() -> Any:
     def looks_ahead(optimizer: Any, adv_optimizer: Any) -> Any:
         def init_fn(params: Any) -> Any:
@@ -334,14 +273,7 @@ def sharpness() -> Any:
     return sharpness(0.9)
 
 
-@case(
-    "adam",
-    "trace",
-    inner__slow__0__mu="tree",
-    inner__slow__0__nu="tree",
-    inner__slow__0__count=None,
-    inner__fast__0__trace="tree",
-)
+@case("adam", "trace")
 def by_name() -> Any:
     """Several in a dict, of a closure of a closure."""
 
@@ -357,7 +289,7 @@ def by_name() -> Any:
     return runner({"slow": optax.adam(0.1), "fast": optax.sgd(0.1, 0.9)})
 
 
-@case("adam", **{f"{m}": {n: n for n in NAMES if DIMS[n] == 2} for m in ("mu", "nu")}, count=None)
+@case("adam")
 def matrices_only() -> Any:
     adam = optax.scale_by_adam()
 
@@ -367,11 +299,7 @@ def matrices_only() -> Any:
     return transformation(init_fn)
 
 
-@case(
-    "stacked",
-    stacked=None,
-    others={"dense/bias": "dense/bias", "dense/kernel": "dense/kernel", "scale": "scale"},
-)
+@case()
 def stacked() -> Any:
     """Layers that are alike are one array."""
 
@@ -395,7 +323,9 @@ def built(name: str) -> Optimizer:
 def test_leaves_follow_their_parameters_and_are_named_after_what_made_them(name: str) -> None:
     leaves = describe_state(built(name)).leaves
     parameters = {path_str(x.path): x.parameter and path_str(x.parameter) for x in leaves}
-    assert parameters == CASES[name].follows
+    in_path = {path: [n for n in NAMES if f"/{n}/" in f"/{path}/"] for path in parameters}
+    expected = {path: names[0] if names else None for path, names in in_path.items()}
+    assert parameters == expected | CASES[name].follows
     names = {leaf.transformation.removeprefix(f"{MINE}.") for leaf in leaves}
     assert names == CASES[name].names
 
