@@ -18,28 +18,11 @@ PARAMS: Any = {"mlp": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "scale"
 ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 W: Any = {"w": jnp.ones(2)}
 EQUIVALENT = ours.optax_equivalent("adam", step_size=0.1)
-FIRST = "Call `update(i, grads, state)`: the step comes first."
-NO_EQUIVALENT = (
-    "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, which wraps the triple "
-    "itself as a transformation."
-)
 
 
 def update(grads: Any = ZEROS, i: Any = 0) -> Any:
     triple = ours.momentum(0.1, 0.9)
     return triple.update_fn(i, grads, triple.init_fn(PARAMS))
-
-
-def mismatch(*lines: str) -> str:
-    return "".join(
-        (
-            "`grad_tree` does not have the tree structure of the parameters that the optimizer ",
-            "was initialized with:\n",
-            *(f"  {line}\n" for line in lines),
-            "Differentiate with respect to `get_params(opt_state)`, or convert the gradients to ",
-            "the containers of the parameters.",
-        )
-    )
 
 
 def changing_containers() -> Any:
@@ -55,82 +38,52 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "gradients of another tree": (
         lambda: update({"mlp": {"kernel": 0.0}, "scale": (0.0, 1.0)}),
         errors.TreeMismatchError,
-        mismatch(
-            "mlp/bias: expected an array, found nothing",
-            "scale: expected a list, found a tuple",
-        ),
+        "mlp/bias: expected an array, found nothing\n  scale: expected a list, found a tuple\nDiff",
     ),
     "a gradient that would change a shape": (
         lambda: update({**ZEROS, "mlp": {"kernel": 0.0, "bias": jnp.ones((4, 1))}}),
         errors.StateChangedError,
-        (
-            "the update changed parameter `mlp/bias` from shape (3,) to (4, 3): its gradient has "
-            "shape (4, 1). Pass gradients with the shapes of the parameters."
-        ),
+        "parameter `mlp/bias` from shape (3,) to (4, 3): its gradient has shape (4, 1). Pass grad",
     ),
     "an update that changes containers": (
         changing_containers,
         errors.StateChangedError,
-        (
-            "the update changed the structure of the state of parameter `w`:\n  .: expected a "
-            "tuple, found a list\nReturn the same containers as `init` does."
-        ),
+        "state of parameter `w`:\n  .: expected a tuple, found a list\nReturn the same containers",
     ),
     "a function as the step": (
         lambda: update(i=jnp.sin),
         errors.StepError,
-        f"`i` must be the step number; got the function `sin`. {FIRST}",
+        "`i` must be the step number; got the function `sin`. Call `update(i, grads, state)`",
     ),
     "step sizes": (
         lambda: ours.sgd(jnp.ones(2)),
         errors.ScheduleError,
-        (
-            "`step_size` must be a number or a function of the step; got an array of shape (2,). "
-            "For a list of values use `piecewise_constant`."
-        ),
+        "`step_size` must be a number or a function of the step; got an array of shape (2,). For",
     ),
     "as many values as boundaries": (
         lambda: ours.piecewise_constant([1, 2], [1, 2]),
         errors.BoundariesError,
-        (
-            "`values` must have one entry more than `boundaries`; got 2 values and 2 boundaries. "
-            "Pass one step size up to each boundary and one for after the last."
-        ),
+        "`values` must have one entry more than `boundaries`; got 2 values and 2 boundaries. Pass",
     ),
     "a tree without join points": (
         lambda: ours.pack_optimizer_state({"a": 1.0, "b": [ours.JoinPoint(1), "c"]}),
         errors.JoinPointError,
-        (
-            "`marked_pytree` must have a JoinPoint in place of every leaf:\n  a: expected a "
-            "JoinPoint, found float\n  b/1: expected a JoinPoint, found str\nPass a tree returned "
-            "by `unpack_optimizer_state`."
-        ),
+        "a: expected a JoinPoint, found float\n  b/1: expected a JoinPoint, found str\nPass a tree",
     ),
     "the state of another transformation": (
         lambda: EQUIVALENT.convert_state_back(W, optax.adam(0.1).init(W)),
         errors.LayoutError,
-        (
-            "`opt_state` is not a state of the equivalent of `adam`: expected (ScaleByAdamState, "
-            "ScaleByScheduleState), found (ScaleByAdamState, EmptyState). Pass a state returned by "
-            "`transformation` or `convert_state`."
-        ),
+        "expected (ScaleByAdamState, ScaleByScheduleState), found (ScaleByAdamState, EmptyState).",
     ),
     "what may be an old state of sm3": (
         lambda: ours.convert_old_layout(history(x=np.ones(2))),
         errors.LayoutError,
-        (
-            "the state of `w` looks like the `(x, m, vs)` of sm3 up to jax 0.2.19. Pass "
-            "`is_sm3=True` if it is, `is_sm3=False` if not."
-        ),
+        "the state of `w` looks like the `(x, m, vs)` of sm3 up to jax 0.2.19. Pass `is_sm3=True`",
     ),
     "no equivalent": (
         lambda: ours.optax_equivalent("adamax", step_size=0.1),
         errors.NoEquivalentError,
-        NO_EQUIVALENT.format(
-            "adamax",
-            "Optax adds `eps` to the gradient inside the maximum, the triple adds it to the "
-            "result; they agree only for `eps=0`",
-        ),
+        "they agree only for `eps=0`. Use `to_optax(adamax(...))`",
     ),
     "a file of another program": (
         lambda: ours.load(
@@ -139,20 +92,19 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             like=ours.adam(0.1).init_fn(W),
         ),
         errors.DamagedFileError,
-        (
-            "the file is damaged, or was not written by `save`: its metadata have no entry "
-            "`opt_legacy_stax`. Restore it from a backup."
-        ),
+        "its metadata have no entry `opt_legacy_stax`. Restore it from a backup.",
     ),
 }
 
 
 @pytest.mark.parametrize(("call", "error", "words"), TABLE.values(), ids=list(TABLE))
-def test_the_words(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+def test_of_which_class_where_and_what_to_do(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error
-    assert str(caught.value) == words
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

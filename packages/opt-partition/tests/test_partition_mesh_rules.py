@@ -61,46 +61,31 @@ def test_rules_are_read_as_flax_reads_them(
 
 
 @pytest.mark.parametrize(
-    ("spec", "rules", "shape", "notes"),
+    ("spec", "rules", "shape", "note"),
     [
-        (
-            P(None, "mlp"),
-            {"mlp": "data"},
-            (3, 7),
-            ("dimension 1 ('mlp', 7) is not divisible by data=4",),
-        ),
+        (P(None, "mlp"), {"mlp": "data"}, (3, 7), "1 ('mlp', 7) is not divisible by data=4"),
         (
             P("mlp"),
             [("mlp", ("data", "model")), ("mlp", "fsdp")],
             (4,),
-            (
-                (
-                    "dimension 0 ('mlp', 4) is not divisible by data=4, model=2 and "
-                    "is not divisible by fsdp=3"
-                ),
-            ),
+            "0 ('mlp', 4) is not divisible by data=4, model=2 and is not divisible by fsdp=3",
         ),
         (
             P(("a", "b")),
             [("a", "data"), ("b", "model")],
             (4,),
-            ("dimension 0 ('b', 4) is not divisible by data=4, model=2",),
+            "0 ('b', 4) is not divisible by data=4, model=2",
         ),
         # A rule with `None` settles it, and the note stays.
-        (
-            P("a"),
-            [("a", "data"), ("a", None)],
-            (6,),
-            ("dimension 0 ('a', 6) is not divisible by data=4",),
-        ),
+        (P("a"), [("a", "data"), ("a", None)], (6,), "0 ('a', 6) is not divisible by data=4"),
         # A fallback is as good; nobody asked for more.
-        (P("a"), [("a", "data"), ("a", "model")], (6,), ()),
+        (P("a"), [("a", "data"), ("a", "model")], (6,), None),
     ],
 )
 def test_what_stays_whole_is_noted(
-    spec: Any, rules: Any, shape: tuple[int, ...], notes: tuple[str, ...]
+    spec: Any, rules: Any, shape: tuple[int, ...], note: str | None
 ) -> None:
-    assert place(spec, rules, shape)[1] == notes
+    assert place(spec, rules, shape)[1] == ((f"dimension {note}",) if note else ())
 
 
 @pytest.mark.parametrize(
@@ -129,73 +114,42 @@ NONE = {"a": None, "b": None}
 
 
 @pytest.mark.parametrize(
-    ("axes", "rules", "options", "message"),
+    ("axes", "rules", "options", "words"),
     [
         (
             {"w": ("a", "b"), "b": P("a", "b")},
             NONE,
             {},
-            (
-                "`axes` do not match `shapes` and `rules`:\n"
-                "  b: expected at most 1 entries, one per dimension; found P('a', 'b')\n"
-                "  w: expected a PartitionSpec of logical names or None, found a tuple"
-            ),
+            r"b: expected at most 1 entries, .* found P\('a', 'b'\)\n  w: expected a PartitionSpec",
         ),
-        (
-            FITTING,
-            {"a": None},
-            {},
-            (
-                "`axes` do not match `shapes` and `rules`:\n  'b', of b, w: no rule\n"
-                "  Add `(name, None)` to `rules` or pass `on_unknown='replicate'`"
-            ),
-        ),
+        (FITTING, {"a": None}, {}, r"'b', of b, w: no rule\n  Add `\(name, None\)` to `rules` or"),
         (
             FITTING,
             {"a": "tensor", "b": None},
             {},
-            (
-                "`rules` map 'a' to the mesh axes 'tensor', which are not in `mesh`: it has "
-                "data=4, model=2, fsdp=3. Rename the axes, or omit the rule for this mesh."
-            ),
+            "map 'a' to the mesh axes 'tensor', .* it has data=4, model=2, fsdp=3. Rename the axes",
         ),
-        (
-            FITTING,
-            [("a", 3)],
-            {},
-            (
-                "`rules` must be pairs of a logical name and a mesh axis, a tuple of mesh axes or "
-                "None; found ('a', 3)"
-            ),
-        ),
-        (
-            FITTING,
-            NONE,
-            {"memory_kinds": {"w": 1, "b": None}},
-            "`memory_kinds` must be strings or None:\n  w: found 1",
-        ),
+        (FITTING, [("a", 3)], {}, r"`rules` must be pairs of .* None; found \('a', 3\)"),
+        (FITTING, NONE, {"memory_kinds": {"w": 1, "b": None}}, "strings or None:\n  w: found 1"),
     ],
 )
 def test_errors_say_where_and_what_to_do(
-    axes: Any, rules: Any, options: dict[str, Any], message: str
+    axes: Any, rules: Any, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(AxesError) as caught:
+    with pytest.raises(AxesError, match=words):
         logical_to_mesh(axes, rules, MESH, SHAPES, **options)
-    assert str(caught.value) == message
 
 
 def test_indivisible_dimensions_may_be_errors() -> None:
     rules = [("a", "data"), ("b", "model"), ("c", "data"), ("c", None)]
     axes = {"w": P("a", "b"), "b": P("b"), "settled": P("c"), "taken": P("a", "c")}
     shapes = {"w": leaf(6, 7), "b": leaf(8), "settled": leaf(3), "taken": leaf(8, 8)}
-    with pytest.raises(IndivisibleError) as caught:
-        logical_to_mesh(axes, rules, MESH, shapes, on_indivisible="error")
-    assert str(caught.value) == (
-        "dimensions are not divisible by the mesh axes that `rules` assign to them:\n  w: "
-        "dimension 0 ('a', 6) is not divisible by data=4\n  w: dimension 1 ('b', 7) is not "
-        "divisible by model=2\n  Add another rule or `(name, None)`, or pass "
-        "`on_indivisible='replicate'`"
+    words = (
+        r"w: dimension 0 \('a', 6\) is not divisible by data=4\n  w: dimension 1 \('b', 7\) is not "
+        r"divisible by model=2\n  Add another rule"
     )
+    with pytest.raises(IndivisibleError, match=words):
+        logical_to_mesh(axes, rules, MESH, shapes, on_indivisible="error")
 
 
 NAMES = st.sampled_from("abcd")

@@ -325,45 +325,23 @@ def test_explicit_axes_change_nothing_and_manual_ones_are_not_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "words"),
     [
         (
             {"zero": ("data", "date")},
             AxesError,
-            (
-                "`zero` must be distinct mesh axes: the mesh has data=4, fsdp=2, model=2; found "
-                "('data', 'date')"
-            ),
+            r"distinct mesh axes: the mesh has data=4, .*; found \('data', 'date'\)",
         ),
-        (
-            {"zero_level": 2},
-            ValueError,
-            (
-                "`zero_level` must be 1, or 2 together with `zero`; found 2 with `zero=None`. "
-                "Name the mesh axes in `zero`, e.g. 'data'."
-            ),
-        ),
-        (
-            {"grad_dtype": jnp.int8},
-            ValueError,
-            "`grad_dtype` must be a floating-point or complex dtype, e.g. 'bfloat16'; found int8",
-        ),
-        (
-            {"group_by": len},
-            TypeError,
-            (
-                "`group_by` must return a string, the name of a group, for every parameter path; "
-                "for 'dec/wo' it returned 6, a int"
-            ),
-        ),
+        ({"zero_level": 2}, ValueError, "found 2 with `zero=None`. Name the mesh axes in `zero`"),
+        ({"grad_dtype": jnp.int8}, ValueError, "`grad_dtype` must be a floating-p.*; found int8"),
+        ({"group_by": len}, TypeError, "`group_by` must return a string, .* for 'dec/wo' it ret"),
     ],
 )
 def test_arguments_that_mean_nothing(
-    options: dict[str, Any], error: type[Exception], message: str
+    options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=words):
         plan_of(**options)
-    assert str(caught.value) == message
 
 
 def test_a_picture_has_a_bar_for_each_group() -> None:

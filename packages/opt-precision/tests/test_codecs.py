@@ -1,6 +1,5 @@
 """What codes mean: the ratchet, the hazard, and the way there and back."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -55,62 +54,6 @@ def test_second_moments_come_down_again(codec: op.Codec, b2: float) -> None:
 @pytest.mark.parametrize("codec", [op.bfloat16(v="nearest"), op.dynamic8(v="nearest")])
 def test_rounded_to_nearest_they_do_not(codec: op.Codec) -> None:
     assert second(codec, 0.999) > 100 * exact(0.999)
-
-
-DEAD_FROM, DEAD_STEPS = 200, 1200
-DECAYS = [(0.5, 0.9), (0.9, 0.95), (0.9, 0.999), (0.99, 0.999)]
-
-
-def walks_of_dead_units(tx: Any) -> tuple[Any, Any]:
-    """How far parameters go without gradients at most, and in the last hundred steps; by kernel.
-
-    Dead columns beside others over four decades and beside a constant that is larger than all,
-    and rows of an embedding that are not used, in blocks along rows and across them.
-    """
-    rng = np.random.default_rng(0)
-    dead, sizes = {}, {}
-    for name, shape in {
-        "relu": (16, 256),
-        "loud": (16, 256),
-        "rows": (16, 256),
-        "narrow": (256, 16),
-    }.items():
-        sizes[name] = jnp.asarray(10.0 ** (-4 * rng.uniform(size=shape)), jnp.float32)
-        dead[name] = np.zeros(shape, bool)
-    dead["relu"][:, ::3] = dead["loud"][:, 1:] = dead["rows"][::3] = dead["narrow"][::3] = True
-
-    def step(carry: Any, i: Any) -> Any:
-        params, state = carry
-        key = jax.random.fold_in(jax.random.key(1), i)
-        g = {name: size * jax.random.normal(key, size.shape) for name, size in sizes.items()}
-        g["loud"] = jnp.where(dead["loud"], g["loud"], 1.0)
-        is_dead = {name: own & (i >= DEAD_FROM) for name, own in dead.items()}
-        g = jax.tree.map(lambda g, dead: jnp.where(dead, 0.0, g), g, is_dead)
-        updates, state = tx.update(g, state, params)
-        return (jax.tree.map(lambda p, u, d: p + d * u, params, updates, is_dead), state), None
-
-    def run() -> Any:
-        start = jax.tree.map(jnp.zeros_like, sizes)
-        before = jnp.arange(DEAD_STEPS - 100)
-        almost = jax.lax.scan(step, (start, tx.init(start)), before)[0]
-        return almost[0], jax.lax.scan(step, almost, before[-1] + 1 + jnp.arange(100))[0][0]
-
-    almost, end = jax.jit(run)()
-    most = jax.tree.map(lambda p: float(jnp.abs(p).max()), end)
-    return most, jax.tree.map(lambda a, b: float(jnp.abs(b - a).max()), almost, end)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("b1", "b2"), DECAYS)
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_dead_units_stop(codec: op.Codec, b1: float, b2: float) -> None:
-    adam = optax.adam(1.0, b1, b2, eps=1e-30)
-    codec = dataclasses.replace(codec, min_size=1)
-    exact, _ = walks_of_dead_units(adam)
-    walked, late = walks_of_dead_units(quantize_state(adam, codec))
-    for name, limit in exact.items():
-        assert walked[name] <= 2.5 * limit, name
-        assert late[name] <= 0.1, name  # in float32 0.006 at most
 
 
 @pytest.mark.sample(1)
@@ -182,27 +125,6 @@ def test_updates_are_right_over_four_decades() -> None:
 
 
 ROLES: tuple[Role, ...] = ("moment", "slow_moment", "second_moment")
-
-
-@pytest.mark.internals
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-@pytest.mark.parametrize("shape", [(4, 256), (4, 1000), (4, 100)])
-def test_decoded_codes_are_encoded_to_themselves(codec: op.Codec, shape: tuple[int, int]) -> None:
-    normal = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-
-    def twice(x: Any) -> Any:
-        found = []
-        for role in ROLES:
-            form = codec.form(role, (4096, shape[1]), jnp.float32)
-            assert isinstance(form, op.Format)
-            once = decode(form, *encode(form, x * x if form.squared else x, None))
-            found.append((once, decode(form, *encode(form, once, None))))
-        return found
-
-    for once, again in jax.jit(twice)(normal):
-        # The root of a square may be another number in its last digit.
-        np.testing.assert_allclose(once, again, rtol=3e-7)
 
 
 @pytest.mark.internals

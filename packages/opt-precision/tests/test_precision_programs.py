@@ -87,21 +87,6 @@ def test_leaves_without_elements_and_with_one(codec: op.Codec) -> None:
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
 
 
-@pytest.mark.slow
-def test_replicas_under_vmap_are_each_like_one() -> None:
-    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8(), chunk_bytes=1 << 14))
-    start = {"w": jnp.stack([0.1 * jnp.ones((64, 256)), jnp.ones((64, 256))]).astype(jnp.bfloat16)}
-    state = jax.vmap(tx.init)(start)
-    g = grads(0, start)
-    many = jax.jit(jax.vmap(tx.apply))(start, state, g)
-    for i in range(2):
-        one = jax.tree.map(lambda x: x[i], (start, state, g))  # noqa: B023
-        single = jax.jit(tx.apply)(*one)
-        for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(single), strict=True):
-            a, b = np.asarray(a[i], np.float32), np.asarray(b, np.float32)
-            assert np.mean(a != b) <= 1e-3  # a compiler may round the update otherwise
-
-
 def test_negative_numbers_in_a_state_are_no_counts() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda u: -1e-3 * u, updates), state

@@ -82,14 +82,6 @@ def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
         assert "stablehlo.bitcast_convert" in text
 
 
-def test_states_are_walked_as_tuples() -> None:
-    tx = master_weights(quantize_state(optax.adamw(1e-3), op.dynamic8()), storage="kahan")
-    step, compensation, (number, (adam, *_)) = tx.init(params(jnp.bfloat16))
-    assert step.dtype == number.dtype == jnp.int32
-    assert compensation["kernel"].dtype == jnp.bfloat16
-    assert isinstance(adam.nu["kernel"], op.Encoded)
-
-
 def test_decode_gives_the_fields_in_float32() -> None:
     tx = quantize_state(optax.adamw(1e-3), op.float8())
     _, state = run(tx, params())

@@ -19,6 +19,10 @@ CODECS: Any = (op.bfloat16(), op.dynamic8(), op.float8(), op.log8())
 @pytest.mark.parametrize("name", ["f32", "remainder", "remainder8", "kahan"])
 def test_a_parameter_is_what_it_was_split_into(name: Any) -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint32)
+    # Every upper half with lower halves that round to nothing, either way, and carry.
+    lower = np.asarray([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    halves = (np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | lower
+    bits = np.concatenate([bits, halves.ravel()])
     bits = bits[(bits >> 23) & 0xFF < 0xFE]  # finite, also when rounded up
     master = jnp.asarray(bits.view(np.float32))
     state: Any = op.master_weights(optax.sgd(0.1), storage=name).init(jnp.ones(1, jnp.bfloat16))
