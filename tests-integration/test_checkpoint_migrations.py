@@ -180,27 +180,6 @@ def test_a_schedule_is_added(rules: list[Any], count: int) -> None:
 # Adam and its like.
 
 
-def test_hyperparams_are_injected_and_taken_out() -> None:
-    old = trained(opt.adam(0.1))
-    tx = optax.inject_hyperparams(optax.adamw)(learning_rate=0.05)
-    restored = migrated(
-        named_state(old),
-        wrapped(tx).create(make_params()),
-        (),
-        ["+ state/inject_hyperparams/hyperparams/learning_rate", "`inject_hyperparams`"],
-    )
-    fresh = tx.init(old.target)
-    inner = (old.state.param_states[0], *fresh.inner_state[1:])
-    state = fresh._replace(inner_state=inner, count=jnp.int32(3))  # of schedules: it goes on
-    assert_goes_on(restored, tx, old.target, strong(state))
-    back = migrated(named_state(restored), opt.adam(0.1).create(make_params()))
-    assert_goes_on(back, optax.adam(0.1), old.target, old.state.param_states)
-
-
-def strong(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)
-
-
 # Groups.
 
 ADAM, FINE = opt.adam(0.1), opt.adam(0.01)

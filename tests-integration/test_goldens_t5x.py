@@ -115,8 +115,6 @@ def assert_follows(case: g.Case, run: list[Optimizer], tolerance: g.Tolerance) -
 def test_trajectories_are_those_of_t5x(name: str, api: Any) -> None:
     """Wrapped definitions of the packages do not ignore a rate, and are given none."""
     case = load(name)
-    if api is g.OURS and case.is_bfloat16:
-        pytest.skip("they are those of the facade")
     ignores = api is g.OURS and name in WRAPPED
     run = [create(case, api)]
     for t, grads in enumerate(case.grads):

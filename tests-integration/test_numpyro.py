@@ -85,11 +85,3 @@ def test_svi_over_a_vector(optim: Any, name: str, monkeypatch: pytest.MonkeyPatc
     else:
         # One more scalar operation may be fused another way.
         np.testing.assert_allclose(losses, fit(theirs, STEPS).losses, rtol=1e-5)
-
-
-def test_a_schedule_drives_it(optim: Any) -> None:
-    schedule = opt_legacy_stax.polynomial_decay(0.3, 25, 0.0, power=0.5)
-    result = fit(optim.SGD(lambda i: 0.01 * schedule(i)), STEPS)
-    losses = np.asarray(result.losses)
-    assert np.isfinite(losses).all()
-    assert (losses[26:] == losses[26]).all()  # the step size is 0

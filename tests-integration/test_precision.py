@@ -42,22 +42,11 @@ from partition_oracles import (
 
 P = PartitionSpec
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\(")
-_SHAPES: Any = {"wide": (64, 1024), "tall": (512, 64), "vector": (8192,)}
-_ALIGNED: Any = {
-    "wide": P("data", "model"),
-    "tall": P(("data", "model"), None),
-    "vector": P("model"),
-}
-_CROSSED: Any = {
-    "wide": P(None, ("data", "model")),
-    "tall": P("data", "model"),
-    "vector": P("data"),
-}
 # Those that are alike are compiled once.
-SHAPES, ALIGNED, CROSSED = (
-    {f"{name}{i}": of[name] for name in _SHAPES for i in range(2 if name == "wide" else 1)}
-    for of in (_SHAPES, _ALIGNED, _CROSSED)
-)
+SHAPES = {"wide0": (64, 1024), "wide1": (64, 1024), "tall": (512, 64), "vector": (8192,)}
+_WIDE, _CUT = P("data", "model"), P(None, ("data", "model"))
+ALIGNED = {"wide0": _WIDE, "wide1": _WIDE, "tall": P(("data", "model")), "vector": P("model")}
+CROSSED = {"wide0": _CUT, "wide1": _CUT, "tall": _WIDE, "vector": P("data")}
 
 
 def params() -> dict[str, Any]:

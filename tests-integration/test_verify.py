@@ -312,16 +312,6 @@ class TestReductions:
         ]
         assert [f.path for f in checked(Recipe("grid", before=mean)).errors] == [STATE_W]
 
-    def test_half_of_a_shard_is_not_judged(self) -> None:
-        def half(part: jax.Array) -> Any:
-            return jnp.concatenate([average(part[:, :256]), part[:, 256:]], -1)
-
-        report = checked(Recipe(after=moving("w", on_shards(half, "data"))))
-        assert report.ok
-        assert unjudged(report) == [
-            ("a reduction over devices of a part of the state, or of a factor", "[32, 256]")
-        ]
-
     def test_sums_and_products_of_state_that_end_in_it_are_not_judged(self) -> None:
         """A partial sum of a device as large as its shard: a statistic would be smaller."""
 
