@@ -410,24 +410,7 @@ class Momentum(NamedTuple):
     row_scale: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class MomentumDataclass:
-    """The same as a dataclass."""
-
-    steps: Any
-    velocity: Any
-    row_scale: Any
-
-
-class Preconditioners(NamedTuple):
-    """A state like Shampoo's: for each parameter one `[n, n]` matrix per dimension."""
-
-    statistics: Any
-    momentum: Any
-
-
-def momentum(make: Callable[..., Any]) -> Transformation:
+def momentum() -> Transformation:
     """A user's transformation: a velocity, and a scale per row of a matrix."""
 
     def row(leaf: Any) -> Any:
@@ -435,14 +418,14 @@ def momentum(make: Callable[..., Any]) -> Transformation:
 
     def init(params: Params) -> Any:
         velocity = jax.tree.map(jnp.zeros_like, params)
-        return make(
+        return Momentum(
             steps=jnp.zeros((), jnp.int32), velocity=velocity, row_scale=jax.tree.map(row, velocity)
         )
 
     def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
         velocity = jax.tree.map(lambda v, u: 0.9 * v + u, state.velocity, updates)
         rows = jax.tree.map(lambda r, u: r + row(u), state.row_scale, updates)
-        return velocity, make(steps=state.steps + 1, velocity=velocity, row_scale=rows)
+        return velocity, Momentum(steps=state.steps + 1, velocity=velocity, row_scale=rows)
 
     return optax.GradientTransformation(init, update)
 
@@ -459,40 +442,14 @@ def list_of_leaves() -> Transformation:
     return optax.GradientTransformation(init, update)
 
 
-def preconditioners() -> Transformation:
-    """A user's transformation with a statistic `[n, n]` for each dimension of size n."""
-
-    def statistics(leaf: Any) -> list[Any]:
-        flat = [jnp.moveaxis(leaf, d, 0).reshape(leaf.shape[d], -1) for d in range(leaf.ndim)]
-        return [x @ x.T for x in flat]
-
-    def init(params: Params) -> Any:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return Preconditioners(jax.tree.map(statistics, zeros), zeros)
-
-    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
-        new = jax.tree.map(lambda u, old: _added(old, statistics(u)), updates, state.statistics)
-        moved = jax.tree.map(lambda m, u: 0.9 * m + u, state.momentum, updates)
-        return moved, Preconditioners(new, moved)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _added(old: list[Any], new: list[Any]) -> list[Any]:
-    return [a + b for a, b in zip(old, new, strict=True)]
-
-
 def of_users() -> dict[str, Case]:
     """What Optax does not have, but its users do: other kinds of states."""
-    simple = {
-        "user: NamedTuple": lambda: momentum(Momentum),
-        "user: in a chain": lambda: multi_steps(
-            optax.chain(adafactor(), momentum(MomentumDataclass))
-        ),
-        "user: list of leaves": list_of_leaves,
-    }
-    factors = {"user: preconditioners": preconditioners}
-    return cases(simple) | cases(factors, without=("empty",), explicit=AMBIGUOUS)
+    return cases(
+        {
+            "user: in a chain": lambda: multi_steps(optax.chain(adafactor(), momentum())),
+            "user: list of leaves": list_of_leaves,
+        }
+    )
 
 
 TABLE = constructors() | wrappers() | contrib_constructors() | aggregators() | of_users()

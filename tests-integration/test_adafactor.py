@@ -262,40 +262,13 @@ def test_on_eight_devices_with_donation(mixture: str, mesh: Mesh) -> None:
     assert_identical(jax.device_get(restored), jax.device_get(plain))
 
 
-# Adafactor among the other packages: derived axes, sharded state, run-time hyper-parameters.
-
-FLAT_SHAPES = {
-    "query": (16, 4, 8, 8),  # scanned layers in the middle
-    "wi": (16, 4, 32),
-    "scale": (16, 4),
-    "embedding": (64, 16),
-    "square": (16, 16),
-    "gate": (1,),
-    "norm": (16,),
-}
-FLAT_AXES = {
-    "query": P("embed", "layers", "heads", "kv"),
-    "wi": P("embed", "layers", "mlp"),
-    "scale": P("embed", "layers"),
-    "embedding": P("vocab", "embed"),
-    "square": P("embed", "mlp"),
-    "gate": P(None),
-    "norm": P("embed"),
-}
+# The definition and the transformation.
 
 
-def params_of(seed: int = 0) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(seed)
-    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in FLAT_SHAPES.items()}
-
-
-def padded(spec: Any, rank: int) -> tuple[Any, ...]:
+def trimmed(spec: Any) -> P:
+    """Dimensions without a name at the end say nothing."""
     names = tuple(spec or ())
-    return (*names, *(None,) * (rank - len(names)))
-
-
-def by_slot(tree: Any, slot: str) -> Any:
-    return {path: getattr(state, slot) for path, state in tree.items()}
+    return P(*names[: max((i + 1 for i, name in enumerate(names) if name), default=0)])
 
 
 @pytest.mark.sample(1)
@@ -307,24 +280,30 @@ def test_both_ways_to_derive_the_axes_agree(respect: bool) -> None:
         "min_dim_size_to_factor": 8,
         "respect_rank2_rules": respect,
     }
-    definition = Adafactor(0.1, **options).with_param_axes(FLAT_AXES)
-    tx = ada.adafactor(0.1, param_axes=FLAT_AXES, **options)
-    abstract = jax.eval_shape(params_of)
+    definition = Adafactor(0.1, **options).with_param_axes(AXES)
+    tx = ada.adafactor(0.1, param_axes=AXES, **options)
+    abstract = jax.eval_shape(make_params)
     optimizer = jax.eval_shape(definition.create, abstract)
-    derived = definition.derive_logical_axes(optimizer, FLAT_AXES).state.param_states
-    axes = opt_partition.explain(tx, abstract, FLAT_AXES, strict=True).axes  # nothing is left open
+    derived = definition.derive_logical_axes(optimizer, AXES).state.param_states
+    axes = opt_partition.explain(tx, abstract, AXES, strict=True).axes  # nothing is left open
+
+    def of_slot(slot: str) -> dict[str, Any]:
+        def one(state: Any) -> Any:
+            return getattr(state, slot)
+
+        is_state = lambda node: hasattr(node, slot)  # noqa: E731
+        return by_path(jax.tree.map(one, derived, is_leaf=is_state), is_axes)
+
     for slot in ("v_row", "v_col", "v", "m"):
-        ours, shapes = by_slot(derived, slot), by_slot(optimizer.state.param_states, slot)
-        for path, spec in getattr(axes, slot).items():
-            rank = len(shapes[path].shape)
-            assert padded(spec, rank) == padded(ours[path], rank), f"{slot}/{path}"
-    assert tuple(axes.v_row["wi"]) == ("embed", "layers")
-    assert tuple(axes.v_col["query"]) == ("layers", "heads", "kv")
-    assert tuple(axes.v_row["square"]) == ("embed",)  # not its columns, of the same size
+        ours = of_slot(slot)
+        for path, spec in by_path(getattr(axes, slot), is_axes).items():
+            assert trimmed(spec) == trimmed(ours[path]), f"{slot}/{path}"
+    assert tuple(axes.v_row["stack"]["wi"]["kernel"]) == ("embed", "layers")
+    assert tuple(axes.v_col["stack"]["query"]["kernel"]) == ("layers", "heads", "kv")
 
 
 def test_the_compiled_step_touches_no_more_bytes_than_optax() -> None:
-    params = {k: p for k, p in params_of().items() if p.ndim <= 2}
+    params = make_params()["head"] | make_params()["embed"]
     ours = ada.adafactor(0.1, min_dim_size_to_factor=8)
     theirs = optax.adafactor(0.1, min_dim_size_to_factor=8)
 

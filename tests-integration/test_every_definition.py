@@ -211,8 +211,7 @@ def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
         candidates = [max(owners, key=len)] if owners else list(of_params)
         sizes = {pair for path in candidates for pair in zip(*of_params[path], strict=True)}
         assert kept <= sizes, row
-        is_factor = "/statistics/" in row.path  # two dimensions of it follow one of the parameter
-        if owners and not is_factor and row.shape == of_params[candidates[0]][0]:
+        if owners and row.shape == of_params[candidates[0]][0]:
             assert spec == tuple(of_params[candidates[0]][1]), row
         if not row.shape:
             assert spec == (), row
