@@ -355,11 +355,6 @@ def gather_and_sum(grad: jax.Array) -> Any:
     return mine(jax.lax.all_gather(grad, "data").sum(0), grad.shape[0] // 8)
 
 
-def gather_and_add(grad: jax.Array) -> Any:
-    first, *others = jnp.split(jax.lax.all_gather(grad, "data", tiled=True), 8)
-    return mine(sum(others, start=first), grad.shape[0] // 8)
-
-
 def exchange_and_sum(grad: jax.Array) -> Any:
     """A reduce-scatter by hand, which moves as little."""
     parts = jax.lax.all_to_all(grad.reshape(8, -1, *grad.shape[1:]), "data", 0, 0)
@@ -368,15 +363,6 @@ def exchange_and_sum(grad: jax.Array) -> Any:
 
 def all_gather(part: jax.Array) -> Any:
     return jax.lax.all_gather(part, "data", tiled=True)
-
-
-def ring_gather(part: jax.Array) -> Any:
-    """An all-gather as a ring of permutes, as it is written to overlap with other work."""
-    parts = [part]
-    for _ in range(7):
-        parts.append(jax.lax.ppermute(parts[-1], "data", RING))
-    stacked = jnp.concatenate(parts[::-1])
-    return jnp.roll(stacked, (jax.lax.axis_index("data") + 1) * part.shape[0], 0)
 
 
 def several_steps(recipe: Recipe, unroll: int = 1) -> Callable[[Meshes], Step]:
@@ -457,28 +443,6 @@ def decoder(**more: Any) -> Recipe:
     return Recipe(**arguments)
 
 
-def as_any(function: Any) -> Any:
-    """Optax's types ask for names of arguments, too."""
-    return function
-
-
-def by_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Updates stacked layers one after the other, as is done to save memory."""
-
-    def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        def one(_: None, layer: Tree) -> tuple[None, tuple[Tree, Tree]]:
-            grad, trace, param = layer
-            old: Any = (optax.TraceState(trace), optax.EmptyState())
-            new: Any
-            updates, new = tx.update(grad, old, param)
-            return None, (updates, new[0].trace)
-
-        _, (updates, trace) = jax.lax.scan(one, None, (grads, state[0].trace, params))
-        return updates, (optax.TraceState(trace), optax.EmptyState())
-
-    return optax.GradientTransformation(tx.init, as_any(update))
-
-
 def clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
@@ -487,7 +451,6 @@ def multi_steps(every: int) -> optax.GradientTransformation:
     return optax.MultiSteps(ADAM, every).gradient_transformation()
 
 
-GROUPS = optax.partition({"matrix": ADAM, "rest": MOMENTUM}, {"w": "matrix", "b": "rest"})
 BF16 = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for name, leaf in PARAMS.items()}
 
 
@@ -530,23 +493,6 @@ def over(*spec: Any) -> Callable[[jax.Array, Mesh], Any]:
 
 def cast_state(dtype: Any) -> Callable[[Tree, Mesh], Tree]:
     return moving("w", lambda x, mesh: x.astype(dtype))
-
-
-def asking(recipe: Recipe, dtype: Any) -> Callable[[Meshes], Step]:
-    """A step of whose state another dtype is asked."""
-
-    def build(meshes: Meshes) -> Step:
-        step = recipe(meshes)
-        asked = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, dtype if leaf.shape else leaf.dtype, sharding=sharding
-            ),
-            step.arguments[1],
-            step.inputs[1],
-        )
-        return dataclasses.replace(step, expected=Expected((None, asked), (None, asked)))
-
-    return build
 
 
 def letting_xla_decide(recipe: Recipe) -> Callable[[Meshes], Step]:
