@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_accumulate import MultiSteps, skip_not_finite
+from opt_accumulate import MultiSteps, guard, skip_not_finite, with_average
 
 SIDE = 256
 PARAMS = {f"w{i}": jnp.full((SIDE, SIDE), 0.5, jnp.float32) for i in range(3)}
@@ -48,16 +48,6 @@ def ours(inner: Any, **options: Any) -> Any:
     return compiled(steps.apply, PARAMS, steps.init(PARAMS), PARAMS)
 
 
-def optax_step(inner: Any, k: int = 4) -> Any:
-    steps = optax.MultiSteps(inner, k)
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = steps.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return compiled(step, PARAMS, steps.init(PARAMS), PARAMS)
-
-
 def entry(program: Any) -> list[tuple[str, str]]:
     """Returns opcode and result type of what the entry computation does to large arrays."""
     return list(_large(program.as_text(), "ENTRY "))
@@ -87,14 +77,14 @@ def test_a_mini_step_that_does_not_emit_does_the_bare_accumulation(inner: str) -
     expected = entry(bare_accumulation())
     assert len(expected) in (1, len(PARAMS))  # fusions, or calls of them
     assert entry(ours(INNER[inner])) == expected
-    assert len(entry(optax_step(INNER[inner]))) > 3 * len(expected)
+    assert len(entry(bare_step(optax.MultiSteps(INNER[inner], 4)))) > 3 * len(expected)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", INNER)
 def test_an_emission_takes_the_memory_of_the_bare_step(inner: str) -> None:
     assert temporaries(ours(INNER[inner])) < temporaries(bare_step(INNER[inner])) + 0.05
-    assert temporaries(optax_step(INNER[inner])) > 2.0
+    assert temporaries(bare_step(optax.MultiSteps(INNER[inner], 4))) > 2.0
 
 
 @pytest.mark.sample(1)
@@ -106,3 +96,17 @@ def test_everything_is_updated_in_place(options: Any) -> None:
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * BYTES
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024  # no array
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_norm": None}])
+def test_a_step_that_a_guard_skips_reads_the_gradients_and_nothing_else(options: Any) -> None:
+    """All that is large in the entry computation is what a bare norm of the gradients has."""
+    tx = guard(with_average(INNER["clipped"], 0.99), **options)
+
+    def step(params: Any, state: Any, grads: Any, loss: Any) -> Any:
+        return tx.apply(params, state, grads, loss=loss)
+
+    guarded = compiled(step, PARAMS, tx.init(PARAMS), PARAMS, jnp.float32(1))
+    bare = compiled(optax.tree.norm, PARAMS, donate=())
+    found, expected = ([opcode for opcode, _ in entry(program)] for program in (guarded, bare))
+    assert found == expected

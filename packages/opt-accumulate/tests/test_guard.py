@@ -300,32 +300,3 @@ def test_finite_gradients_are_finite_whatever_their_squares(
     if is_finite and spike is not None:
         exact = np.linalg.norm(np.asarray(values, np.float64))
         assert float(state.grad_norm.values[0]) == pytest.approx(min(exact, LARGE), rel=1e-5)
-
-
-# What it costs: see also `tools/bench/accumulate.py`
-
-
-def test_a_skipped_step_reads_the_gradients_and_nothing_else() -> None:
-    """All that is large in the entry computation is what a bare norm of the gradients has."""
-    params = {f"w{i}": jnp.full((256, 256), 0.5) for i in range(3)}
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    tx = guard(with_average(inner, 0.99))
-    step = jax.jit(lambda p, s, g, x: tx.apply(p, s, g, loss=x), donate_argnums=(0, 1))
-    guarded = step.lower(params, tx.init(params), params, jnp.float32(1))
-    bare = jax.jit(optax.tree.norm).lower(params)
-    assert large_in_entry(guarded) == large_in_entry(bare)
-    tx = guard(with_average(inner, 0.99), grad_norm=None)
-    step = jax.jit(lambda p, s, g, x: tx.apply(p, s, g, loss=x), donate_argnums=(0, 1))
-    finite = step.lower(params, tx.init(params), params, jnp.float32(1))
-    assert large_in_entry(finite) == large_in_entry(bare)
-
-
-def large_in_entry(lowered: Any) -> list[str]:
-    """The instructions that move arrays of 256 x 256, by opcode."""
-    text = lowered.compile().as_text() or ""
-    body = text[text.index("\nENTRY ") :]
-    body = body[: body.index("\n}")]
-    moves_nothing = {"parameter", "tuple", "get-tuple-element", "bitcast", "while"}
-    made = [line.partition(" = ")[2].partition("(")[0] for line in body.splitlines()]
-    opcodes = [of.split()[-1] for of in made if "[256,256]" in of]
-    return [opcode for opcode in opcodes if opcode not in moves_nothing]

@@ -60,19 +60,6 @@ def test_the_factor_map_is_the_plain_dict_of_t5x(name: str) -> None:
     assert named == case.index["factor_map"]
 
 
-def test_rules_of_rank_2_and_less_are_in_the_map_as_given() -> None:
-    found = make().hyper_params.factor_map
-    assert found == {
-        "expert/wi/kernel": (BATCH, ROW, COLUMN),
-        "mlp/wi/kernel": (ROW, COLUMN),
-        "mlp/wi/bias": (t5x.FactorDim.NONE,),
-        "gate": (t5x.FactorDim.NONE,),
-        "scale": (),
-    }
-    given = make(factored=False).hyper_params.factor_map
-    assert given == found  # stored and ignored
-
-
 @pytest.mark.parametrize("wrap", [dict, FrozenDict])
 @pytest.mark.parametrize("is_abstract", [False, True])
 def test_a_partitioner_of_experts_changes_axes_and_restores_them(

@@ -173,9 +173,6 @@ def test_transformations_get_their_extra_arguments_and_keep_dtypes() -> None:
         triple.update_fn(jnp.sin, {"w": jnp.ones(3)}, state)
 
 
-private: Any = vars(optax.contrib)["differentially_private_aggregate"]  # not exported for mypy
-
-
 def noisy(rate: float) -> ours.Optimizer:
     @ours.optimizer
     def make() -> Any:
@@ -200,18 +197,6 @@ def test_keys_in_states_stay_keys() -> None:
     np.testing.assert_array_equal(found["w"], moved["w"])
     target = definition.create(params).apply_gradient(params).target
     np.testing.assert_array_equal(target["w"], moved["w"])
-    other = ours.from_optax(private(1.0, 0.1, jax.random.key(1)))
-    assert other.update_fn(0, {"w": jnp.ones((3, 2))}, other.init_fn(params))
-
-
-def test_parameters_may_be_named_as_fields_of_optax() -> None:
-    equivalent = ours.optax_equivalent("adam", step_size=0.1)
-    params = {key: jnp.arange(1.0, 4.0) for key in ("mu", "nu", "count")}
-    state = equivalent.triple.update_fn(0, params, equivalent.triple.init_fn(params))
-    back, i = equivalent.convert_state_back(*equivalent.convert_state(state, 1))
-    assert int(i) == 1
-    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def run_both(equivalent: Any, params: Any, dtype: Any) -> tuple[Any, Any]:

@@ -90,23 +90,6 @@ def test_states_move_between_the_modules(name: str) -> None:
     assert same_structure(packed, start)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_python_steps_compile_nothing_new(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    triple = triple_of(name, rate=ours.exponential_decay(0.1, 10, 0.5))
-    # A shape of its own: nothing of it is compiled yet.
-    params = jnp.ones(100 + NAMES.index(name))
-    state = triple.init_fn(params)
-    compiled = []
-    with jax.log_compiles():
-        for i in range(5):
-            state = triple.update_fn(i, params, state)
-            compiled.append(sum("Compiling" in r.message for r in caplog.records))
-            caplog.clear()
-    assert compiled[0] > 0
-    assert compiled[2:] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("step", [0, jnp.int32(0)], ids=["number", "array"])
 def test_arrays_that_are_alike_are_traced_once(step: Any) -> None:
     seen = []

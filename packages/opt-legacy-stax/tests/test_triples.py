@@ -1,6 +1,5 @@
 """What is broken upstream, and works here."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -117,20 +116,6 @@ def test_a_decay_over_no_steps_has_ended(power: Any) -> None:
     np.testing.assert_array_equal(exact(0), theirs.polynomial_decay(0.1, 0, 0.02, power)(0))
 
 
-@given(
-    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5), st.floats(0, 100, width=32)
-)
-@settings(max_examples=60, deadline=None)
-def test_clipped_gradients_are_no_longer_than_said(values: list[float], max_norm: float) -> None:
-    tree = {"a": jnp.array(values), "b": jnp.zeros(2)}
-    clipped = ours.clip_grads(tree, max_norm)
-    before, after = float(ours.l2_norm(tree)), float(ours.l2_norm(clipped))
-    assert after <= max_norm * (1 + 1e-5) or after == before
-    if before <= max_norm:
-        np.testing.assert_array_equal(clipped["a"], tree["a"])
-    assert np.isfinite(np.asarray(clipped["a"])).all()
-
-
 def test_clipping_keeps_nan_where_it_is_and_dtypes_as_they_are() -> None:
     tree = [jnp.array([1.0, jnp.nan]), jnp.full(2, 3.0, jnp.bfloat16), jnp.ones(2)]
     clipped = ours.clip_grads(tree, 0.1)
@@ -139,20 +124,3 @@ def test_clipping_keeps_nan_where_it_is_and_dtypes_as_they_are() -> None:
     assert [leaf.dtype for leaf in clipped] == [leaf.dtype for leaf in tree]
     everywhere = ours.clip_grads(tree, 0.1, upstream_numerics=True)
     assert jnp.isnan(everywhere[2]).all()
-
-
-@ours.optimizer
-def descent(rate: float, **options: Any) -> Any:
-    assert not options
-    return lambda x: x, lambda i, g, x: x - rate * g, lambda x: x
-
-
-def test_upstream_numerics_is_a_switch_of_every_optimizer() -> None:
-    params, grads = jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)
-    for maker in (descent, ours.sgd, ours.adam):
-        assert inspect.signature(maker).parameters["upstream_numerics"].default is False
-        dtypes = []
-        for exact in (False, True):
-            _, update, get_params = triple = maker(0.1, upstream_numerics=exact)
-            dtypes.append(get_params(update(0, grads, triple.init_fn(params))).dtype)
-        assert dtypes == [jnp.bfloat16, jnp.float32]

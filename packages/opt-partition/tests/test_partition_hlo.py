@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opt_partition import Collective
 from opt_partition._verify.collectives import axes_of, collectives, parse_groups
-from opt_partition._verify.flow import Deps, trace
-from opt_partition._verify.hlo import parse, parse_program
+from opt_partition._verify.hlo import parse
 
 pytestmark = pytest.mark.internals
 
@@ -109,103 +108,3 @@ def test_groups_of_mesh_axes(sizes: list[int], data: st.DataObject) -> None:
     assert groups is not None
     shape = dict(zip(names, sizes, strict=True))
     assert axes_of(groups, shape) == tuple(names[n] for n in sorted(over))
-
-
-CONCATENATED = """HloModule jit_f, num_partitions=8
-
-%wrapped_concatenate (p0: f32[8], p1: f32[32]) -> f32[40] {
-  %p1 = f32[32]{0} parameter(1)
-  %p0 = f32[8]{0} parameter(0)
-  ROOT %concatenate = f32[40]{0} concatenate(%p0, %p1), dimensions={0}
-}
-
-%wrapped_slice (q: f32[40]) -> f32[8] {
-  %q = f32[40]{0} parameter(0)
-  ROOT %slice = f32[8]{0} slice(%q), slice={[0:8]}
-}
-
-%wrapped_slice.1 (q: f32[40]) -> f32[32] {
-  %q.1 = f32[40]{0} parameter(0)
-  ROOT %slice.1 = f32[32]{0} slice(%q.1), slice={[8:40]}
-}
-
-ENTRY %main (b: f32[8], w: f32[4,8], c: f32[8]) -> (f32[4,8], f32[8]) {
-  %b = f32[8]{0} parameter(0)
-  %w = f32[4,8]{1,0} parameter(1)
-  %c = f32[8]{0} parameter(2)
-  %flat = f32[32]{0} bitcast(%w)
-  %both = f32[40]{0} fusion(%b, %flat), kind=kLoop, calls=%wrapped_concatenate
-  %start = f32[40]{0} all-reduce-start(%both), replica_groups={}, to_apply=%add
-  %done = f32[40]{0} all-reduce-done(%start)
-  %first = f32[8]{0} fusion(%done), kind=kLoop, calls=%wrapped_slice
-  %second = f32[32]{0} fusion(%done), kind=kLoop, calls=%wrapped_slice.1
-  %shaped = f32[4,8]{1,0} bitcast(%second)
-  %last = f32[8]{0} add(%first, %c)
-  ROOT %out = (f32[4,8]{1,0}, f32[8]{0}) tuple(%shaped, %last)
-}
-"""
-
-
-def concatenated(text: str) -> list[Collective]:
-    return collectives(parse_program(text), {"data": 8})
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("slice={[0:8]}", "slice={[0:7]}"),  # not an array that was concatenated
-        ("add(%first, %c)", "add(%first, %done)"),  # used as a whole
-        ("concatenate(%p0, %p1), ", "add(%p0, %p1), "),
-    ],
-)
-def test_any_other_sum_stays_as_it_is(old: str, new: str) -> None:
-    assert [row.shape for row in concatenated(CONCATENATED)] == [(8,), (4, 8)]
-    rows = concatenated(CONCATENATED.replace(old, new))
-    assert [row.shape for row in rows] == [(40,)]
-
-
-ASYNCHRONOUS = """HloModule jit_f
-
-%put (m: f32[64], part: f32[8], n: s32[]) -> f32[64] {
-  %m = f32[64] parameter(0)
-  %part = f32[8] parameter(1)
-  %n = s32[] parameter(2)
-  ROOT %new = f32[64] dynamic-update-slice(%m, %part, %n)
-}
-
-%body (c: (s32[], f32[64], f32[8])) -> (s32[], f32[64], f32[8]) {
-  %c = (s32[], f32[64], f32[8]) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
-  %state = f32[64] get-tuple-element(%c), index=1
-  %x = f32[8] get-tuple-element(%c), index=2
-  %start = ((f32[64], f32[8], s32[]), f32[64], u32[]) fusion-start(%state, %x, %i), calls=%put
-  %done = f32[64] fusion-done(%start)
-  ROOT %t = (s32[], f32[64], f32[8]) tuple(%i, %done, %x)
-}
-
-%cond (c: (s32[], f32[64], f32[8])) -> pred[] {
-  %c.1 = (s32[], f32[64], f32[8]) parameter(0)
-  ROOT %p = pred[] constant(true)
-}
-
-ENTRY %main (a: s32[], b: f32[64], c: f32[8]) -> f32[64] {
-  %a = s32[] parameter(0)
-  %b = f32[64] parameter(1)
-  %x.1 = f32[8] parameter(2)
-  %first = (s32[], f32[64], f32[8]) tuple(%a, %b, %x.1)
-  %w = (s32[], f32[64], f32[8]) while(%first), condition=%cond, body=%body
-  ROOT %out = f32[64] get-tuple-element(%w), index=1
-}"""
-
-
-def test_an_asynchronous_kernel_does_what_it_does_inside() -> None:
-    """So GPUs write pieces of state that lies on the host: a loop over them is not one of steps."""
-    module, inputs = parse(ASYNCHRONOUS), [Deps.of(n) for n in range(3)]
-    found = trace(module, inputs, stepped=(0b010, 0b100))
-    [out] = found.outputs
-    assert (out.any, out.direct, out.placed) == (0b111, 0b110, 0b100)
-    assert not found.step_loops
-    whole = ASYNCHRONOUS.replace("tuple(%i, %done, %x)", "tuple(%i, %y, %z)").replace(
-        "  ROOT %t", "  %y = f32[64] negate(%done)\n  %z = f32[8] negate(%x)\n  ROOT %t"
-    )
-    assert trace(parse(whole), inputs, stepped=(0b010, 0b100)).step_loops == {"w"}
