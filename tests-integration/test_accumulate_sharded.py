@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,12 +294,6 @@ def test_what_is_not_finite_is_dropped_with_its_part(
     assert int(metrics.weight) == (~dropped).sum()
 
 
-def _assert_close(a: Tree, b: Tree) -> None:
-    # Sums in another order, of up to 64 terms of one magnitude.
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, jax.device_get(a), jax.device_get(b))
-
-
 # Errors.
 
 
@@ -350,13 +345,8 @@ def test_rows_that_would_be_gathered_are_an_error_where_the_mesh_is_known() -> N
     args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
     vg = functools.partial(accumulate_gradients, loss_fn, num_microbatches=32)  # 16 rows a device
     assert "all-gather" in {c.kind for c in moved(compiled(vg(), *args), mesh)}
-    words = (
-        "Microbatches have 2 rows, which do not divide over the 4 devices that the rows of `batch` "
-        "lie over (`data_axes`: 'data'). Take fewer microbatches, of a multiple of 4 rows."
-    )
-    with pytest.raises(BatchError) as error:
+    with pytest.raises(BatchError, match=r"do not divide over the 4 devices .*`data_axes`: 'data'"):
         jax.jit(vg(mesh=mesh))(*args)
-    assert words in str(error.value)
     assert_equal(
         jax.jit(vg(num_microbatches=16, mesh=mesh))(*args), whole_batch(make_params(), make_batch())
     )
@@ -410,37 +400,9 @@ def test_one_dimension_over_axes_of_both_types() -> None:
 # Inside `jax.shard_map`s of others.
 
 
-def mean_loss(params: Tree, batch: Tree) -> jax.Array:
-    total, weight = loss_fn(params, batch)
-    return total / weight.astype(jnp.float32)
-
-
 def psum_loss(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
     total, weight = loss_fn(params, batch)
     return jax.lax.psum(total, "data"), jax.lax.psum(weight, "data")
-
-
-def psum_loss_local_weight(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-    total, weight = loss_fn(params, batch)
-    return jax.lax.psum(total, "data"), weight
-
-
-def tokens(batch: Tree) -> jax.Array:
-    out: jax.Array = batch["mask"].sum()
-    return out
-
-
-def quotient(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Total loss / total weight of a device's rows, all at once."""
-
-    def whole(params: Tree, batch: Tree) -> jax.Array:
-        total = loss(params, batch)
-        out: jax.Array = total
-        if isinstance(total, tuple):
-            out = total[0] / total[1].astype(jnp.float32)
-        return out
-
-    return whole
 
 
 @pytest.mark.sample(1)
@@ -450,9 +412,7 @@ def quotient(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
         (loss_fn, {}, True),
         (loss_fn, {}, False),
         (loss_fn, {"skip_fn": "non_finite"}, True),
-        (mean_loss, {"weights": tokens}, True),
         (psum_loss, {}, True),
-        (psum_loss_local_weight, {}, True),
     ],
 )
 def test_inside_a_shard_map_as_value_and_grad_is(
@@ -480,7 +440,15 @@ def test_inside_a_shard_map_as_value_and_grad_is(
     params, batch = make_params(), make_batch()
     batch["mask"] = batch["mask"].at[jnp.arange(0, 64, 16)].set(True)
     ours = run(accumulate_gradients(loss, num_microbatches=NUM, **options), params, batch)
-    _assert_close(ours, run(jax.value_and_grad(quotient(loss)), params, batch))
+
+    def mean(params: Tree, batch: Tree) -> jax.Array:
+        total, weight = loss(params, batch)
+        mean: jax.Array = total / weight.astype(jnp.float32)
+        return mean
+
+    # Sums in another order, of up to 64 terms of one magnitude.
+    expected = run(jax.value_and_grad(mean), params, batch)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_inside_a_shard_map_parts_of_one_loss_are_dropped_together() -> None:
