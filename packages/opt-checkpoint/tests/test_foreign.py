@@ -50,15 +50,11 @@ def manager(folder: Path, tree: Any) -> Path:
     return folder / "run/5"
 
 
-def state_item(folder: Path, tree: Any, name: str = "state") -> Path:
+def state_item(folder: Path, tree: Any) -> Path:
     with ocp.CheckpointManager(folder / "run") as writer:
-        items = {name: ocp.args.PyTreeSave(tree), "about": ocp.args.JsonSave({"a": 1})}
+        items = {"state": ocp.args.PyTreeSave(tree), "about": ocp.args.JsonSave({"a": 1})}
         writer.save(5, args=ocp.args.Composite(**items))
     return folder / "run/5"
-
-
-def maxtext(folder: Path, tree: Any) -> Path:
-    return state_item(folder, tree, "items")
 
 
 def orbax_v1(folder: Path, tree: Any) -> Path:
@@ -71,7 +67,7 @@ def lists(node: Any) -> Any:
     return [lists(child) for child in node] if isinstance(node, tuple) else node
 
 
-WRITERS = [standard, pytree, manager, state_item, maxtext, orbax_v1]
+WRITERS = [standard, pytree, manager, state_item, orbax_v1]
 TREES: dict[str, Callable[[], Any]] = {
     "TrainState": of_flax,
     "in a dict": lambda: {"train": of_flax(), "epoch": 9},

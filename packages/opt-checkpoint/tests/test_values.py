@@ -302,7 +302,9 @@ def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
     saved = trained(name, layers())
     target = DEFINITIONS[name]().create(stacked(axis=axis))
     rules: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))]
-    together = planned(saved, target, rules).apply()
+    plan = planned(saved, target, rules)
+    assert " <- params/layers_0/w .. params/layers_2/w (3)" in str(plan)
+    together = plan.apply()
     old, new = leaves(saved), leaves(together)
     for leaf in new:
         if "/layers/" not in leaf:

@@ -239,6 +239,14 @@ def test_scalars_are_compared_by_their_bits(one: Any, other: Any) -> None:
         assert apart.note == "reinitialised: its groups do not agree about `kept`"
 
 
+def test_keys_are_not_cast() -> None:
+    key, number = keeping(jax.random.key(0)).create(_P), keeping(jnp.float32(0)).create(_P)
+    for old, new in ((key, number), (number, key)):
+        plan = plan_restore(named_state(old), new, allow=EVERYTHING)
+        assert not plan.is_ok
+        assert "keys cannot be cast" in str(plan)
+
+
 def disagreeing() -> NamedState:
     """Group `a` has made 2 steps, group `b` none."""
     old = named_state(in_groups(opt.adam(0.1), opt.adam(0.1), steps=2))

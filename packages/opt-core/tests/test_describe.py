@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from core_testing import Momentum
-from flax_optim import Adam, traversal
+from flax_optim import Adam
 from opt_core import (
     FROZEN,
     GroupNorms,
@@ -69,16 +69,6 @@ def test_precision_has_a_column_functions_have_names_and_long_patterns_are_cut()
     assert "is_weight" in lines[1]
     assert "xxx...  " in lines[2]
     assert max(map(len, lines)) < 200
-
-
-def test_rows_are_data() -> None:
-    definition = MultiOptimizer((traversal(lambda path: path.endswith("/w")), Momentum(0.5)))
-    first, rest = describe(definition.create(make_params())).rows
-    assert first.paths == ("a/w", "c/w")
-    assert (first.elements, first.state_bytes) == (2052, 4 * 2052)
-    assert first.pattern == "ModelParamTraversal"
-    assert first.hyper_params == "learning_rate=0.5, beta=0.5"
-    assert (rest.paths, rest.definition, rest.state_bytes) == (("a/b",), "frozen", 0)
 
 
 def tree(seed: int) -> Any:

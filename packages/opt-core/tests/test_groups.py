@@ -126,6 +126,13 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         GroupError,
         "axes embed: the logical axes are not known",
     ),
+    "axes of some": (
+        lambda: MultiOptimizer.from_rules(
+            [({"embed"}, Momentum())], rest=FROZEN, param_axes={"decoder": AXES["decoder"]}
+        ).create(PARAMS),
+        GroupError,
+        "`param_axes` have nothing for `embed`",
+    ),
     "two keys of one name": (
         lambda: MultiOptimizer((".*", Momentum())).create(OrderedDict([(1, 1.0), ("1", 2.0)])),
         GroupError,

@@ -103,6 +103,16 @@ def test_wrappers_are_seen_through(tx: Any, expected: list[str]) -> None:
     assert acting(tx) == expected
 
 
+def test_a_placeholder_for_what_is_not_factored_has_no_role() -> None:
+    leaves = of(optax.scale_by_factored_rms(min_dim_size_to_factor=2)).leaves
+    roles = {(*x.field, *(x.parameter or ())): x.role for x in leaves}
+    assert (roles["v_row", "w"], roles["v_col", "w"], roles["v", "w"]) == (
+        *["factored"] * 2,
+        "other",
+    )
+    assert (roles["v_row", "b"], roles["v", "b"]) == ("other", "second_moment")
+
+
 # What users write.
 
 

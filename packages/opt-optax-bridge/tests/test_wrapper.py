@@ -13,6 +13,7 @@ import pytest
 from bridge_testing import (
     Jitted,
     assert_close,
+    constructor_of,
     definition,
     loss,
     make_params,
@@ -73,7 +74,10 @@ def test_they_reach_it_however_deep_and_traced_and_others_are_refused(tx: Any) -
     ("tx", "said"),
     [
         (optax.lbfgs(), "`grad`, `value`, `value_fn`: the update of this transformation needs it"),
-        (optax.contrib.reduce_on_plateau(), "`value`: the update of this transformation needs it"),
+        (
+            constructor_of("reduce_on_plateau")(),
+            "`value`: the update of this transformation needs it",
+        ),
         (transformation("sophia"), "obj_fn must be provided"),
     ],
     ids=["lbfgs", "reduce_on_plateau", "sophia"],
