@@ -180,6 +180,14 @@ def test_a_schedule_is_added(rules: list[Any], count: int) -> None:
 # Adam and its like.
 
 
+def test_a_count_that_begins_beside_moments_that_go_on_has_to_be_admitted() -> None:
+    """From 0 it would correct the bias of moments that have none any more."""
+    target = wrapped(optax.rmsprop(0.1, bias_correction=True)).create(make_params())
+    plan = plan_restore(named_state(trained(wrapped(optax.rmsprop(0.1)))), target)
+    assert plan.missing_words == {"initialise"}
+    assert "!+ state/rms/count int32[]" in str(plan)
+
+
 # Groups.
 
 ADAM, FINE = opt.adam(0.1), opt.adam(0.01)

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 from flax.linen.partitioning import AxisMetadata
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_partition import (
@@ -113,6 +113,9 @@ MESH_AXES = (
         lambda names: len({*names} - {None}) == len([n for n in names if n])
     ),
     rules=st.lists(st.tuples(st.sampled_from(NAMES), MESH_AXES), max_size=10),
+)
+@example(
+    names=["embed", "mlp"], rules=[("embed", "data"), ("mlp", ("data", "model")), ("mlp", "model")]
 )
 @settings(deadline=None, max_examples=50)
 def test_rules_mean_what_they_mean_to_flax(names: list[Any], rules: list[Any]) -> None:
