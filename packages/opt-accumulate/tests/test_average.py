@@ -67,7 +67,6 @@ def x64() -> Any:
         yield
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("decay", [0.999, 0.0])
 def test_warm_up_is_tensorflows_formula(decay: float) -> None:
     params, state = trajectory(with_average(ADAM, decay, warmup=True))
