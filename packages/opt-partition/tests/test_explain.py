@@ -190,17 +190,6 @@ def test_an_init_that_takes_no_large_sizes() -> None:
     assert rows == {"rows": ("embed",), "rank": (None,)}
 
 
-def test_a_leaf_in_the_place_of_another_parameter() -> None:
-    def swapped(params: Any) -> Any:
-        shapes = [p.shape for p in params.values()]
-        return {name: jnp.zeros(s) for name, s in zip(params, reversed(shapes), strict=True)}
-
-    params = {name: shape(64, 64) for name in "abc"}
-    axes = {name: (f"{name}0", f"{name}1") for name in "abc"}
-    found = derive_logical_axes(swapped, params, axes, strict=True)
-    assert [*found.values()] == [P(f"{name}0", f"{name}1") for name in "cba"]
-
-
 def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
     """Each other layer keeps the columns; nothing but its number tells them apart."""
 
