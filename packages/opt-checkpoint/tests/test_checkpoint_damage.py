@@ -272,7 +272,10 @@ def test_e4_latest_is_damaged(run: Path, caplog: pytest.LogCaptureFixture) -> No
         for call in (lambda: checkpointer.restore(3, abstract()), lambda: checkpointer.at(2)):
             with pytest.raises(DamagedError):
                 call()
-        for step, words in ((2, "call `discard_after` first"), (4, r"passed over \[2, 3\]")):
+        for step, words in (
+            (2, "call `discard_after` first"),
+            (4, r"passed over \[2, 3\].*after\(1\)"),
+        ):
             with pytest.raises(SaveError, match=words):
                 checkpointer.save(step, restored)
         assert checkpointer.discard_after(1) == [2, 3]

@@ -385,7 +385,6 @@ def test_c1_another_shape_is_an_error_with_both(shape: tuple[int, ...]) -> None:
         assert "reshape" not in plan_restore(saved, target).missing_words
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("value", "dtype", "fits"),
     [
