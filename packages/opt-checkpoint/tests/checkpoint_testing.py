@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge
 import optax
-from flax import nnx
 from flax.training.train_state import TrainState
 from opt_checkpoint import LeafInfo, NamedState, Schema, TrainingState, leaf_path
+
+with warnings.catch_warnings():  # Flax 0.12.0 asks jax 0.8 for names that it deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from flax import nnx
 
 # Optimizers whose states have the same names, shapes and dtypes in Orbax and Flax.
 LOOK_ALIKES = (
