@@ -174,11 +174,16 @@ def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7)
 
 
+# Products by powers of two: compilers may join others with a sum (FMA), in one program and not in
+# another.
+EXACT_ADAMW = optax.adamw(2.0**-10, b1=0.5, b2=0.5, weight_decay=2.0**-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_shapes_that_are_compiled_together_have_the_bits_of_each(codec: op.Codec) -> None:
     found = [
-        bits(run(stochastic_weights(quantize_state(optax.adamw(1e-3), codec, **size)), start()))
+        bits(run(stochastic_weights(quantize_state(EXACT_ADAMW, codec, **size)), start()))
         for size in ({}, {"chunk_bytes": 20_000})
     ]
     assert found[0] == found[1]
@@ -188,13 +193,15 @@ def with_rows() -> Any:
     """An update whose equations depend on the number of rows, of the whole leaf also on blocks."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return jax.tree.map(lambda u: u * len(u) if len(u) > 64 else jnp.sin(u), updates), state
+        return jax.tree.map(
+            lambda u: u / 2 ** len(u).bit_length() if len(u) > 64 else jnp.sin(u), updates
+        ), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def test_blocks_have_the_equations_of_the_whole_leaf() -> None:
-    inner = optax.chain(with_rows(), optax.scale_by_adam(), optax.scale(-1e-3))
+    inner = optax.chain(with_rows(), EXACT_ADAMW)
     found = []
     for chunk in (1 << 14, 1 << 26):
         tx = master_weights(quantize_state(inner, op.bfloat16(), chunk_bytes=chunk))

@@ -126,14 +126,17 @@ def encode(
     x = _bits.widen(x)
     if form.kind == "bfloat16":
         return _in_bfloat16(form, x, noise, before), None
-    magnitude = lax.sqrt(x) if form.squared else lax.abs(x)
-    scale = block_max(magnitude, form.axis, form.block)
+    magnitude = x if form.squared else lax.abs(x)
+    largest = block_max(magnitude, form.axis, form.block)
+    scale = lax.sqrt(largest) if form.squared else largest
     # A block of zeros has no scale to divide by. The inverse is there for each block: divided by
     # a scale for each element, XLA would make it so here and there, where the last digits differ.
     divisor = lax.select(scale < _TINY, jnp.ones_like(scale), scale)
     inverse = spread(1 / divisor, form.axis, form.block, x.shape[form.axis])
-    below, chance = _position(form, magnitude * inverse, is_cut_off=noise is not None)
-    upper = _coded(form, x, below + 1)
+    share = magnitude * inverse * (inverse if form.squared else 1)
+    below, chance = _position(form, share, is_cut_off=noise is not None)
+    lower, further = _coded(form, x, below)
+    upper = lower + further
     is_up = chance >= 0.5
     if noise is not None:
         # Of 22 bits: the largest is less than a chance of 1 that was rounded down.
@@ -143,8 +146,7 @@ def encode(
             is_up = is_drawn
         elif before is not None:
             is_up &= (upper != before) | is_drawn
-    codes = lax.select(is_up, upper, _coded(form, x, below))
-    return codes, scale
+    return lax.select(is_up, upper, lower), scale
 
 
 def _in_bfloat16(
@@ -162,14 +164,15 @@ def _in_bfloat16(
     return _bits.narrow(lax.select(is_held, drawn, nearest))
 
 
-def _coded(form: Format, x: jax.Array, rank: jax.Array) -> jax.Array:
-    """The code of numbers by the rank of their magnitude, in a byte."""
+def _coded(form: Format, x: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The code of numbers by the rank of their magnitude, and how far it is to the next rank's."""
+    is_negative, one = x < 0, jnp.ones_like(rank)
     if form.squared:
-        return rank
+        return rank, one
     if form.kind == "float8":
-        return rank | jnp.where(x < 0, np.uint8(128), np.uint8(0))
-    zero = np.uint8(len(_maps.dynamic_magnitudes()) - 1)
-    return jnp.where(x < 0, zero - rank, zero + rank)
+        return rank | jnp.where(is_negative, np.uint8(128), np.uint8(0)), one
+    further = jnp.where(is_negative, np.uint8(255), one)
+    return np.uint8(len(_maps.dynamic_magnitudes()) - 1) + rank * further, further
 
 
 def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -229,33 +232,29 @@ def _look_up(table: Any, index: jax.Array) -> jax.Array:
     return lax.gather(jnp.asarray(table), wide, _ONE_BY_ONE, (1,), mode=mode)
 
 
-def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
-    """How many edges are at most each number."""
-    cell = lax.min(_bits.bits_of(y) >> 16, jnp.full_like(y, _maps.CELLS - 1, jnp.uint32))
-    below = _look_up(ranks.below, cell)
-    return below + (_look_up(ranks.edges, below) <= y).astype(jnp.uint8)
-
-
 def _position(form: Format, y: jax.Array, *, is_cut_off: bool) -> tuple[jax.Array, jax.Array]:
-    """The rank of the value below each number between 0 and 1, and how far up the next it is."""
+    """The rank of the value, or square, below numbers from 0 to 1, and how far up the next is."""
     if form.kind == "log8":
         return _position_in_log(y)
-    table = _table(form)
-    below, gaps = _rank(_maps.floors(table), y), _maps.gaps(table, squared=form.squared)
-    distance = (y * y if form.squared else y) - _look_up(gaps.low, below)
-    chance = distance * _look_up(gaps.inverse, below)
+    cells = _maps.cells(_table(form), squared=form.squared)
+    cell = lax.min(_bits.bits_of(y) >> 16, jnp.full_like(y, _maps.CELLS - 1, jnp.uint32))
+    edge = _look_up(cells.edge, cell)
+    is_above = edge <= y
+    low = lax.select(is_above, edge, _look_up(cells.low, cell))
+    inverse = lax.select(is_above, *(_look_up(table, cell) for table in cells.inverses))
+    chance = (y - low) * inverse
     if is_cut_off and not form.squared:
         chance = jnp.where(y < _maps.COARSE, 0, chance)
-    return below, chance
+    return _look_up(cells.below, cell) + is_above.astype(jnp.uint8), chance
 
 
 def _position_in_log(y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same for squares in the logarithmic map, without a table."""
-    log = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST)))
-    position = log * np.float32(1 / (math.log(2) * _LOG_STEP)) + _maps.LOG_STEPS
+    log = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST**2)))
+    position = log * np.float32(1 / (2 * math.log(2) * _LOG_STEP)) + _maps.LOG_STEPS
     below = jnp.clip(lax.floor(position), 0, _maps.LOG_STEPS - 1)
-    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP))  # squared
-    chance = (y * y - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
+    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP))
+    chance = (y - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
     return below.astype(jnp.uint8), chance
 
 

@@ -78,42 +78,33 @@ def e4m3_roots() -> Table:
     return values
 
 
-class Ranks(NamedTuple):
-    """How many edges are at most a number between 0 and 1, found with two look-ups.
-
-    The upper half of a float32's bits names a cell that is so narrow that it holds one edge at
-    most. Neither arithmetic nor a search decides, so the answer is the same in every program.
-    """
-
-    edges: Table  # in ascending order, and an infinity
-    below: NDArray[np.uint8]  # for each cell, how many edges are at most its lower end
-
-
 CELLS: Final = int(np.float32(1).view(np.uint32) >> 16) + 1
 
 
+class Cells(NamedTuple):
+    """What is known of a number between 0 and 1 by the upper half of its bits, which is its cell.
+
+    Cells are so narrow that each holds one edge at most: a value of the map between the first and
+    the last. Neither arithmetic nor a search decides, so the answer is the same in every program.
+    All is looked up by the cell: XLA for GPUs would write an index that is used twice to memory.
+    """
+
+    below: NDArray[np.uint8]  # how many edges are at most the cell's lower end
+    edge: Table  # the next edge, or infinity
+    low: Table  # the value below that
+    inverses: tuple[Table, Table]  # one by the gap above the edge, and by that below it
+
+
 @functools.cache
-def floors(table: Callable[[], Table]) -> Ranks:
-    """Ranks that are the index of the largest value that is at most a number, but for the last."""
-    edges = table()[1:-1]
-    cells = np.arange(CELLS + 1, dtype=np.uint32) << np.uint32(16)
-    ends = cells.view(np.float32)
-    below = np.searchsorted(edges, ends, side="right")
-    inside = np.searchsorted(edges, ends[1:], side="left") - below[:-1]
+def cells(table: Callable[[], Table], *, squared: bool) -> Cells:
+    """The cells of a map, or of its squares."""
+    values = table() * table() if squared else table()
+    edges = values[1:-1]
+    ends = (np.arange(CELLS + 1, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    below = np.searchsorted(edges, ends, side="right")[:-1]
+    inside = np.searchsorted(edges, ends[1:], side="left") - below
     assert inside.max() <= 1, "a cell holds two edges"
-    padded = np.append(edges, np.float32(np.inf))
-    return Ranks(padded, below[:-1].astype(np.uint8))
-
-
-class Gaps(NamedTuple):
-    """Between each value of a table and the next."""
-
-    low: Table  # the lower end, or its square
-    inverse: Table  # one by the width of the gap, or of that between squares
-
-
-@functools.cache
-def gaps(table: Callable[[], Table], *, squared: bool) -> Gaps:
-    """The gaps of a table, or of its squares."""
-    ends = table() * table() if squared else table()
-    return Gaps(ends[:-1], np.reciprocal(ends[1:] - ends[:-1]))
+    inverse = np.reciprocal(values[1:] - values[:-1])
+    above = np.append(inverse[1:], np.float32(0))[below]
+    edge = np.append(edges, np.float32(np.inf))[below]
+    return Cells(below.astype(np.uint8), edge, values[below], (above, inverse[below]))

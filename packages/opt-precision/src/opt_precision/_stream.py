@@ -320,6 +320,8 @@ def _block(
         jax.tree.unflatten(tree, olds),
         jax.tree.unflatten(read_tree, read),
     )
+    # Computed together, then written: else XLA computes each for itself, from all that it needs.
+    new = lax.optimization_barrier(new)
     ahead = [None if block is None else cut(whole, unit, following) for whole, unit, block in rows]
     replaced = [
         # Neither may be in the way of the other, or compilers copy the whole array for each block.
