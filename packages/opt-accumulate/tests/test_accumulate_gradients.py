@@ -155,7 +155,6 @@ def test_padding_that_counts_is_an_error_or_nan() -> None:
         assert not np.isnan(divided(params, batch)[0])
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [loss_sum, mean_over_tokens])
 def test_no_weight_at_all_gives_zeros_and_says_so(fn: Callable[..., Any]) -> None:
     params, batch = make_params(), make_batch(np.zeros((ROWS, 2)))
@@ -305,6 +304,28 @@ def test_a_microbatch_that_is_not_finite_is_as_if_it_were_not_there(bad: float, 
     chex.assert_trees_all_close((loss, grads), whole_batch(params, kept), rtol=4e-7)
     assert metrics.skipped.tolist() == [False, True, False, False]
     assert (int(metrics.num_skipped), int(metrics.num_empty), int(metrics.weight)) == (1, 0, 18)
+
+
+def test_microbatches_without_weight_are_empty_and_not_skipped() -> None:
+    """The mean over nothing is NaN; one over something is judged."""
+    mask = np.ones((ROWS, 2))
+    mask[1::4] = 0
+    params, batch = make_params(), make_batch(mask)
+    batch["x"] = batch["x"].at[2, 1].set(jnp.nan)
+    vg = accumulate_gradients(
+        mean_over_tokens,
+        num_microbatches=4,
+        weights=masked_tokens,
+        skip_fn="non_finite",
+        with_metrics=True,
+    )
+    (loss, metrics), grads = vg(params, batch)
+    assert metrics.skipped.tolist() == [False, False, True, False]
+    assert metrics.weights.tolist() == [6, 0, 0, 6]
+    assert (int(metrics.num_skipped), int(metrics.num_empty)) == (1, 1)
+    rows = np.arange(ROWS) % 4
+    kept = jax.tree.map(lambda leaf: leaf[(rows == 0) | (rows == 3)], batch)
+    chex.assert_trees_all_close((loss, grads), whole_batch(params, kept), rtol=4e-7)
 
 
 def test_an_infinite_gradient_of_a_finite_loss_is_found() -> None:

@@ -107,6 +107,12 @@ def test_anything_else_is_refused_and_not_run(value: Any) -> None:
     assert not Path(CANARY).exists()
 
 
+def test_a_refusal_says_what_the_pickle_refers_to() -> None:
+    words = f"refers to `{os.getcwd.__module__}.getcwd`, which is not part of an array"
+    with pytest.raises(errors.UnsafePickleError, match=words):
+        load(pickle.dumps(Runs(os.getcwd)))
+
+
 BOMBS = {
     "bytes": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x0f.",
     "frame": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x0fN.",
