@@ -300,3 +300,27 @@ def test_finite_gradients_are_finite_whatever_their_squares(
     if is_finite and spike is not None:
         exact = np.linalg.norm(np.asarray(values, np.float64))
         assert float(state.grad_norm.values[0]) == pytest.approx(min(exact, LARGE), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("grads", [[3e30], [3e30 + 4e30j]])
+def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
+    """Alone in its array a number was squared apart from the factor that makes it small."""
+    arrays = [jnp.asarray(value) for value in grads]
+    tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)
+    _, state = jax.jit(tx.update)(arrays, tx.init(arrays), arrays)
+    assert not state.was_skipped
+    norm = float(state.grad_norm.values[0])
+    assert norm == pytest.approx(5e30 if isinstance(grads[0], complex) else 3e30)
+
+
+@pytest.mark.slow
+def test_squares_of_double_precision_are_told_from_infinity() -> None:
+    enable_x64: Any = jax.enable_x64
+    tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)
+    with enable_x64(True):
+        params = jnp.ones(3, jnp.float64)
+        for size, is_finite in (1e30, True), (1e200, True), (1e308, True), (INF, False):
+            _, state = jax.jit(tx.apply)(params, tx.init(params), params * size)
+            assert bool(state.was_skipped) is not is_finite

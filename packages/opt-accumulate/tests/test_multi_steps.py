@@ -388,3 +388,24 @@ def test_the_state_of_a_skip_function_that_is_gone() -> None:
     changed = state._replace(skip_state=steps.init(PARAMS).skip_state)
     _, changed = steps.update(grads_of(1.0), changed)
     chex.assert_trees_all_equal_structs(changed, steps.init(PARAMS))
+
+
+def negative(updates: Any, gradient_step: Any, params: Any) -> tuple[Any, Any]:
+    return updates["b"] < 0, ()
+
+
+@pytest.mark.slow
+def test_the_decision_is_kept_where_the_function_does_not_keep_it() -> None:
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=negative)
+    added, state = run(steps, [1.0, 1.0, -1.0])
+    assert added == [0.0, -1.0, 0.0]
+    assert bool(state.skip_state["should_skip"])
+    assert not steps.has_updated(state)
+    theirs = optax.MultiSteps(SGD, 2, should_skip_update_fn=negative)
+    _, their_state = run(theirs, [1.0, 1.0, -1.0])
+    assert their_state.skip_state == ()
+    assert theirs.has_updated(their_state)
+    added, _ = run(steps, [3.0, 5.0], their_state)
+    assert added == [0.0, -4.0]
+    added, _ = run(theirs, [3.0, 5.0], state)
+    assert added == [0.0, -4.0]
