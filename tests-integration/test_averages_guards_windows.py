@@ -191,6 +191,14 @@ def test_of_a_master_it_is_the_master_that_is_averaged(storage: Any) -> None:
         chex.assert_trees_all_equal(eval_params(state.inner, params), params)
 
 
+def test_a_step_that_a_guard_inside_has_skipped_does_not_count() -> None:
+    tx = with_average(guard(ADAMW, loss=None), 0.5)
+    params, state = tx.apply(make_params(), tx.init(make_params()), gradients())
+    _, after = tx.apply(params, state, jax.tree.map(lambda g: NAN * g, gradients()))
+    assert int(after.count) == int(state.count) == 1
+    chex.assert_trees_all_equal(after.average, state.average)
+
+
 # With definitions
 
 
