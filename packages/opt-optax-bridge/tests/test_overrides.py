@@ -103,6 +103,10 @@ def test_an_override_promotes_nothing() -> None:
     built = step("sgd", opt_optax_bridge.sgd(0.1, momentum=0.9).create(optimizer.target))
     assert_same_bits(overridden.target, built.target)
     assert_same_bits(overridden.state, built.state)
+    definition, grads = optimizer.optimizer_def, make_params(jnp.bfloat16)
+    given = definition.update_hyper_params(learning_rate=jnp.float32(0.1))
+    updates, _ = definition.compute_updates(given, optimizer.target, optimizer.state, grads)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_a_schedule_gives_way_to_a_number_and_to_a_schedule() -> None:

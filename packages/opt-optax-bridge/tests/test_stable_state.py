@@ -96,6 +96,15 @@ def test_a_step_of_a_building_block_changes_no_aval(name: str) -> None:
     assert avals(abstract_step(name, optimizer, jnp.bfloat16)) == avals(optimizer)
 
 
+def test_what_init_makes_of_numbers_is_not_weak() -> None:
+    tx = optax.GradientTransformation(
+        lambda params: {"weak": jnp.asarray(1.0), "number": 2.0},
+        lambda updates, state, params=None: (updates, state),
+    )
+    assert is_weak(tx.init(make_params()))
+    assert not is_weak(OptaxWrapper(tx).create(make_params()))
+
+
 def lenient(tx: Any) -> Any:
     """The transformation under the promotion that Optax is written for."""
 
