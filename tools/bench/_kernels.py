@@ -8,7 +8,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from opt_partition._verify.hlo import Computation, Instruction, flat_types, parse
+from opt_partition._verify.flow import trip_count
+from opt_partition._verify.hlo import Computation, Instruction, Module, flat_types, parse
 
 # They start nothing on the device: names for memory, and numbers that a kernel is launched with.
 _NOT_KERNELS = {
@@ -24,58 +25,96 @@ class Kernel:
 
     Attributes:
       name: in the program.
-      read: bytes of its operands, each array once.
-      written: bytes of its results.
+      read: bytes of its operands, each array once, of a sliced one the slice.
+      written: bytes of its results, of an array that it replaces a piece of the piece.
       elements: of the largest of its results.
+      times: how often it runs.
     """
 
     name: str
     read: int
     written: int
     elements: int
+    times: int = 1
 
     @property
     def bytes(self) -> int:
-        """Bytes that it reads and writes."""
-        return self.read + self.written
+        """Bytes that all runs read and write."""
+        return self.times * (self.read + self.written)
 
 
 def kernels(text: str, *, loops: bool = True) -> list[Kernel]:
-    """Returns the kernels of a program without loops and branches.
-
-    A kernel that slices an operand, or writes a piece of a result in place, counts with all of it.
+    """Returns the kernels of a program, those of a loop as often as it runs.
 
     Args:
       text: of the program.
-      loops: whether one is an error; else it is left out, and a call is a kernel, as on a CPU.
+      loops: whether those of loops count, and whether a branch is an error; else both are left out,
+        and a call is a kernel, as on a CPU.
 
     Raises:
-      ValueError: the program has a loop, a branch or a call, whose kernels run more or less often.
+      ValueError: the program has a branch or a call, or a loop of unknown trips.
     """
     module = parse(text)
-    entry = module.computations[module.entry]
-    found = []
-    for instruction in entry.instructions.values():
+    return list(_kernels(module, module.computations[module.entry], loops, 1))
+
+
+def _kernels(module: Module, inside: Computation, loops: bool, times: int) -> Iterator[Kernel]:
+    for instruction in inside.instructions.values():
         opcode = instruction.opcode
         if loops and opcode in _LOOPS | {"call"}:
-            raise ValueError(f"`{instruction.name}`: the kernels of a `{opcode}` are not counted")
-        if opcode not in _NOT_KERNELS | _LOOPS and not opcode.endswith(("-done", "-update")):
-            found.append(_kernel(entry, instruction))
-    return found
+            trips = trip_count(module, inside, instruction) if opcode == "while" else None
+            if trips is None:
+                raise ValueError(
+                    f"`{instruction.name}`: the kernels of a `{opcode}` are not counted"
+                )
+            [body] = instruction.called("body")
+            yield from _kernels(module, module.computations[body], loops, times * trips)
+        elif opcode not in _NOT_KERNELS | _LOOPS and not opcode.endswith(("-done", "-update")):
+            yield _kernel(module, inside, instruction, times)
 
 
-def _kernel(entry: Computation, instruction: Instruction) -> Kernel:
-    end = entry.done(instruction) if instruction.opcode.endswith("-start") else instruction
-    results = list(flat_types(end.type))
+def _kernel(module: Module, inside: Computation, instruction: Instruction, times: int) -> Kernel:
+    end = inside.done(instruction) if instruction.opcode.endswith("-start") else instruction
+    called = [module.computations[name] for name in instruction.called("calls")]
     read = {}
-    for name in instruction.operands:
-        size = sum(array.bytes for array in flat_types(entry.instructions[name].type))
-        while entry.instructions[name].opcode == "bitcast":  # another name of the same array
-            [name] = entry.instructions[name].operands
+    for number, name in enumerate(instruction.operands):
+        size = sum(array.bytes for array in flat_types(inside.instructions[name].type))
+        for fused in called:
+            size = min(size, _sliced(fused, number, size))
+        while inside.instructions[name].opcode == "bitcast":  # another name of the same array
+            [name] = inside.instructions[name].operands
         read[name] = size
+    results = list(flat_types(end.type))
     written = sum(array.bytes for array in results)
+    for fused in called:
+        root = fused.instructions[fused.root]
+        names = root.operands if root.opcode == "tuple" else (fused.root,)
+        written = sum(_replaced(fused, name) for name in names)
     largest = max((array.size for array in results), default=0)
-    return Kernel(instruction.name, sum(read.values()), written, largest)
+    return Kernel(instruction.name, sum(read.values()), written, largest, times)
+
+
+def _sliced(fused: Computation, number: int, size: int) -> int:
+    """The bytes that a fusion reads of an operand, of which it may need but a slice."""
+    every = fused.instructions.values()
+    [name] = [i.name for i in every if i.opcode == "parameter" and i.literal == str(number)]
+    slices = [0]
+    for user in (i for i in every if name in i.operands):
+        is_replaced = user.opcode == "dynamic-update-slice" and user.operands[0] == name
+        if user.opcode != "dynamic-slice" and not is_replaced:
+            return size
+        slices.append(0 if is_replaced else user.array.bytes)
+    return max(slices)
+
+
+def _replaced(fused: Computation, name: str) -> int:
+    """The bytes of a result, or of the piece of an array that is replaced."""
+    result = fused.instructions[name]
+    while result.opcode == "bitcast":
+        result = fused.instructions[result.operands[0]]
+    if result.opcode == "dynamic-update-slice":
+        result = fused.instructions[result.operands[1]]
+    return sum(array.bytes for array in flat_types(result.type))
 
 
 def whole_copies(text: str, elements: int) -> list[str]:

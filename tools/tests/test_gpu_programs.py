@@ -51,17 +51,45 @@ tuple(%first, %second, %done)
 def test_kernels_read_and_write_each_array_once() -> None:
     scalar, new, copy = kernels(TEXT)
     assert (scalar.name, scalar.read, scalar.written, scalar.elements) == ("scalar", 4, 4, 1)
-    # `%flat` is `%p.1` under another name.
-    assert (new.name, new.read, new.written) == ("new", 32 * 4 + 32 * 2 + 4, 2 * 32 * 4)
+    # `%flat` is `%p.1` under another name, `%n` is not used.
+    assert (new.name, new.read, new.written) == ("new", 32 * 4 + 32 * 2, 2 * 32 * 4)
     assert (new.bytes, new.elements) == (new.read + new.written, 32)
     assert (copy.name, copy.read, copy.written) == ("start", 32 * 4, 32 * 4)
 
 
-def test_the_kernels_of_loops_are_not_counted() -> None:
-    text = TEXT.replace("copy-start(%first)", "while(%first), condition=%c, body=%b")
-    with pytest.raises(ValueError, match="the kernels of a `while` are not counted"):
-        kernels(text)
+BODY = """
+%piece (whole: f32[4,8], at: s32[], new: f32[1,8]) -> f32[4,8] {
+  %whole = f32[4,8]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %old = f32[1,8]{1,0} dynamic-slice(%whole, %at, %at), dynamic_slice_sizes={1,8}
+  %new.1 = f32[1,8]{1,0} parameter(2)
+  %more = f32[1,8]{1,0} add(%old, %new.1)
+  ROOT %put = f32[4,8]{1,0} dynamic-update-slice(%whole, %more, %at, %at)
+}
+
+%body (carry: (s32[], f32[4,8], f32[1,8])) -> (s32[], f32[4,8], f32[1,8]) {
+  %carry = (s32[], f32[4,8]{1,0}, f32[1,8]{1,0}) parameter(0)
+  %index = s32[] get-tuple-element(%carry), index=0
+  %array = f32[4,8]{1,0} get-tuple-element(%carry), index=1
+  %row = f32[1,8]{1,0} get-tuple-element(%carry), index=2
+  %next = f32[4,8]{1,0} fusion(%array, %index, %row), kind=kLoop, calls=%piece
+  ROOT %carried = (s32[], f32[4,8]{1,0}, f32[1,8]{1,0}) tuple(%index, %next, %row)
+}
+
+ENTRY"""
+
+
+def test_the_kernels_of_loops_count_as_often_as_these_run() -> None:
+    loop = "while(%first), condition=%c, body=%body"
+    text = TEXT.replace("ENTRY", BODY.lstrip()).replace("copy-start(%first)", loop)
+    known = text.replace(loop, f'{loop}, backend_config={{"known_trip_count":{{"n":"4"}}}}')
+    *_, piece = kernels(known)
+    # A row of the array, the new row and the index; and the row that is replaced.
+    assert (piece.name, piece.read, piece.written, piece.times) == ("next", 32 + 32 + 4, 32, 4)
+    assert piece.bytes == 4 * 100
     assert [kernel.name for kernel in kernels(text, loops=False)] == ["scalar", "new"]
+    with pytest.raises(ValueError, match="the kernels of a `conditional` are not counted"):
+        kernels(text.replace("while(", "conditional("))
 
 
 def test_copies_of_whole_leaves() -> None:
