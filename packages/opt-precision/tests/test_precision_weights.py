@@ -188,10 +188,12 @@ def test_weights_of_any_size_move(storage: Any, weight: float, rate: float, step
 
     new, state = jax.jit(run)()
     moved = np.asarray(start, float) - np.asarray(op.master_of(state, new), float)
-    assert moved.mean() == pytest.approx(0.05, rel=0.01)  # to nearest 0.0005 at 1, 0.064 at 0.25
+    # Rounded to nearest it would be 0.0005 at 1, 0.064 at 0.25. A float32 master moves by 0.0507 at
+    # 1 and 0.5. Of independent roundings to 24 bits the variance is at most their digit times the way.
     digit = 2.0 ** (np.floor(np.log2(weight)) - 7)
-    # Of independent roundings to a digit of 24 bits the variance is at most that times the way.
-    assert moved.std() <= (0.15 * digit if storage == "kahan" else np.sqrt(0.05 * digit / 256))
+    is_kahan = storage == "kahan"
+    assert moved.mean() == pytest.approx(0.05, rel=0.01 if is_kahan else 0.015)
+    assert moved.std() <= (0.15 * digit if is_kahan else np.sqrt(0.05 * digit / 256))
     assert np.abs(np.asarray(start, float) - np.asarray(new, float) - moved).max() <= digit / 2
 
 
