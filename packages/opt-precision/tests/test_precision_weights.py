@@ -189,7 +189,7 @@ def test_weights_of_any_size_move(storage: Any, weight: float, rate: float, step
     new, state = jax.jit(run)()
     moved = np.asarray(start, float) - np.asarray(op.master_of(state, new), float)
     # Rounded to nearest it would be 0.0005 at 1, 0.064 at 0.25. A float32 master moves by 0.0507 at
-    # 1 and 0.5. Of independent roundings to 24 bits the variance is at most their digit times the way.
+    # 1 and 0.5. The variance of independent roundings is at most their digit times the way.
     digit = 2.0 ** (np.floor(np.log2(weight)) - 7)
     is_kahan = storage == "kahan"
     assert moved.mean() == pytest.approx(0.05, rel=0.01 if is_kahan else 0.015)
