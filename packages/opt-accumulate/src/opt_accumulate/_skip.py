@@ -39,7 +39,8 @@ def global_norm(tree: Any) -> jax.Array:
 
     # XLA for GPUs makes a `lax.cond` of few reductions a choice between both results.
     norm = _to_float32(jnp.sqrt(squared), 1.0)
-    return emit_if(jnp.isinf(squared), again, norm, (tree, factor))[1]
+    _, norm = emit_if(jnp.isinf(squared), again, norm, (tree, factor))
+    return norm
 
 
 def all_finite(tree: Any) -> jax.Array:
