@@ -38,7 +38,7 @@ def global_norm(tree: Any) -> jax.Array:
         return _to_float32(jnp.sqrt(total(_sum_of_squares, tree, factor)), 1 / shrunk)
 
     # XLA for GPUs makes a `lax.cond` of few reductions a choice between both results.
-    norm = _to_float32(jnp.sqrt(squared), 1.0)
+    norm: jax.Array = _to_float32(jnp.sqrt(squared), 1.0)
     _, norm = emit_if(jnp.isinf(squared), again, norm, (tree, factor))
     return norm
 
