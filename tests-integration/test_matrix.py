@@ -438,6 +438,8 @@ def test_a_state_of_other_matrices_is_not_restacked() -> None:
         new.restack(state, old.plan)
     with pytest.raises(PlanError, match="`state` is of 0 groups, and `before` has 1"):
         old.restack((), old.plan)
+    with pytest.raises(PlanError, match="`state` is of 0 groups, and the plan has 1"):
+        old.update(many(2, 8, 8), ())
 
 
 # Muon with the other packages: checkpoints, groups, accumulation, 8-bit momentum, memory plans.

@@ -233,6 +233,15 @@ def test_numbers_made_of_all_parameters_are_of_no_others(name: str) -> None:
 # Schedules.
 
 
+def test_of_two_transformations_of_one_name_each_has_the_state_of_its_settings() -> None:
+    fast, slow, rate = optax.trace(0.5), optax.trace(0.9), optax.scale(-0.1)
+    optimizer = trained(wrapped(optax.chain(fast, slow, rate)))
+    swapped, _ = regroup(optimizer, wrapped(optax.chain(slow, fast, rate)), allow={"optimizer"})
+    old, new = optimizer.state.param_states, swapped.state.param_states
+    for found, expected in zip(new[:2], old[1::-1], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_schedules_continue() -> None:
     optimizer = trained(opt.adam(0.1), 5)
     found, plan = regroup(optimizer, opt.adam(schedule()))
