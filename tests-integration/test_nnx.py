@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,6 +131,30 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "frozen": lambda: MultiOptimizer.from_rules([("wi", r"wi/.*", opt.lion(1e-2))], rest=FROZEN),
     "clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9)),
 }
+
+
+class WithOwnNames(nnx.Module):
+    """A parameter whose state is sharded along another dimension than it is."""
+
+    def __init__(self) -> None:
+        metadata: Any = {"out_sharding": (None, "x"), "optimizer_sharding": ("x", None)}
+        self.w = nnx.Param(jnp.ones((8, 8)), **metadata)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, flax.__version__.split(".")[:3])) < (0, 12, 8),
+    reason="Flax has no `optimizer_sharding`",
+)
+def test_state_has_the_names_that_a_variable_says_for_it() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    found = []
+    with jax.set_mesh(mesh):
+        for kind in (nnx.Optimizer, opt_nnx.Optimizer):
+            optimizer: Any = kind(WithOwnNames(), optax.adam(0.1), wrt=nnx.Param)
+            momentum = optimizer.opt_state[0].mu["w"]
+            shard = momentum.get_value().sharding.shard_shape((8, 8))
+            found.append((momentum.get_metadata("out_sharding"), shard))
+    assert found == [(("x", None), (1, 8))] * 2
 
 
 @pytest.mark.sample(1)
