@@ -58,7 +58,7 @@ def torch_run(kind: str, shapes: list[tuple[int, int]], dtype: str) -> Callable[
 
 def measure(quick: bool) -> Iterator[Row]:
     """Yields the rows."""
-    side, rounds = 8192 if on_accelerator() else 512 if quick else 1024, 5 if quick else 20
+    side, rounds = 512 if quick else 8192 if on_accelerator() else 1024, 5 if quick else 20
     shapes = [(side, side)] * 15
     size = side * side * len(shapes)
     for dtype, least in LEAST.items():

@@ -90,7 +90,7 @@ def compile_decoder(tx: Any, leaves: int) -> None:
 def measure(quick: bool) -> Iterator[Row]:
     """Yields the rows."""
     leaves, many = 4, 24 if quick else 100
-    side = 8192 if on_accelerator() else 512 if quick else 1024
+    side = 512 if quick else 8192 if on_accelerator() else 1024
     number = leaves * side**2
     runs = {PEER: run(optax.adamw(1e-3), jnp.float32, leaves, side)}
     for name in CASES:

@@ -206,7 +206,7 @@ def measure(quick: bool) -> Iterator[Row]:
             table.pop("MultiOptimizer, first", None)
             yield from programs(table, 45 if quick else 135, size, time.thread_time)
         yield from traces(alike(params), 3 if quick else 7, size)
-    size, side = 60 if quick else 300, 4096 if on_accelerator() else 256 if quick else 1024
+    size, side = 60 if quick else 300, 256 if quick else 4096 if on_accelerator() else 1024
     table = factored({f"w{i}": jnp.ones((8 + i % 12, 16)) for i in range(size)})
     yield from traces(table, 3 if quick else 7, size)
     found = interleave({name: one.compile for name, one in table.items()}, 2 if quick else 5)
