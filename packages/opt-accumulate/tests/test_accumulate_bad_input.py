@@ -162,20 +162,20 @@ def growing() -> Any:
     return steps.update(PARAMS, steps.init(PARAMS))
 
 
-EVERY_K: list[tuple[Any, type[Exception], str]] = [
-    (0, ValueError, "`every_k_schedule` must be at least 1, found 0"),
-    (jnp.int32(-4), ValueError, "`every_k_schedule` must be at least 1, found -4"),
-    (True, TypeError, "`every_k_schedule` must be an integer or a function"),
-    (np.float32(4), TypeError, "`every_k_schedule` must be an integer or a function"),
-]
+class Definition:
+    """As those of opt-core, which this package does not need."""
+
+    def init_state(self, params: Any) -> Any:
+        raise NotImplementedError
+
+    def apply_gradient(self, *args: Any) -> Any:
+        raise NotImplementedError
 
 
-@pytest.mark.parametrize(("k", "error", "words"), EVERY_K)
-def test_every_k(k: Any, error: type[Exception], words: str) -> None:
-    check(lambda: MultiSteps(SGD, k), error, words)
-
-
-WINDOWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+GUARDED: Any = guard(SGD)
+ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: MultiSteps(SGD, 0), ValueError, "`every_k_schedule` must be at least 1, found 0"),
+    (lambda: MultiSteps(SGD, True), TypeError, "`every_k_schedule` must be an integer or a functi"),
     (lambda: scheduled("4"), TypeError, "`every_k_schedule` must return a number, found str"),
     (
         lambda: MultiSteps(SGD, 2, accumulator_dtype=jnp.float8_e4m3fn),
@@ -197,26 +197,6 @@ WINDOWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "`state` must be an `optax.MultiStepsState`, found dict. Mind the order: `update(grads, ",
     ),
     (growing, TypeError, "seen: expected shape (2,), found (7,)"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), WINDOWS)
-def test_windows(call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    check(call, error, words)
-
-
-class Definition:
-    """As those of opt-core, which this package does not need."""
-
-    def init_state(self, params: Any) -> Any:
-        raise NotImplementedError
-
-    def apply_gradient(self, *args: Any) -> Any:
-        raise NotImplementedError
-
-
-GUARDED: Any = guard(SGD)
-AROUND: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: with_average(SGD), OptionError, "`decay` is missing"),
     (lambda: with_average(SGD, 1.0), OptionError, "must be at least 0 and less than 1, found 1.0"),
     (lambda: with_average(SGD, 0.9, form="polyak"), OptionError, "neither `decay` nor `warmup`"),
@@ -253,8 +233,8 @@ AROUND: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), AROUND)
-def test_averages_guards_and_skips(
+@pytest.mark.parametrize(("call", "error", "words"), ROWS)
+def test_windows_averages_guards_and_skips(
     call: Callable[[], Any], error: type[Exception], words: str
 ) -> None:
     check(call, error, words)

@@ -38,13 +38,11 @@ NESTED = {
     "alone": AVERAGED,
     "chain": optax.chain(optax.clip(1.0), AVERAGED),
     "window": MultiSteps(AVERAGED, 1),
-    "Optax's window": optax.MultiSteps(AVERAGED, 1),
     "around a window": with_average(MultiSteps(ADAM, 1), 0.5),
     "guard": guard(AVERAGED, loss=None),
     "injected": optax.inject_hyperparams(lambda b1: with_average(optax.adam(0.05, b1), 0.5))(
         b1=0.9
     ),
-    "masked": optax.masked(AVERAGED, {"w": True, "b": True}),
 }
 
 
