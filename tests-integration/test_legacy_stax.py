@@ -1,7 +1,6 @@
 """opt-legacy-stax with its neighbours: files, meshes, the wrapper, derived shardings."""
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def test_sharded_states_are_saved_and_come_back_where_they_were(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "sm3"])
 def test_both_ways_to_the_axes_of_the_state_agree(name: str) -> None:
-    triple = getattr(ours, name)(0.1, **({"mass": 0.9} if name == "momentum" else {}))
+    triple = triple_of(name)
     definition = ours.to_optimizer_def(triple)
     derived = definition.derive_logical_axes(definition.create(PARAMS), AXES)
     by_partition = part.derive_logical_axes(ours.to_optax(triple), PARAMS, AXES)
@@ -57,17 +56,29 @@ def test_both_ways_to_the_axes_of_the_state_agree(name: str) -> None:
     assert [spec or P() for spec in mine] == [spec or P() for spec in other]
 
 
-MASSES: dict[str, tuple[float, ...]] = {
-    **dict.fromkeys(("adagrad", "adam", "adamax", "rmsprop", "rmsprop_momentum", "sgd", "sm3"), ()),
-    **dict.fromkeys(("momentum", "nesterov"), (0.9,)),
-}
+NAMES = [
+    "sgd",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "rmsprop",
+    "rmsprop_momentum",
+    "adam",
+    "adamax",
+    "sm3",
+]
+
+
+def triple_of(name: str) -> ours.Optimizer:
+    triple: ours.Optimizer = getattr(ours, name)(0.1, *[0.9] * (name in ("momentum", "nesterov")))
+    return triple
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", MASSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a7_a_legacy_triple_passes_through_the_safe_format(name: str) -> None:
     """`pack(unpack(s))`, written and read without pickle: bit-equal, the same parameters."""
-    triple = getattr(ours, name)(0.1, *MASSES[name])
+    triple = triple_of(name)
     params = {"w": jnp.arange(6.0).reshape(2, 3), "layers": [(jnp.ones(4, jnp.bfloat16),), ()]}
     state = triple.update_fn(0, jax.tree.map(jnp.ones_like, params), triple.init_fn(params))
     state = ours.pack_optimizer_state(ours.unpack_optimizer_state(state))
@@ -85,29 +96,21 @@ def test_a7_a_legacy_triple_passes_through_the_safe_format(name: str) -> None:
 
 
 BASE = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
-VIEWS: dict[str, Callable[[], np.ndarray]] = {
-    "transpose": lambda: BASE.T,
-    "slice of columns": lambda: BASE[:, 1:4],
-    "every second": lambda: BASE[::2, ::3],
-    "Fortran": lambda: np.asfortranarray(BASE),
-    "reversed": lambda: BASE[::-1, ::-1],
-    "reversed vector": lambda: BASE.reshape(-1)[::-1],
-    "broadcast": lambda: np.broadcast_to(BASE[0], (4, 6)),
-    "broadcast scalar": lambda: np.broadcast_to(BASE[0, 0], (3, 2)),
-    "axes swapped": lambda: BASE.reshape(2, 3, 6).swapaxes(0, 2),
-    "other byte order": lambda: BASE.astype(">f4"),
-    "unaligned": lambda: np.frombuffer(b"x" + BASE.tobytes(), np.float32, offset=1),
-    "read-only": lambda: np.frombuffer(BASE.tobytes(), np.float32).reshape(6, 6).T,
+VIEWS: dict[str, np.ndarray] = {
+    "transpose": BASE.T,
+    "slice of columns": BASE[:, 1:4],
+    "reversed": BASE[::-1, ::-2],
+    "broadcast": np.broadcast_to(BASE[0], (4, 6)),
+    "other byte order": BASE.astype(">f4"),
+    "unaligned": np.frombuffer(b"x" + BASE.tobytes(), np.float32, offset=1),
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("view", VIEWS)
 def test_e11_arrays_that_are_not_contiguous_are_written_exactly(view: str) -> None:
     """Transposed, sliced, Fortran, reversed and broadcast arrays come out of every writer as is."""
-    given = VIEWS[view]()
+    given = VIEWS[view]
     expected = np.array(given.tolist(), np.float32)
-
     # State dicts, with such arrays in the optimizer, and with such in the dict.
     definition = opt_optax_bridge.sgd(0.1, momentum=0.9)
     optimizer = definition.create({"w": jnp.zeros(given.shape)})
@@ -117,13 +120,12 @@ def test_e11_arrays_that_are_not_contiguous_are_written_exactly(view: str) -> No
     restored = optimizer.restore_state({**optimizer.state_dict(), "target": {"w": native}})
     assert isinstance(restored.target["w"], jax.Array)
     np.testing.assert_array_equal(restored.target["w"], expected)
-
     # Files of classic triples.
     triple = ours.momentum(0.1, 0.9)
     state = ours.OptimizerState(*triple.init_fn({"w": jnp.zeros(given.shape)}))
     _, tree_def, subtree_defs = state
     file = io.BytesIO()
-    kept = ours.OptimizerState(((native, native),), tree_def, subtree_defs)
+    kept = ours.OptimizerState(((given, given),), tree_def, subtree_defs)
     ours.save(file, kept, optimizer=triple)
     file.seek(0)
     ((mass, velocity),) = ours.load(file, like=kept, optimizer=triple).packed_state

@@ -2,14 +2,14 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_legacy_stax as ours
 import pytest
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import RestoreError, TreeMismatchError
-from stax_testing import NAMES, assert_same, same_structure, triple_of
+from stax_testing import NAMES, assert_same, triple_of
 
 PARAMS: Any = {
     "w": jnp.arange(6.0).reshape(2, 3),
@@ -41,17 +41,11 @@ def test_a_run_that_switches_and_comes_back_is_the_same(name: str) -> None:
     assert_same(state, states[-1])
     again = definition.create(PARAMS)
     again = again.restore_state(optimizer.state_dict())
-    assert same_structure(again, optimizer)
-    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(optimizer), strict=True):
-        assert jax.typeof(a) == jax.typeof(b)
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(again, optimizer, strict=True)
 
 
-def test_the_state_dict_has_what_is_kept_besides_the_parameters() -> None:
+def test_another_optimizers_state_dict_is_refused() -> None:
     optimizer = ours.to_optimizer_def(ours.adam(0.1)).create({"w": jnp.ones(2)})
-    kept = optimizer.state_dict()["state"]["param_states"]["w"]
-    assert sorted(kept) == ["0", "1", "2"]
-    assert kept["0"] == {}
     other = ours.to_optimizer_def(ours.momentum(0.1, 0.9)).create({"w": jnp.ones(2)})
     with pytest.raises(RestoreError):
         other.restore_state(optimizer.state_dict())

@@ -76,20 +76,7 @@ def test_states_come_back(name: str, module: Any) -> None:
         jax.tree.map(lambda a, b: None, found, state)  # raises for another structure
         check_same(found, state)
         for params in (PARAMS, jax.eval_shape(lambda p: p, PARAMS)):
-            by_optimizer = round_trip(state, optimizer=triple_of(name), params=params)
-            check_same(by_optimizer, state)
-
-
-def test_training_continues_without_another_compilation() -> None:
-    triple = ours.sm3(0.1)
-    update = jax.jit(triple.update_fn)
-    grads = jax.tree.map(jnp.ones_like, PARAMS)
-    state = update(1, grads, update(0, grads, triple.init_fn(PARAMS)))
-    programs = update._cache_size()  # type: ignore[attr-defined]
-    whole = update(2, grads, state)
-    resumed = update(2, grads, round_trip(state, optimizer=triple, params=PARAMS))
-    check_same(resumed, whole)
-    assert update._cache_size() == programs  # type: ignore[attr-defined]
+            check_same(round_trip(state, optimizer=triple_of(name), params=params), state)
 
 
 def as_state(leaf: Any) -> ours.OptimizerState:
@@ -124,25 +111,6 @@ def test_every_dtype_keeps_its_bits(dtype: str) -> None:
         assert same_bits(after, leaf)
     if kind.itemsize < 8 and dtype != "complex64":
         assert same_bits(leaf_after(jnp.asarray(array)), jnp.asarray(array))
-
-
-BASE = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        BASE[::-1, :, ::2],
-        np.asfortranarray(BASE),
-        np.broadcast_to(BASE[0, 0], (5, 4)),
-        BASE.astype(">f4"),
-    ],
-    ids=["strided", "Fortran", "broadcast", "big-endian"],
-)
-def test_the_order_in_memory_does_not_matter(array: np.ndarray) -> None:
-    after = leaf_after(array)
-    np.testing.assert_array_equal(after, array)
-    assert after.flags.c_contiguous
 
 
 @pytest.mark.parametrize("leaf", [-(2**63), True, -0.0, float("inf"), 1e-320, 2j, np.int64(2**40)])
@@ -183,6 +151,11 @@ def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
     check_same(round_trip(state), state)
 
 
+@ours.optimizer
+def keep() -> Any:
+    return lambda x: (x,), lambda i, g, s: s, lambda s: s[0]
+
+
 @pytest.mark.parametrize(
     ("saved", "expected", "line"),
     [
@@ -190,11 +163,10 @@ def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
         ({"a": [1.0]}, {"a": (1.0,)}, "a: expected a tuple, found a list"),
         ({"0": 1.0}, {0: 1.0}, ".: expected a dict with int keys, found a dict\n"),
         (
-            {"d": OrderedDict(a=1.0, b=2.0, c=3.0)},
-            {"d": OrderedDict(a=1.0, c=2.0, b=3.0)},
-            "keys in a different order, expected `d/c` where `d/b` was found",
+            OrderedDict(a=1.0, b=2.0),
+            OrderedDict(b=2.0, a=1.0),
+            "keys in a different order, expected",
         ),
-        ({"a" * 500: 1.0}, {}, "a" * 97 + "...: expected nothing, found an array"),
         (np.ones(3), jnp.ones(3), ".:0: expected float32[3], found float64[3]"),
         (
             2**40,
@@ -204,7 +176,7 @@ def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
     ],
 )
 def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str) -> None:
-    make = ours.optimizer(lambda: (lambda x: (x,), lambda i, g, s: s, lambda s: s[0]))().init_fn
+    make = keep().init_fn
     with pytest.raises(errors.StateMismatchError) as caught:
         round_trip(make(saved), like=make(expected))
     assert str(caught.value).startswith(
@@ -212,29 +184,17 @@ def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str
     )
 
 
-def test_numbers_become_what_is_expected() -> None:
-    @ours.optimizer
-    def keep() -> Any:
-        return lambda x: (x,), lambda i, g, s: s, lambda s: s[0]
-
+def test_numbers_become_what_init_makes_of_them_and_weak_types_give_way_to_bits() -> None:
     triple = keep()
-    (found,) = jax.tree.leaves(round_trip(triple.init_fn(7), optimizer=triple, params=7))
-    assert (type(found), found) == (int, 7)
-    for params in (np.uint64(7), 2.5, True, 1j):
+    for params in (7, np.uint64(7), True):
         (found,) = jax.tree.leaves(
             round_trip(triple.init_fn(params), optimizer=triple, params=params)
         )
-        (expected,) = jax.tree.leaves(jax.eval_shape(triple.init_fn, params))
-        assert (found.dtype, found.weak_type) == (expected.dtype, expected.weak_type)
-        assert found == params
-
-
-def test_weak_types_give_way_to_bits() -> None:
+        assert (jnp.result_type(found), found) == (jnp.result_type(params), params)
     weak = jnp.asarray(float("nan"))
     assert jax.typeof(leaf_after(weak)) == jax.typeof(weak)
     signalling = jax.lax.bitcast_convert_type(jnp.uint32(0x7F800001), jnp.float32)
-    found = leaf_after(signalling)
-    assert same_bits(found, signalling)
+    assert same_bits(leaf_after(signalling), signalling)
 
 
 def test_64_bits_need_the_mode() -> None:
@@ -277,14 +237,9 @@ def test_states_that_cannot_be_saved() -> None:
         save(io.BytesIO(), as_state(donated))
     with pytest.raises(errors.SaveError, match="is abstract"):
         jax.jit(lambda s: save(io.BytesIO(), s))(as_state(jnp.ones(2)))
-    for keys, words in (
-        (("0", 0), r"two entries would have the name `0`"),
-        (("__metadata__",), r"two entries would have the name `__metadata__`"),
-        (("\ud800",), r"a key cannot be written as UTF-8"),
-    ):
-        marked = OrderedDict({key: ours.JoinPoint(1) for key in keys})
-        with pytest.raises(errors.SaveError, match=words):
-            save(io.BytesIO(), ours.pack_optimizer_state(marked))
+    twice = OrderedDict({key: ours.JoinPoint(1) for key in ("0", 0)})
+    with pytest.raises(errors.SaveError, match="two entries would have the name `0`"):
+        save(io.BytesIO(), ours.pack_optimizer_state(twice))
 
 
 def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +250,7 @@ def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monkey
         save(path, first)
     path.parent.mkdir()
     save(path, first)
+    path.chmod(0o640)
     events: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -324,21 +280,8 @@ def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monkey
         save(link, second)
     assert events == ["sync file", "rename", "sync folder"]
     assert link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
     check_same(load(path, like=first), second)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no such permissions or names")
-def test_names_are_of_any_kind_and_permissions_stay(tmp_path: Path) -> None:
-    state = trained(ours.sgd(0.1))
-    paths: list[Any] = [tmp_path / ("検" * 80), tmp_path / ("x" * 254), os.fsencode(tmp_path / "b")]
-    for path in paths:
-        for _ in range(2):
-            save(path, state)
-            os.chmod(path, 0o640)
-        check_same(load(path, like=state), state)
-        save(path, state)
-        assert stat.S_IMODE(os.stat(path).st_mode) == 0o640
-    assert len(os.listdir(tmp_path)) == len(paths)
 
 
 class Unbuffered(io.BytesIO):
@@ -366,12 +309,10 @@ def test_loaded_arrays_go_where_the_expected_ones_are() -> None:
     placed = jax.device_put(state, device)
     assert all(leaf.committed for leaf in jax.tree.leaves(round_trip(state, like=placed)))
     assert not any(leaf.committed for leaf in jax.tree.leaves(round_trip(state)))
-    sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), placed
     )
-    found = round_trip(state, like=shapes)
-    assert all(leaf.committed for leaf in jax.tree.leaves(found))
+    assert all(leaf.committed for leaf in jax.tree.leaves(round_trip(state, like=shapes)))
 
 
 def test_safetensors_reads_the_file() -> None:

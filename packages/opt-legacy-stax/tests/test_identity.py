@@ -46,8 +46,7 @@ def test_no_optimizer_takes_the_file_of_another(writer: str, module: Any) -> Non
                 assert line == f"  optimizer: expected `{reader}`, found `{writer}`"
 
 
-def test_settings_are_not_an_identity() -> None:
-    """What a state means does not depend on them; a resumed run may have others."""
+def test_a_resumed_run_may_have_other_settings() -> None:
     state = ours.adam(0.1).init_fn(PARAMS)
     other = ours.adam(ours.constant(3.0), b1=0.5, upstream_numerics=True)
     assert_same(ours.load(saved(state, ours.adam(0.1)), optimizer=other, params=PARAMS), state)
@@ -58,33 +57,20 @@ def halves(rate: float) -> Any:
     return lambda x: (x, x / 2), lambda i, g, s: s, lambda s: s[0]
 
 
-@ours.optimizer
-def quarters(rate: float) -> Any:
-    return lambda x: (x, x / 4), lambda i, g, s: s, lambda s: s[0]
-
-
 def jitted(triple: ours.Optimizer) -> ours.Optimizer:
     init, update, get_params = triple
     return ours.Optimizer(jax.jit(init), jax.jit(update), jax.jit(get_params))
 
 
-def rebuilt(triple: Any) -> tuple[Any, Any, Any]:
-    init, update, get_params = triple
-    return init, update, get_params
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda t: t, jitted, rebuilt, ours.to_optax, ours.to_optimizer_def]
-)
+@pytest.mark.parametrize("wrap", [tuple, jitted, ours.to_optax, ours.to_optimizer_def])
 @pytest.mark.parametrize("maker", [halves, ours.adam])
 def test_names_are_carried_through(wrap: Callable[[Any], Any], maker: Any) -> None:
     state = maker(0.1).init_fn(PARAMS)
     file = saved(state, wrap(maker(0.1)))
     assert_same(ours.load(file, optimizer=wrap(maker(0.5)), params=PARAMS), state)
-    for other in (quarters(0.1), ours.adamax(0.1)):
-        file.seek(0)
-        with pytest.raises(errors.StateMismatchError, match="optimizer: expected `"):
-            ours.load(file, optimizer=wrap(other), params=PARAMS)
+    file.seek(0)
+    with pytest.raises(errors.StateMismatchError, match="optimizer: expected `"):
+        ours.load(file, optimizer=wrap(ours.adamax(0.1)), params=PARAMS)
 
 
 # Without a name
@@ -138,6 +124,3 @@ def test_a_file_of_the_first_format_is_refused() -> None:
     state = ours.adam(0.1).init_fn(PARAMS)
     with pytest.raises(errors.FormatVersionError, match="has format version 1; expected 2"):
         ours.load(GOLDEN, optimizer="adam", like=state)
-
-
-# What is in the file

@@ -85,8 +85,7 @@ def test_states_move_between_the_modules(name: str) -> None:
         whole = other.update_fn(i, g, whole)
         mixed = (mine if i % 2 else other).update_fn(i, g, mixed)
         assert type(mixed) is theirs.OptimizerState  # it stays what it was
-    for a, b in zip(jax.tree.leaves(mixed), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    chex.assert_trees_all_close(mixed, whole, rtol=1e-5)
     assert_same(mine.params_fn(mixed), other.params_fn(mixed))
     start = mine.init_fn(params)
     assert same_structure(list(other.update_fn(0, grads[0], start)), list(start))

@@ -16,17 +16,10 @@ from stax_testing import same_structure
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "low": [jnp.ones(3, jnp.bfloat16)], "s": np.ones(())}
 STATE = ours.sm3(0.1).init_fn(PARAMS)
 
-# untyped in safetensors
-deserialize: Any = safetensors.deserialize
 
-
-def saved(state: Any = STATE, optimizer: str = "sm3") -> bytes:
-    file = io.BytesIO()
-    ours.save(file, state, optimizer=optimizer)
-    return file.getvalue()
-
-
-DATA = saved()
+FILE = io.BytesIO()
+ours.save(FILE, STATE, optimizer="sm3")
+DATA = FILE.getvalue()
 
 
 def load(data: bytes) -> Any:
@@ -40,8 +33,8 @@ def is_right(state: Any) -> bool:
     )
 
 
-def refused(data: bytes, error: type[Exception] = errors.DamagedFileError) -> str:
-    with pytest.raises(error) as caught:
+def refused(data: bytes) -> str:
+    with pytest.raises(errors.DamagedFileError) as caught:
         load(data)
     return str(caught.value)
 
@@ -77,14 +70,10 @@ def rewritten(tensors: dict[str, np.ndarray], **changes: Any) -> bytes:
 
 @pytest.fixture
 def tensors() -> dict[str, np.ndarray]:
-    views: dict[str, Any] = {
-        "I64": np.int64,
-        "BF16": jnp.bfloat16,
-        "F32": np.float32,
-        "F64": np.float64,
-    }
+    deserialize: Any = safetensors.deserialize  # untyped
+    kinds: Any = {"I64": np.int64, "BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64}
     return {
-        name: np.frombuffer(entry["data"], views[entry["dtype"]]).reshape(entry["shape"])
+        name: np.frombuffer(entry["data"], kinds[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in deserialize(DATA)
     }
 
@@ -98,15 +87,8 @@ def test_tensors_are_those_of_the_metadata(tensors: dict[str, np.ndarray]) -> No
     refused(rewritten({**tensors, "w:2/0": tensors["w:2/1"], "w:2/1": tensors["w:2/0"]}))
 
 
-@pytest.mark.parametrize("state", ["", "[]", "[" * 10**5, '{"leaves":[[1]]}', 3], ids=str)
+@pytest.mark.parametrize(
+    "state", ["", "[" * 10**5, '{"leaves":[[1]]}', 3], ids=["empty", "deep", "short", "number"]
+)
 def test_metadata_that_describe_no_state(state: Any, tensors: dict[str, np.ndarray]) -> None:
-    words = refused(rewritten(tensors, state=state))
-    assert "its metadata do not describe its tensors" in words
-
-
-@pytest.mark.parametrize("version", [1, "2"])
-def test_other_versions(version: Any, tensors: dict[str, np.ndarray]) -> None:
-    assert refused(rewritten(tensors, version=version), errors.FormatVersionError) == (
-        f"the file has format version {version!r}; expected 2. Load it with the version of "
-        "opt-legacy-stax that wrote it."
-    )
+    assert "its metadata do not describe" in refused(rewritten(tensors, state=state))

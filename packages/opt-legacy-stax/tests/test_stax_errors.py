@@ -131,25 +131,20 @@ def test_a_state_of_an_optimizer_that_keeps_less_or_more(module: Any) -> None:
     functions: list[Callable[[], Any]] = [
         lambda: triple.update_fn(0, ZEROS, state),
         lambda: triple.params_fn(state),
-        lambda: ours.to_optax(triple).convert_state(state, 0),
         lambda: ours.to_optimizer_def(triple).convert_state(state, 0),
     ]
     for function in functions:
         with pytest.raises(errors.LayoutError, match=words):
             function()
-    with pytest.raises(errors.LayoutError, match="is not a state of `momentum`"):
-        ours.momentum(0.1, 0.9).update_fn(0, ZEROS, module.adam(0.1).init_fn(PARAMS))
     ours.adagrad(0.1).update_fn(0, ZEROS, module.adam(0.1).init_fn(PARAMS))  # it keeps as much
 
 
-@pytest.mark.parametrize("state", [None, PARAMS, (1, 2, 3)], ids=["None", "params", "tuple"])
+@pytest.mark.parametrize("state", [PARAMS, (1, 2, 3)], ids=["params", "tuple"])
 def test_what_is_not_a_state(state: Any) -> None:
     triple = ours.adam(0.1)
     from_optax = ours.from_optax(optax.adam(0.1))
     functions: list[Callable[[], Any]] = [
         lambda: triple.update_fn(0, ZEROS, state),
-        lambda: triple.params_fn(state),
-        lambda: from_optax.update_fn(0, ZEROS, state),
         lambda: from_optax.params_fn(state),
         lambda: ours.unpack_optimizer_state(state),
         lambda: EQUIVALENT.convert_state(state, 0),
@@ -179,24 +174,16 @@ def test_states_that_fit_neither_triple_nor_parameters() -> None:
         with pytest.raises(errors.LayoutError, match=words):
             convert(pairs()).convert_state(ours.momentum(0.1, 0.9).init_fn(W), 0)
         convert(pairs()).convert_state(pairs().init_fn(W), 0)
-    for others in ({"v": jnp.ones(2)}, {"w": jnp.ones(3)}):
-        with pytest.raises(errors.LayoutError, match="`opt_state` does not belong to `params`"):
-            EQUIVALENT.convert_state_back(W, EQUIVALENT.transformation.init(others))
+        with pytest.raises(errors.StepError, match=r"got -3.* Pass 0 or more\."):
+            convert(pairs()).convert_state(pairs().init_fn(W), np.int32(-3))
+    with pytest.raises(errors.LayoutError, match="`opt_state` does not belong to `params`"):
+        EQUIVALENT.convert_state_back(W, EQUIVALENT.transformation.init({"w": jnp.ones(3)}))
 
 
-@pytest.mark.parametrize("i", [np.int32(-3), -1.0])
-def test_updates_are_not_less_than_none(i: Any) -> None:
-    state = ours.adam(0.1).init_fn(W)
-    for way in (ours.to_optax(ours.adam(0.1)), ours.to_optimizer_def(ours.adam(0.1))):
-        with pytest.raises(errors.StepError, match=r"got -\d.*\. Pass 0 or more\."):
-            way.convert_state(state, i)
-
-
-@pytest.mark.parametrize("grad", ["text", jnp.ones((4, 3))], ids=["text", "shape"])
-def test_what_jax_refuses_is_noted_with_its_parameter(grad: Any) -> None:
+def test_what_jax_refuses_is_noted_with_its_parameter() -> None:
     triple = ours.adam(0.1)
     with pytest.raises((TypeError, ValueError)) as caught:
-        triple.update_fn(0, {"w": grad}, triple.init_fn({"w": jnp.ones((2, 3))}))
+        triple.update_fn(0, {"w": jnp.ones((4, 3))}, triple.init_fn({"w": jnp.ones((2, 3))}))
     assert "While computing the update of parameter `w`." in caught.value.__notes__
     with pytest.raises(TypeError) as caught:
         triple.init_fn({"layers": [1.0, "text"]})
