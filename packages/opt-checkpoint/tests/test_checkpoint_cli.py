@@ -58,6 +58,7 @@ def broken():
 def none():
     return 7
 """
+EXACT = "8 kept (7,244 bytes)\n"
 
 
 def adam() -> Optimizer:
@@ -72,8 +73,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Checkpointer(folder) as checkpointer:
         extras = {"rng": jax.random.key(0), "position": 17, "name": "a\nb"}
         checkpointer.save(0, optimizer, metadata={"data": "a.txt"}, extras=extras)
-        optimizer = optimizer.apply_gradient(optimizer.target)
-        checkpointer.save(1, optimizer)
+        checkpointer.save(1, optimizer.apply_gradient(optimizer.target))
     return folder
 
 
@@ -92,59 +92,42 @@ def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return run
 
 
-def test_ls_lists_steps(cli: Cli, root: Path) -> None:
+def test_ls_and_show_say_what_there_is(cli: Cli, root: Path) -> None:
     code, out, _ = cli("ls", root)
-    lines = [line.split(maxsplit=4) for line in out.splitlines()]
-    assert code == 0
-    assert lines == [
-        ["step", "leaves", "size", "optimizer"],
-        ["0", "11", "7.1", "KiB", "adam, scale"],
-        ["1", "8", "7.1", "KiB", "adam, scale"],
-    ]
-
-
-def test_show_says_what_there_is(cli: Cli, root: Path) -> None:
+    assert (code, [line.split(maxsplit=4) for line in out.splitlines()]) == (
+        0,
+        [
+            ["step", "leaves", "size", "optimizer"],
+            ["0", "11", "7.1", "KiB", "adam, scale"],
+            ["1", "8", "7.1", "KiB", "adam, scale"],
+        ],
+    )
     code, out, _ = cli("show", f"{root}@0")
-    assert code == 0
-    assert "step 0, 11 leaves, 7.1 KiB" in out
+    assert (code, "step 0, 11 leaves, 7.1 KiB" in out) == (0, True)
     assert 'metadata: {"data": "a.txt"}' in out
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert lines["state/adam/mu/w"][1:4] == ["[20,", "30]", "float32"]
-    assert lines["state/adam/count"][-1] == "0"
     assert lines["extra/position"][1:] == ["[]", "python", "0", "B", "17"]
-    assert lines["extra/name"][-1] == repr("a\nb")
     data = json.loads(cli("show", f"{root}@0", "--json")[1])
     assert data["scalars"] == {"extra/position": 17, "extra/name": "a\nb"}
-    assert cli("show", root)[1] == cli("show", root / "1")[1]
-    data = json.loads(cli("show", root, "--json")[1])
-    assert data["leaves"][0]["path"] == ["params", "b"]
-    assert data["metadata"] is None
+    assert cli("show", root)[1] == cli("show", root / "1")[1]  # the latest
 
 
 def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
     code, out, err = cli("plan", root, "job:adam")
-    assert (code, out) == (0, "8 kept (7,244 bytes)\n")
-    assert "noise" in err
-    assert cli("plan", f"{root}@0", "job:adam", "--all")[1].endswith("\n8 kept (7,244 bytes)\n")
+    assert (code, out, "noise" in err) == (0, EXACT, True)
     code, out, _ = cli("plan", root, "job:sgd")
     assert code == 1
     assert "!+ state/trace/trace/w float32[20, 30]" in out
     assert out.endswith("To admit what is marked `!`: --allow drop initialise\n")
-    allowed = ("--allow", "initialise", "drop", "optimizer")
-    code, out, _ = cli("plan", root, "job:sgd", *allowed)
-    assert code == 0
-    assert "!" not in out
-    data = json.loads(cli("plan", root, "job:sgd", "--json")[1])
-    assert data["is_ok"] is False
-
-
-def test_plan_takes_everyones_optimizer(cli: Cli, root: Path) -> None:
-    assert cli("plan", root, "job:plain")[:2] == (0, "8 kept (7,244 bytes)\n")
-    code, out, _ = cli("plan", root, "job:nnx_pair")
-    assert code == 1
-    assert "!+ params/kernel float32[30, 20]" in out
+    assert json.loads(cli("plan", root, "job:sgd", "--json")[1])["is_ok"] is False
+    code, out, _ = cli("plan", root, "job:sgd", "--allow", "initialise", "drop", "optimizer")
+    assert (code, "!" in out) == (0, False)
+    # Everyone's optimizer, as shapes: only arrays have values for new parameters.
+    assert cli("plan", root, "job:plain")[:2] == (0, EXACT)
+    assert "!+ params/kernel float32[30, 20]" in cli("plan", root, "job:nnx_pair")[1]
     new = ("plan", root, "job:more", "--allow", "initialise")
-    assert (cli(*new)[0], cli(*new, "--allocate")[0]) == (1, 0)  # only arrays have values
+    assert (cli(*new)[0], cli(*new, "--allocate")[0]) == (1, 0)
 
 
 def test_plan_takes_rules(cli: Cli, root: Path) -> None:
@@ -160,39 +143,28 @@ def test_plan_takes_rules(cli: Cli, root: Path) -> None:
 
 def test_verify_finds_a_flipped_bit(cli: Cli, root: Path, tmp_path: Path) -> None:
     assert cli("verify", root) == (0, f"{root}@0: ok, 11 leaves\n{root}@1: ok, 8 leaves\n", "")
-    copy = tmp_path / "copy"
-    shutil.copytree(root, copy)
+    copy = Path(shutil.copytree(root, tmp_path / "run@5"))
     manifest = copy / "1" / "leaves" / "manifest.json"
     data = bytearray(manifest.read_bytes())
     data[len(data) // 2] ^= 1
     manifest.write_bytes(data)
     code, out, _ = cli("verify", copy)
-    assert code == 1
     good, bad = out.splitlines()
-    assert good == f"{copy}@0: ok, 11 leaves"
+    assert (code, good) == (1, f"{copy}@0: ok, 11 leaves")
     assert bad.startswith(f"{copy}@1: DamagedError: ")
-    shutil.copytree(root, tmp_path / "run@5")
-    assert cli("verify", "run@5")[1] == "run@5@0: ok, 11 leaves\nrun@5@1: ok, 8 leaves\n"
     assert cli("show", "run@5@0")[0] == 0
 
 
-def test_names_are_printed_with_escapes(cli: Cli, root: Path, tmp_path: Path) -> None:
+def test_names_are_printed_with_escapes(cli: Cli, tmp_path: Path) -> None:
     odd = tmp_path / "odd"
     with Checkpointer(odd) as checkpointer:
         names = ("a\nb\x1b[31m", "\ud800", "größe")
         checkpointer.save(0, opt.sgd(1e-3).create({name: jnp.ones(1) for name in names}))
     shown = (r"params/a\nb\x1b[31m", r"params/\ud800", "params/größe")
-    allow = ("--allow", "initialise", "drop", "optimizer")
-    for command in (
-        ("show", odd),
-        ("plan", odd, "job:sgd", *allow),
-        ("plan", odd, "job:sgd", *allow, "--all"),
-    ):
+    for command in (("show", odd), ("plan", odd, "job:sgd", "--allow", "drop", "--all")):
         _, out, _ = cli(*command)
         assert all(name in out for name in shown), command
         assert all(line.isprintable() for line in out.splitlines())
-        out.encode()
-    assert cli("verify", odd)[0] == 0
     assert cli("ls", "no\x1b[31m\ud800")[2].isascii()
 
 
@@ -206,14 +178,8 @@ def test_names_are_printed_with_escapes(cli: Cli, root: Path, tmp_path: Path) ->
         (("plan", "ROOT", "job:none"), "expected an `opt_core.Optimizer`, a `TrainingState"),
         (("plan", "ROOT", "job:adam", "--rule", "x=y"), "found `y`"),
         (("plan", "ROOT", "job:adam", "--rule", "x=drop"), "matches no leaf of the checkpoint"),
-        (("plan", "ROOT", "job:adam", "--rule", "x=unstack:y:" + "1" * 5000), "found `unstack:y:1"),
         (("show", "ROOT@9"), "has no step 9; it has [0, 1]"),
-        (
-            ("show", __file__),
-            "is a file, not a folder: read a msgpack file by `opt_checkpoint.read",
-        ),
-        (("show", "a\0b"), r"`a\x00b` is not a folder"),
-        (("plan", "ROOT", "job:adam", "--allow", "foo"), "'foo' (choose from "),
+        (("show", __file__), "is a file, not a folder: read a msgpack file by"),
         (("shw", "ROOT"), "--help`)"),
     ],
 )
@@ -225,52 +191,31 @@ def test_wrong_input_is_one_line(
     assert (code, out) == (2, "")
     assert line.startswith("opt-checkpoint: error: ")
     assert words in line
-    assert len(line) < 1000
 
 
-# Checkpoints of other programs
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of plain Orbax."""
-    folder = tmp_path_factory.mktemp("theirs") / "run"
+@pytest.mark.usefixtures("optax_promotion")
+def test_checkpoints_of_other_programs(cli: Cli, tmp_path: Path) -> None:
     optimizer = adam()
-    with ocp.CheckpointManager(folder) as manager:
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
         for step in (1, 12):
             optimizer = optimizer.apply_gradient(optimizer.target)
             tree = {"params": optimizer.target, "opt_state": optimizer.state.param_states}
             manager.save(step, args=ocp.args.StandardSave(tree))
-    return folder
-
-
-def test_foreign_checkpoints_by_path(
-    cli: Cli, theirs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(theirs.parent)
+    # By their own paths, and by the meaning that whoever wrote them gives these.
     assert cli("verify", "run@1")[1] == "run@1: ok, 7 leaves, no digests to compare\n"
-    code, out, _ = cli("ls", theirs)
-    assert (code, [line.split()[:2] for line in out.splitlines()[1:]]) == (
-        0,
-        [["1", "7"], ["12", "7"]],
-    )
-    for place in (theirs, theirs / "12", theirs / "12/default"):
+    code, out, _ = cli("ls", "run")
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["1", "7"], ["12", "7"]]
+    for place in ("run", "run/12", "run/12/default"):
         code, out, _ = cli("show", place)
         assert (code, "written by another program" in out) == (0, True)
         assert "opt_state/0/mu/w" in out
-
-
-def test_foreign_checkpoints_by_meaning(cli: Cli, theirs: Path) -> None:
-    code, out, err = cli("plan", theirs, "job:sgd")
+    code, out, err = cli("plan", "run", "job:sgd")
     assert (code, out) == (2, "")
     assert "does not say which optimizer wrote it: give `--written-by" in err
     written_by = ("--written-by", "job:adam")
-    assert cli("plan", theirs, "job:adam", *written_by)[:2] == (0, "8 kept (7,244 bytes)\n")
-    code, out, _ = cli("plan", theirs, "job:sgd", *written_by)
-    assert (code, "!+ state/trace/trace/w" in out) == (1, True)
-    code, out, _ = cli("show", theirs, *written_by)
-    assert re.search("^state/adam/count .* 2$", out, re.M)
-    code, _, err = cli("show", theirs, "--written-by", "job:sgd")
+    assert cli("plan", "run", "job:adam", *written_by)[:2] == (0, EXACT)
+    assert re.search("^state/adam/count .* 2$", cli("show", "run", *written_by)[1], re.M)
+    code, _, err = cli("show", "run", "--written-by", "job:sgd")
     assert (code, "does not hold the state" in err) == (2, True)
 
 
@@ -280,24 +225,21 @@ def test_what_a_handler_wrote_needs_no_function(cli: Cli, tmp_path: Path) -> Non
         manager.save(4, args=ocp.args.Composite(**items))
     assert cli("ls", "run")[1].splitlines()[1].split() == ["4", "8", "7.1", "KiB", "adam,", "scale"]
     assert cli("verify", "run")[1] == "run@4: ok, 8 leaves\n"
-    assert cli("plan", "run/4", "job:adam")[:2] == (0, "8 kept (7,244 bytes)\n")
+    assert cli("plan", "run/4", "job:adam")[:2] == (0, EXACT)
     assert "state/adam/mu/w" in cli("show", "run/4/optimizer")[1]
 
 
 @pytest.mark.slow
-def test_runs_as_a_module(root: Path, tmp_path: Path) -> None:
+def test_runs_as_a_module_and_says_its_version(root: Path, tmp_path: Path) -> None:
     (tmp_path / "job_beside.py").write_text(MODULE)
-    command = [sys.executable, "-m", "opt_checkpoint", "plan", str(root), "job_beside:adam"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "noise\n")
-    assert done.stdout.startswith("8 kept")
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    module = [sys.executable, "-m", "opt_checkpoint"]
+    for arguments, expected in (
+        (["plan", str(root), "job_beside:adam"], (EXACT, "noise\n")),
+        (["--version"], (f"opt-checkpoint {opt_checkpoint.__version__}\n", "")),
+    ):
+        done = subprocess.run(
+            [*module, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert (done.stdout, done.stderr) == expected
     (script,) = entry_points(group="console_scripts", name="opt-checkpoint")
     assert script.load() is main
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"opt-checkpoint {opt_checkpoint.__version__}\n"

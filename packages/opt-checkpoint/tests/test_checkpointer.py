@@ -93,27 +93,23 @@ def test_leaves_come_back_bit_for_bit(make: Any, tmp_path: Path) -> None:
 def test_e5_what_is_no_step(tmp_path: Path) -> None:
     """Empty folders, links and files in the root are ignored and never followed."""
     outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "leaves").mkdir()
+    (outside / "leaves").mkdir(parents=True)
     (outside / "precious").write_text("precious")
     root = tmp_path / "root"
-    root.mkdir()
-    (root / "9").mkdir()
+    (root / "9").mkdir(parents=True)
     (root / "10").symlink_to(outside)
     (root / "11").write_text("no step")
     for name in ("abc", "007", "-1", "1_000", "²"):
-        (root / name).mkdir()
-        (root / name / "leaves").mkdir()
+        (root / name / "leaves").mkdir(parents=True)
     (root / "8.orbax-checkpoint-tmp").symlink_to(outside)
     with Checkpointer(root, max_to_keep=2) as checkpointer:
         assert checkpointer.steps() == []
         assert checkpointer.latest_valid() is None
         for step in (1, 2, 3):
             checkpointer.save(step, small_state(step))
-        with pytest.raises(SaveError, match="exists and is not a checkpoint"):
-            checkpointer.save(9, small_state())
-        with pytest.raises(SaveError, match="exists and is not a checkpoint"):
-            checkpointer.save(10, small_state())
+        for step in (9, 10):
+            with pytest.raises(SaveError, match="exists and is not a checkpoint"):
+                checkpointer.save(step, small_state())
         with pytest.raises(MissingError, match="has no step 9"):
             checkpointer.at(9)
         with pytest.raises(MissingError, match="has no step 10"):
@@ -196,25 +192,14 @@ class Pair(NamedTuple):
 
 
 EXTRAS: dict[str, Any] = {
-    "nothing": None,
-    "a number": 5,
-    "a tree": {
-        "the README's": {"data": {"position": 1920}, "rng": jax.random.key(3)},
-        "lists": {"seen": [1, [2, []], (3, (), None)], "names": ["a", ""], "empty": {}},
-        "None": [None, {"x": None}],
-        "ints": {10: [0.5], 2: {"x": (1,)}},
-        "floats": {0.5: 1},
-        "b/a": {True: 1},
-        "NumPy": [
-            np.arange(3, dtype=np.int64),
-            np.ones((2, 0), np.float16),
-            np.int64(7),
-            np.float32(0.5),
-            np.bool_(True),
-        ],
-        "JAX": [jnp.arange(3), jnp.bfloat16(1.5), jax.random.split(jax.random.key(0), 2)],
-        "Python": [True, 2**70, 1.5, float("inf"), "\u00e9"],
-    },
+    "the README's": {"data": {"position": 1920}, "rng": jax.random.key(3)},
+    "lists": {"seen": [1, [2, []], (3, (), None)], "names": ["a", ""], "empty": {}},
+    "ints": {10: [0.5], 2: {"x": (1,)}},
+    "floats": {0.5: 1},
+    "b/a": {True: 1},
+    "NumPy": [np.arange(3, dtype=np.int64), np.ones((2, 0), np.float16), np.int64(7), np.bool_(1)],
+    "JAX": [jnp.arange(3), jnp.bfloat16(1.5), jax.random.split(jax.random.key(0), 2)],
+    "Python": [True, 2**70, 1.5, float("inf"), "\u00e9"],
 }
 
 
@@ -235,15 +220,15 @@ def assert_as_saved(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("name", EXTRAS)
-def test_extras_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("extras", [None, 5, EXTRAS], ids=["nothing", "a number", "a tree"])
+def test_extras_come_back_as_they_were_saved(extras: Any, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(0, small_state(), extras=EXTRAS[name])
+        checkpointer.save(0, small_state(), extras=extras)
         checkpointer.wait()
-        assert_as_saved(checkpointer.at(0).read_extras(), EXTRAS[name])
-        if isinstance(found := checkpointer.at(0).read_extras(), dict):
-            for leaf in jax.tree.leaves(found):
-                assert not isinstance(leaf, np.ndarray) or leaf.flags.writeable
+        found = checkpointer.at(0).read_extras()
+    assert_as_saved(found, extras)
+    for leaf in jax.tree.leaves(found):
+        assert not isinstance(leaf, np.ndarray) or leaf.flags.writeable
 
 
 def test_extras_of_other_nodes_come_back_by_the_names_of_their_fields(tmp_path: Path) -> None:
@@ -270,17 +255,15 @@ def test_training_goes_on_while_it_is_saved(tmp_path: Path) -> None:
         for size in (3, 2**16)
     }
     host = np.arange(1e5, dtype=np.float32)  # NumPy's own may be changed, too
+    expected = {name: np.array(leaf) for name, leaf in {**leaves, "state/host": host}.items()}
     with Checkpointer(tmp_path) as checkpointer:
-        for number in range(2):
-            expected = {name: np.array(leaf) for name, leaf in leaves.items()}
-            expected["state/host"] = host.copy()
-            checkpointer.save(number, state({**leaves, "state/host": host}))
-            host += 1
-            for _ in range(10):
-                leaves = step(leaves)
-            checkpointer.wait()
-            saved = checkpointer.at(number)
-            assert same(saved.read(everything(saved.schema)), expected)
+        checkpointer.save(0, state({**leaves, "state/host": host}))
+        host += 1
+        for _ in range(10):
+            leaves = step(leaves)
+        checkpointer.wait()
+        saved = checkpointer.at(0)
+        assert same(saved.read(everything(saved.schema)), expected)
 
 
 def test_keeps_what_it_is_told_to(tmp_path: Path) -> None:
@@ -313,7 +296,6 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
     [
         ({"directory": "gs://bucket/x"}, "`directory` must be a local path"),
         ({"max_to_keep": 0}, "`max_to_keep`: expected a positive integer, found 0"),
-        ({"keep_period": -1}, "`keep_period`: expected a positive integer, found -1"),
         ({"save_interval_steps": True}, "`save_interval_steps`: expected a positive integer"),
     ],
 )
@@ -342,11 +324,7 @@ def test_an_error_in_the_block_is_the_one_to_be_seen(
     assert any("no space" in r.message for r in caplog.records if r.levelno == logging.ERROR)
 
 
-def _nested(depth: int) -> Any:
-    data: Any = []
-    for _ in range(depth):
-        data = [data]
-    return data
+ONE = jnp.ones(1)
 
 
 def _deleted() -> Any:
@@ -364,28 +342,21 @@ def _alone(leaf: Any) -> Any:
     return lambda: state({"state/x": leaf})
 
 
-_COLLIDING = {"state/a": jnp.ones(1), "state/a/b": jnp.ones(1)}
-
-
 @pytest.mark.parametrize(
     ("make", "more", "words"),
     [
         (_alone(jnp.zeros(3, jnp.uint4)), {}, "`state/x`: uint4 cannot be saved"),
-        (_alone(np.zeros(3, "O")), {}, "`state/x`: object cannot be saved"),
         (_alone(jax.ShapeDtypeStruct((2,), jnp.float32)), {}, "`state/x`: .*has no value"),
         (_deleted, {}, "`state/x`: .*donated or deleted: save it before the step"),
         (_of_another_shape, {}, r"`state/x`: expected float32\[3\] as the schema says"),
-        (lambda: state(_COLLIDING), {}, "its name is the beginning of this one"),
+        (
+            lambda: state({"state/a": ONE, "state/a/b": ONE}),
+            {},
+            "its name is the beginning of this one",
+        ),
         (small_state, {"metadata": {1: "a", "1": "b"}}, "expected strings as keys, found 1"),
-        (small_state, {"metadata": _nested(5000)}, "recursion"),
         (small_state, {"metadata": {"x": jnp.ones(2)}}, "expected JSON data: .* not JSON seri"),
         (small_state, {"extras": {1: 1, "1": 2}}, "`extras`: expected a pytree of named leaves"),
-        (
-            small_state,
-            {"extras": {"x": np.ma.MaskedArray([1.0], [True])}},
-            "`extra/x`: a masked array",
-        ),
-        (small_state, {"extras": {"x": 10**5000}}, "expected JSON data: .*4300 digits"),
         (small_state, {"extras": {"x": object()}}, "`extra/x`: expected an array, .* object"),
     ],
 )

@@ -11,13 +11,14 @@ import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import EVERYTHING
-from opt_checkpoint import Plan, named_state, plan_restore
+from opt_checkpoint import Plan, Rename, named_state, plan_restore
 from opt_core import (
     FROZEN,
     MultiOptimizer,
     Optimizer,
     OptimizerDef,
     OptimizerState,
+    describe_state,
     regroup,
     reset,
 )
@@ -27,6 +28,7 @@ optax: Any = importlib.import_module("optax")  # much of it is not exported expl
 contrib: Any = importlib.import_module("optax.contrib")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
+MINE = __name__.partition(".")[0]  # the package of what these tests define
 PARAMS = {"w": jnp.arange(8.0).reshape(2, 4), "b": jnp.ones(4)}
 
 
@@ -229,3 +231,112 @@ def test_reset_does_not_keep_perturbed_parameters() -> None:
     optimizer = trained(groups(("w", "w", sam), rest=ADAM))
     with pytest.raises(SurgeryError, match=r"sam/cache/w.*a window is open"):
         reset(optimizer, "w")
+
+
+# Rates that a program sets while it trains, as `inject_hyperparams` lets it.
+
+
+def injected(rate: float) -> OptimizerDef:
+    return wrapped(optax.inject_hyperparams(optax.adamw)(learning_rate=rate))
+
+
+def with_rate(optimizer: Optimizer, rate: float) -> Optimizer:
+    inject = optimizer.state.param_states
+    changed = {**inject.hyperparams, "learning_rate": jnp.float32(rate)}
+    state = inject._replace(hyperparams=changed)
+    return optimizer.replace(state=optimizer.state.replace(param_states=state))
+
+
+@pytest.mark.parametrize(("in_code", "acts"), [(0.5, 0.125), (0.25, 0.25)])
+def test_a_rate_set_at_run_time_continues_unless_the_code_has_another(
+    in_code: float, acts: float
+) -> None:
+    old = with_rate(trained(injected(0.5)), 0.125)
+    plan, (moved, _) = verdicts(old, injected(in_code), ())
+    assert plan.is_ok
+    assert plan.is_exact == (in_code == 0.5)
+    told = "hyperparams/learning_rate float32[]: `learning_rate` was 0.5, is 0.25 in the code"
+    assert (told in str(plan)) == (in_code == 0.25)
+    for new in (plan.apply(), moved):
+        jax.tree.map(np.testing.assert_array_equal, new.state, with_rate(old, acts).state)
+
+
+# Names: what is called like a transformation of Optax is not taken for it.
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999) -> Any:
+    """Sums, not averages, in the classes of Optax."""
+
+    def init_fn(params: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(jnp.int32(0), zeros, zeros)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        mu = jax.tree.map(lambda m, g: b1 * m + g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v + g * g, state.nu, updates)
+        return mu, optax.ScaleByAdamState(state.count + 1, mu, nu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def with_lambdas() -> Any:
+    own = scale_by_adam()
+    return optax.GradientTransformation(lambda p: own.init(p), lambda u, s, p=None: (u, s))
+
+
+class Trace(OptimizerDef):
+    """A definition called like Optax's, with the class of its state."""
+
+    def init_state(self, params: Any) -> OptimizerState:
+        return OptimizerState(jnp.int32(0), optax.TraceState(jax.tree.map(jnp.zeros_like, params)))
+
+
+@pytest.mark.parametrize(
+    ("own", "optaxs"),
+    [
+        (wrapped(scale_by_adam()), wrapped(optax.scale_by_adam())),
+        (wrapped(with_lambdas()), wrapped(optax.scale_by_adam())),
+        (Trace({}), wrapped(optax.trace(0.9))),
+    ],
+    ids=["factory", "lambdas", "definition"],
+)
+def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(
+    own: OptimizerDef, optaxs: OptimizerDef
+) -> None:
+    for before, new in ((own, optaxs), (optaxs, own)):
+        old = before.create(PARAMS)
+        old = old.replace(state=jax.tree.map(lambda leaf: leaf + 1, old.state))
+        assert not verdicts(old, new, ())[0].is_ok
+        plan, _ = verdicts(old, new, EVERYTHING)
+        assert not any(leaf.any() for leaf in jax.tree.leaves(plan.apply().state.param_states))
+    names = {leaf.transformation for leaf in describe_state(Trace({}).create(PARAMS)).leaves}
+    assert names == {f"{MINE}.trace"}
+
+
+def momentum() -> Any:
+    def init_fn(tree: Any) -> Any:
+        return {"m": jax.tree.map(jnp.ones_like, tree)}
+
+    return optax.GradientTransformation(init_fn, squares)
+
+
+def velocity() -> Any:
+    def init_fn(tree: Any) -> Any:
+        return {"m": jax.tree.map(jnp.zeros_like, tree)}
+
+    return optax.GradientTransformation(init_fn, squares)
+
+
+def test_a_rename_is_suggested_where_there_is_one_choice() -> None:
+    def suggestions(plan: Plan[Any]) -> list[str]:
+        return [note for note in plan.notes if "may be the former" in note]
+
+    saved, target = (named_state(wrapped(momentum()).create(PARAMS)), wrapped(velocity()))
+    (told,) = suggestions(plan_restore(saved, target.create(PARAMS)))
+    rule = (rf"state/{MINE}\.velocity/(.*)", Rename(rf"state/{MINE}.momentum/\1"))
+    assert f"rules=[(r'{rule[0]}', Rename(r'{rule[1].source}'))]" in told
+    renamed = plan_restore(saved, target.create(PARAMS), rules=[rule])
+    assert renamed.is_ok
+    assert not suggestions(renamed)
+    two = chained(velocity(), velocity()).create(PARAMS)
+    assert not suggestions(plan_restore(saved, two))
