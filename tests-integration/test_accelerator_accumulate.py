@@ -27,7 +27,6 @@ from opt_accumulate import (
     guard,
     report,
     rollback,
-    skip_not_finite,
     with_average,
 )
 from opt_partition import read_collectives
@@ -60,15 +59,6 @@ def some_grads(number: int) -> list[Any]:
 def test_the_cpu_has_the_same_numbers(name: str) -> None:
     found, expected = on_both(lambda _: train(TXS[name], some_grads(5)))
     assert_close(found, expected)
-
-
-def test_a_mini_step_that_is_not_finite_leaves_no_trace() -> None:
-    steps = MultiSteps(ADAMW, 2, should_skip_update_fn=skip_not_finite)
-    good = some_grads(4)
-    bad = {**good[0], "w": np.full_like(good[0]["w"], np.inf)}
-    params, state = train(steps, [good[0], bad, *good[1:]])
-    expected, clean = train(steps, good)
-    assert_equal((params, state.inner_opt_state), (expected, clean.inner_opt_state))
 
 
 @pytest.mark.parametrize(("spoilt", "loss"), [("b", 1.0), ("", math.nan)])

@@ -194,36 +194,6 @@ def test_zero2_accumulators_of_the_loop_are_parts() -> None:
     assert carried(on(mesh, ZERO2)) > {(4, 4), (8, 3)}
 
 
-def test_tensor_parallel_layers_with_their_reductions_inside() -> None:
-    """Partial sums over `model` in the forward pass; `data` still waits for the end."""
-    mesh = make_mesh(AxisType.Auto)
-    random = np.random.RandomState(0)
-    params = {
-        "wi": jnp.asarray(random.randint(-2, 3, (16, 8)), jnp.float32),
-        "wo": jnp.asarray(random.randint(-2, 3, (8, 20)), jnp.float32),
-    }
-
-    def two_layers(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        hidden = jax.nn.relu(batch["x"] @ params["wi"])
-        hidden = jax.lax.with_sharding_constraint(hidden, P(None, "model"))
-        return jnp.square(hidden @ params["wo"]).sum(), batch["mask"].sum()
-
-    batch = make_batch()
-    vg = accumulate_gradients(two_layers, num_microbatches=NUM, reduce="deferred", mesh=mesh)
-    args = (
-        put(params, mesh, {"wi": P(None, "model"), "wo": P("model", None)}),
-        put(batch, mesh, P("data")),
-    )
-    program = compiled(vg, *args)
-    assert {c.count for c in moved(program, mesh)} == {1}
-    over_model = [c for c in read_collectives(program, mesh) if c.axes == ("model",)]
-    assert [(c.shape, c.count) for c in over_model] == [((4, 20), NUM)]  # activations alone
-    weight = batch["mask"].sum().astype(jnp.float32)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        expected = jax.jit(jax.grad(lambda p: two_layers(p, batch)[0]))(params)
-    assert_equal(program(*args)[1], jax.tree.map(lambda g: g / weight, expected))
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "spec", [P("data"), P("replica", "data"), P(("model", "data")), P("model")]
@@ -449,33 +419,6 @@ def test_inside_a_shard_map_as_value_and_grad_is(
     # Sums in another order, of up to 64 terms of one magnitude.
     expected = run(jax.value_and_grad(mean), params, batch)
     chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_inside_a_shard_map_parts_of_one_loss_are_dropped_together() -> None:
-    """Tensor parallelism by hand: only one device has the gradient that is not finite."""
-    mesh = make_mesh(AxisType.Auto)
-
-    def loss_fn(params: Tree, x: jax.Array) -> jax.Array:
-        # sqrt has an infinite gradient at 0: in the second microbatch, for the parameter 1.
-        total: jax.Array = jax.lax.psum(jnp.sqrt(params - (x == 0)).sum(), "model")
-        return total
-
-    vg = accumulate_gradients(
-        loss_fn, num_microbatches=2, weights="examples", skip_fn="non_finite", with_metrics=True
-    )
-
-    def on_device(params: jax.Array, x: jax.Array) -> Any:
-        (loss, metrics), grads = vg(params, x)
-        return (loss, metrics.skipped), grads
-
-    run = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(P("model"), P()), out_specs=(P(), P("model"))
-    )
-    x, params = jnp.array([4.0, 0.0]), jnp.array([1.0, 4.0])
-    (loss, skipped), grads = jax.jit(run)(params, x)
-    assert skipped.tolist() == [False, True]
-    assert float(loss) == 1.0 + 2.0
-    assert grads.tolist() == [0.5, 0.25]
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_fn": "non_finite"}], ids=["all", "finite"])

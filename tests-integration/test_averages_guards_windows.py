@@ -125,24 +125,17 @@ def test_an_average_may_lie_on_the_host(mesh: Mesh) -> None:
     with jax.set_mesh(mesh):
         params = jax.device_put(make_params(), placed.shardings)
         found = params, part.init_sharded(tx, params, layout)
-        step, plain = jax.jit(tx.apply, donate_argnums=(0, 1)), jax.jit(tx.apply)
-        for number in range(3):
-            grads = gradients(number)
-            found = step(*found, jax.device_put(grads, placed.shardings))
-            expected = plain(*expected, grads)
-            held.take(number, found)
-        lies = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[1])]
-        assert lies == [row.memory_kind or "device" for row in layout.rows]
-        assert lies.count("pinned_host") == len(SHAPES)
+        found = jax.jit(tx.apply, donate_argnums=(0, 1))(*found, gradients())
+        expected = jax.jit(tx.apply)(*expected, gradients())
+        held.take(0, found)
         assert_same(jax.device_get(found), jax.device_get(expected))
-        average = eval_params(expected[1], expected[0])
-        for evaluate in (eval_params, jax.jit(eval_params)):
-            of_host = evaluate(found[1], found[0])
-            assert_same(jax.device_get(of_host), jax.device_get(average))
-            assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(of_host)} == {"device"}
-        _, restored = held.restore()
-        assert lies == [leaf.sharding.memory_kind for leaf in jax.tree.leaves(restored[1])]
-        step(*restored, jax.device_put(gradients(), placed.shardings))
+        of_host = jax.jit(eval_params)(found[1], found[0])
+        assert_same(jax.device_get(of_host), expected[1].inner.average)
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(of_host)} == {"device"}
+        for state in (found[1], held.restore()[1][1]):
+            lies = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
+            assert lies == [row.memory_kind or "device" for row in layout.rows]
+            assert lies.count("pinned_host") == len(SHAPES)
 
 
 AVERAGE = 4 * (16 * 8 // 8 + 8 // 2) + 4  # of a device: shards, and a count
@@ -329,51 +322,29 @@ def collectives(program: Any) -> tuple[int, int]:
 
 
 @pytest.mark.sample(1)
-def test_every_leaf_stays_where_its_parameter_is(mesh: Mesh) -> None:
+def test_leaves_stay_where_their_parameters_are_with_the_numbers_of_optax(mesh: Mesh) -> None:
+    theirs = optax.MultiSteps(INNER, 2, should_skip_update_fn=optax.skip_not_finite)
+    expected: Any = gradients()
+    their_state: Any = theirs.init(expected)
     with jax.set_mesh(mesh):
         steps: Any = MultiSteps(INNER, 2, should_skip_update_fn=skip_not_finite)
         params = tree_at(mesh, 0)
         state = steps.init(params)
         apply = jax.jit(steps.apply)
-        for index in range(1, 4):
-            params, state = apply(params, state, tree_at(mesh, index))
+        for index in range(1, 6):
+            grads, plain = tree_at(mesh, index), gradients(index)
+            if index == 2:
+                grads["b"], plain["b"] = grads["b"] * jnp.inf, plain["b"] * jnp.inf
+            params, state = apply(params, state, grads)
+            updates, their_state = jax.jit(theirs.update)(plain, their_state, expected)
+            expected = optax.apply_updates(expected, updates)
             adam = state.inner_opt_state[1][0]
             for tree in (params, state.acc_grads, adam.mu, adam.nu):
                 assert_sharded(tree, mesh)
-        updates, updated = jax.jit(steps.update)(tree_at(mesh, 4), state, params)
         flushed, _ = jax.jit(steps.flush)(state, params)
-        for tree in (updates, updated.acc_grads, flushed):
-            assert_sharded(tree, mesh)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mean": {"every_k_schedule": 2},
-    "sum": {"every_k_schedule": 2, "use_grad_mean": False},
-    "schedule": {"every_k_schedule": lambda step: jnp.where(step < 1, 1, 2)},
-    "skip": {"every_k_schedule": 2, "should_skip_update_fn": optax.skip_not_finite},
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_numbers_are_those_of_optax_on_one_device(mesh: Mesh, options: str) -> None:
-    single = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
-    ours, theirs = (kind(INNER, **OPTIONS[options]) for kind in (MultiSteps, optax.MultiSteps))
-    results = []
-    for steps, place in ((ours, mesh), (theirs, single)):
-        with jax.set_mesh(place):
-            params: Any = tree_at(place, 0)
-            state: Any = steps.init(params)
-            update = jax.jit(steps.update)
-            for index in range(1, 6):
-                grads = tree_at(place, index)
-                if index == 2 and options == "skip":
-                    grads["b"] = grads["b"] * jnp.inf
-                updates, state = update(grads, state, params)
-                params = jax.jit(optax.apply_updates)(params, updates)
-        results.append(jax.tree.map(np.asarray, (params, state)))
+        assert_sharded(flushed, mesh)
     # A global norm is summed in another order over 8 devices.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+    chex.assert_trees_all_close(jax.device_get(params), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.sample(1)
