@@ -79,13 +79,6 @@ def test_the_table_and_json() -> None:
         (lambda s: (max(s),), (7, 8), ("b",), ""),
         # On a tie, `init` takes the first.
         (lambda s: (max(s),), (8, 8), ("a",), ""),
-        (lambda s: (s[0] ** 2,), (4, 7), (None,), "computed from parameter dimension 0"),
-        (
-            lambda s: (s[0], s[1] // 2),
-            (8, 6),
-            ("a", None),
-            "dimension 1: grows 1/2 times as much as parameter dimension 1",
-        ),
     ],
 )
 def test_what_is_computed_from_sizes(
@@ -95,7 +88,6 @@ def test_what_is_computed_from_sizes(
     assert (row.axes, row.note) == (axes, note)
 
 
-BLOCKS = "counts blocks of parameter dimension"
 EQUAL = "`init` creates another shape if sizes are symbols, which are never equal"
 
 
@@ -103,9 +95,7 @@ EQUAL = "`init` creates another shape if sizes are symbols, which are never equa
     ("make", "sizes", "axes", "note"),
     [
         # The scales of quantised moments; the last block may be a part of one.
-        (lambda s: (s[0], -(-s[1] // 5)), (6, 10), ("a", None), f"dimension 1: {BLOCKS} 1"),
-        (lambda s: (-(-s[0] // 4),), (9, 7), (None,), f"{BLOCKS} 0"),
-        (lambda s: (s[0] // 4, s[1]), (8, 8), (None, "b"), f"dimension 0: {BLOCKS} 0"),
+        (lambda s: (-(-s[0] // 4),), (9, 7), (None,), "counts blocks of parameter dimension 0"),
         (lambda s: (2,) if s[0] == s[1] else s[:1], (8, 8), (None,), EQUAL),
     ],
 )
@@ -203,21 +193,6 @@ def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
     assert [*found.values()] == [P("a"), P("b")] * 3
 
 
-def test_a_leaf_of_unnamed_dimensions_has_a_parameter() -> None:
-    def init(params: Any) -> Any:
-        cols = {"cols": jnp.zeros(params["w"].shape[1]), "coincidence": jnp.zeros(5)}
-        return {**cols, "both": jnp.zeros((params["w"].shape[1], params["v"].shape[0]))}
-
-    params = {"w": shape(256, 384), "v": shape(5, 384)}
-    rows = explain(init, params, {"w": ("embed", None), "v": (None, None)}, strict=True).rows
-    owners = {row.path: (row.parameter, row.axes) for row in rows}
-    assert owners == {
-        "cols": ("w", (None,)),
-        "coincidence": (None, (None,)),
-        "both": (None, (None, None)),
-    }
-
-
 class Own(NamedTuple):
     moments: Any
 
@@ -253,12 +228,6 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
     with pytest.raises(KeyError, match="no such parameter"):
         explain(init, PARAMS, AXES)
     assert gc.isenabled()
-    gc.disable()
-    try:
-        explain(optax.trace(0.9), PARAMS, AXES)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 def test_nothing_is_computed_and_no_array_is_made() -> None:
@@ -277,8 +246,6 @@ def test_nothing_is_computed_and_no_array_is_made() -> None:
         (optax.adamw(0.1), 2),
         (optax.adafactor(0.1), 2),  # it compares sizes with each other, and with less
         (optax.adafactor(0.1, min_dim_size_to_factor=300), 4),
-        (optax.sm3(0.1), 2),
-        (optax.scale_by_lbfgs(), 2),
     ],
 )
 def test_repeated_layers_cost_no_more_evaluations(tx: Any, number: int) -> None:

@@ -2,11 +2,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from opt_partition import Layout
-from opt_partition._specs import itemsize
 from opt_partition.errors import AxesError
 
 P = PartitionSpec
@@ -71,15 +69,6 @@ def test_specs_are_checked(spec: Any, problem: str) -> None:
     with pytest.raises(AxesError) as caught:
         Layout.from_specs({"w": spec, "b": P()}, {"w": leaf(8, 7), "b": leaf(3)}, MESH)
     assert str(caught.value) == f"`specs` do not match the leaves and the mesh:\n  w: {problem}"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.ones(3, np.int8), jnp.ones((2, 2), jnp.bfloat16), np.ones(3, np.complex64), np.bool_(1)],
-)
-def test_bytes_are_those_of_arrays(value: Any) -> None:
-    assert itemsize(value.dtype) == value.dtype.itemsize
-    assert Layout.from_specs(None, value, MESH).bytes == value.nbytes
 
 
 def test_keys_have_the_bytes_of_their_data() -> None:
