@@ -37,10 +37,6 @@ def names(tx: Any) -> set[str]:
     }
 
 
-def makers(tx: Any) -> dict[str, str]:
-    return {"/".join(x.path): f"{x.transformation}#{x.number}" for x in of(tx).leaves}
-
-
 def acting(tx: Any) -> list[str]:
     return [made.name for made in of(tx).transformations]
 
@@ -70,24 +66,9 @@ def test_wrappers_do_not_change_names() -> None:
         assert names(tx) > ADAM
 
 
-def test_likes_are_numbered_as_init_makes_them() -> None:
-    first, second = optax.ema(0.9), optax.ema(0.99)
-    one = makers(optax.chain(first, second))
-    other = makers(optax.named_chain(("z", first), ("a", second)))
-    assert one["0/count"] == other["z/count"] == "ema#1"
-    assert one["1/count"] == other["a/count"] == "ema#2"
-    decays = [
-        (made.number, made.settings["decay"])
-        for made in of(optax.chain(first, second)).transformations
-    ]
-    assert decays == [(1, 0.9), (2, 0.99)]
-
-
 @pytest.mark.parametrize(
     ("tx", "expected"),
     [
-        (optax.chain(optax.clip(1.0), optax.chain(optax.trace(0.9))), ["clip", "trace"]),
-        (optax.MultiSteps(optax.trace(0.9), 2), ["multi_steps", "trace"]),
         (
             optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1.0, 0.0, 3)),
             ["inject_hyperparams", "adam", "add_decayed_weights", "scale"],
@@ -114,28 +95,6 @@ def test_a_placeholder_for_what_is_not_factored_has_no_role() -> None:
 
 
 # What users write.
-
-
-def with_init(init: Any) -> Any:
-    return optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-
-
-def rebuilding(inner: Any) -> Any:
-    def init_fn(tree: Any) -> Any:
-        return {"inner": jax.tree.map(jnp.copy, inner.init(tree))}
-
-    return with_init(init_fn)
-
-
-def compiling(inner: Any) -> Any:
-    return optax.GradientTransformation(jax.jit(inner.init), jax.jit(inner.update))
-
-
-def test_what_they_hold_is_seen() -> None:
-    inner = optax.chain(optax.scale_by_yogi(), optax.scale_by_adam())
-    for make in (rebuilding, compiling):
-        kept = {leaf.transformation for leaf in of(make(inner)).leaves}
-        assert kept == {"yogi", "adam"}, make
 
 
 def test_an_update_that_is_wrapped_keeps_the_names() -> None:
@@ -256,6 +215,3 @@ def test_transformations_that_describe_their_fields(tx: Any, name: str) -> None:
     made = found.transformations[1]
     assert (made.name, made.settings, made.source) == (name, {"decay": 0.9}, "stated")
     assert made.effect("decay") == "refused"
-
-
-# Where it is asked.

@@ -93,16 +93,16 @@ def test_what_is_missing_says_why(name: str, words: str) -> None:
         getattr(t5x, name)
 
 
-def both(kind: Any = t5x.MultiOptimizer, **kwargs: Any) -> Any:
-    return kind([("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))], **kwargs)
+PAIRS = [("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))]
 
 
 @pytest.mark.parametrize("kind", [t5x.MultiOptimizer, opt_core.MultiOptimizer])
 def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts(kind: Any) -> None:
-    optimizer = both(kind, names=["matrices", "vectors"]).create(make_params())
+    definition = kind(PAIRS, names=["matrices", "vectors"])
+    optimizer = definition.create(make_params())
     plain = optimizer.apply_gradient(make_params())
     assert_same_bits(optimizer.apply_gradient(make_params(), learning_rate=9.0), plain)
-    matrices, vectors = both().hyper_params
+    matrices, vectors = definition.hyper_params
     given: dict[str, Any] = {"hyper_params": [matrices.replace(learning_rate=0.25), vectors]}
     by_name: dict[str, Any] = {"group_overrides": {"matrices": {"learning_rate": 0.25}}}
     for overrides in (given, by_name, {**given, "learning_rate": 9.0}):
@@ -111,29 +111,17 @@ def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts(kind: Any)
         assert_same_bits(found.target["b"], plain.target["b"])
 
 
-def test_t5xs_configurations_bind_the_pairs_by_name() -> None:
-    pairs = [("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))]
-    assert t5x.MultiOptimizer(traversals_and_optimizers=pairs) == both()
-
-
-def traversal(keep: Any) -> Any:
+def traversal(is_everything: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return flax.traverse_util.ModelParamTraversal(lambda path, _: keep(path))
-
-
-def everything() -> Any:  # a traversal answers for any attribute: doctest must not find one
-    return traversal(lambda path: True)
-
-
-def nothing() -> Any:
-    return traversal(lambda path: False)
+        return flax.traverse_util.ModelParamTraversal(lambda path, _: is_everything)
 
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_traversal_may_match_nothing(is_first: bool) -> None:
-    pairs = [(everything(), t5x.adam(0.5)), (nothing(), t5x.sgd(0.25))]
-    definition = t5x.MultiOptimizer(pairs[::-1] if is_first else pairs)
+    pairs = [(traversal(True), t5x.adam(0.5)), (traversal(False), t5x.sgd(0.25))]
+    # Configurations of T5X bind the pairs by name.
+    definition = t5x.MultiOptimizer(traversals_and_optimizers=pairs[::-1] if is_first else pairs)
     optimizer = definition.create(make_params())
     assert len(definition.sub_optimizers) == len(definition.hyper_params) == 2
     alone = t5x.adam(0.5).create(make_params())
@@ -157,7 +145,7 @@ def test_a_traversal_may_match_nothing(is_first: bool) -> None:
 def test_only_a_traversal_may() -> None:
     sgd = t5x.sgd(0.5)
     for pattern in ("embedding", lambda path, leaf: False):
-        definition = t5x.MultiOptimizer([(everything(), sgd), (pattern, sgd)])
+        definition = t5x.MultiOptimizer([(traversal(True), sgd), (pattern, sgd)])
         with pytest.raises(GroupError, match="matches no parameter"):
             definition.create(make_params())
 

@@ -71,12 +71,6 @@ def multi_steps(learning_rate: Any, every: int = 1) -> Any:
 
 
 @wrap_optax_optimizer
-def partitioned(learning_rate: Any) -> Any:
-    parts: dict[Any, Any] = {1: optax.sgd(learning_rate), 2: optax.set_to_zero()}
-    return optax.partition(parts, {"b": 2, "w": 1})
-
-
-@wrap_optax_optimizer
 def looped(learning_rate: Any) -> Any:
     """Runs SGD inside a loop that makes one pass."""
     inner = optax.sgd(learning_rate)
@@ -89,15 +83,8 @@ def looped(learning_rate: Any) -> Any:
     return optax.GradientTransformation(inner.init, update)
 
 
-NESTED = {
-    "MultiSteps": multi_steps,
-    "partition": partitioned,
-    "loop": looped,
-}
-
-
-@pytest.mark.parametrize("constructor", NESTED.values(), ids=list(NESTED))
-def test_schedules_inside_branches_loops_and_masks(constructor: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("constructor", [multi_steps, looped], ids=["MultiSteps", "loop"])
+def test_schedules_inside_branches_and_loops(constructor: Callable[..., Any]) -> None:
     optimizer = constructor(SCHEDULES["linear"]).create(make_params())
     for _ in range(3):
         assert close(resolve_hyper_params(optimizer).learning_rate, applied(optimizer))
@@ -221,8 +208,7 @@ def test_learning_rates_are_scaled() -> None:
     assert close(used["matrices"].learning_rate, 0.25)
     assert close(stepped.target["b"][0], 0.75)
     some = opt_optax_bridge.scale_learning_rate(optimizer, {"vectors": 2.0})
-    assert close(some.pop("group_overrides")["vectors"]["learning_rate"], 1.0)
-    assert not some
+    assert some == {"group_overrides": {"vectors": {"learning_rate": 1.0}}}
     two = chain(opt_optax_bridge.sgd(0.5), opt_optax_bridge.sgd(0.25)).create(grads)
     assert {k: float(v) for k, v in opt_optax_bridge.scale_learning_rate(two, 2.0).items()} == {
         "sgd.learning_rate": 1.0,

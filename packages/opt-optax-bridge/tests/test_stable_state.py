@@ -8,7 +8,6 @@ import opt_optax_bridge
 import optax
 import pytest
 from bridge_testing import (
-    Jitted,
     assert_same_bits,
     avals,
     block,
@@ -17,9 +16,6 @@ from bridge_testing import (
     extra_args_of,
     grads_of,
     make_params,
-    step,
-    through_bytes,
-    trained,
     transformation,
 )
 from opt_core import Optimizer
@@ -127,23 +123,6 @@ def test_what_is_ours_promotes_nothing(name: str) -> None:
     optimizer = OptaxWrapper(lenient(transformation(name))).create(make_params(jnp.bfloat16))
     if optax_can(name, lenient(transformation(name)), jnp.bfloat16, jnp.bfloat16):
         assert avals(abstract_step(name, optimizer, jnp.bfloat16)) == avals(optimizer)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.usefixtures("optax_promotion")
-@pytest.mark.parametrize("name", NAMES)
-def test_donated_right_after_create_and_after_restore_and_compiled_once(name: str) -> None:
-    made = definition(name)
-    optimizer = made.create(make_params())
-    donating = Jitted(lambda optimizer: step(name, optimizer), donate_argnums=0)
-    params = optimizer.target
-    first = donating(optimizer)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params)), "nothing was donated"
-    second = donating(first)
-    assert_same_bits(second, trained(name))  # of another definition that is equal
-    restored = made.create(make_params()).restore_state(through_bytes(second.state_dict()))
-    assert_same_bits(donating(restored), donating(second))
-    assert donating.traces == 1
 
 
 def test_arrays_of_the_transformation_survive_a_donation() -> None:

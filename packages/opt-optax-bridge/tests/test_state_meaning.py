@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,111 +30,69 @@ PARAMS = {
 }
 EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "optimizer"})
 
-# What makes the transformation with a value of the setting, and two values.
-Setting = tuple[Callable[[Any], Any], Any, Any]
+# By the name of a transformation and of its setting: what takes the setting, and two values of it.
+Setting = tuple[Callable[..., Any], Any, Any]
+ADAFACTOR = partial(optax.scale_by_factored_rms, min_dim_size_to_factor=2)
+SAM = partial(contrib.sam, optax.sgd(0.01), optax.sgd(0.3))
+QUINTIC, CUBIC = (3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)
 
 REFUSED: dict[tuple[str, str], Setting] = {
-    ("muon", "ns_coeffs"): (
-        lambda x: contrib.muon(0.02, ns_coeffs=x),
-        (3.4445, -4.775, 2.0315),
-        (2.0, -1.5, 0.5),
-    ),
-    ("momo", "lower_bound"): (lambda x: contrib.momo(0.5, lower_bound=x), 0.0, 0.6),
-    ("momo_adam", "lower_bound"): (lambda x: contrib.momo_adam(0.5, lower_bound=x), 0.0, 0.6),
-    ("cocob", "alpha"): (lambda x: contrib.cocob(alpha=x), 100.0, 1.0),
-    ("schedule_free", "weight_lr_power"): (
-        lambda x: contrib.schedule_free_sgd(0.05, weight_lr_power=x),
-        2.0,
-        0.0,
-    ),
-    ("schedule_free", "b1"): (lambda x: contrib.schedule_free_sgd(0.05, b1=x), 0.9, 0.5),
-    ("dadapt_adamw", "betas"): (
-        lambda x: contrib.dadapt_adamw(betas=x),
-        (0.9, 0.9),
-        (0.9, 0.999),
-    ),
-    ("prodigy", "estim_lr0"): (lambda x: contrib.prodigy(estim_lr0=x), 1e-6, 1e-2),
-    ("factored_rms", "step_offset"): (
-        lambda x: optax.adafactor(0.05, decay_offset=x, min_dim_size_to_factor=2),
-        0,
-        6,
-    ),
-    ("rms", "bias_correction"): (lambda x: optax.rmsprop(0.1, bias_correction=x), False, True),
-    ("stddev", "bias_correction"): (
-        lambda x: optax.scale_by_stddev(bias_correction=x),
-        False,
-        True,
-    ),
-    ("reduce_on_plateau", "accumulation_size"): (
-        lambda x: contrib.reduce_on_plateau(accumulation_size=x),
-        10,
-        5,
-    ),
-    ("reduce_on_plateau", "patience"): (lambda x: contrib.reduce_on_plateau(patience=x), 10, 5),
+    ("muon", "ns_coeffs"): (partial(contrib.muon, 0.02), QUINTIC, CUBIC),
+    ("momo", "lower_bound"): (partial(contrib.momo, 0.5), 0.0, 0.6),
+    ("momo_adam", "lower_bound"): (partial(contrib.momo_adam, 0.5), 0.0, 0.6),
+    ("cocob", "alpha"): (contrib.cocob, 100.0, 1.0),
+    ("schedule_free", "weight_lr_power"): (partial(contrib.schedule_free_sgd, 0.05), 2.0, 0.0),
+    ("schedule_free", "b1"): (partial(contrib.schedule_free_sgd, 0.05), 0.9, 0.5),
+    ("dadapt_adamw", "betas"): (contrib.dadapt_adamw, (0.9, 0.9), (0.9, 0.999)),
+    ("prodigy", "estim_lr0"): (contrib.prodigy, 1e-6, 1e-2),
+    ("factored_rms", "step_offset"): (ADAFACTOR, 0, 6),
+    ("rms", "bias_correction"): (partial(optax.rmsprop, 0.1), False, True),
+    ("stddev", "bias_correction"): (optax.scale_by_stddev, False, True),
+    ("reduce_on_plateau", "accumulation_size"): (contrib.reduce_on_plateau, 10, 5),
+    ("reduce_on_plateau", "patience"): (contrib.reduce_on_plateau, 10, 5),
 }
 
 WINDOWS: dict[tuple[str, str], Setting] = {
-    ("multi_steps", "every_k_schedule"): (lambda x: optax.MultiSteps(optax.sgd(1.0), x), 4, 2),
-    ("multi_steps", "use_grad_mean"): (
-        lambda x: optax.MultiSteps(optax.sgd(1.0), 4, use_grad_mean=x),
-        True,
-        False,
-    ),
+    ("multi_steps", "every_k_schedule"): (partial(optax.MultiSteps, optax.sgd(1.0)), 4, 2),
+    ("multi_steps", "use_grad_mean"): (partial(optax.MultiSteps, optax.sgd(1.0), 4), True, False),
     ("apply_every", "k"): (optax.apply_every, 4, 2),
-    ("sam", "sync_period"): (
-        lambda x: contrib.sam(optax.sgd(0.01), optax.sgd(0.3), sync_period=x),
-        4,
-        2,
-    ),
+    ("sam", "sync_period"): (SAM, 4, 2),
 }
 
 INITIAL: dict[tuple[str, str], Setting] = {
-    ("rss", "initial_accumulator_value"): (
-        lambda x: optax.adagrad(0.1, initial_accumulator_value=x),
-        0.1,
-        2.0,
-    ),
-    ("yogi", "initial_accumulator_value"): (
-        lambda x: optax.scale_by_yogi(initial_accumulator_value=x),
-        1e-6,
-        2.0,
-    ),
-    ("rms", "initial_scale"): (lambda x: optax.rmsprop(0.1, initial_scale=x), 0.0, 2.0),
-    ("stddev", "initial_scale"): (lambda x: optax.scale_by_stddev(initial_scale=x), 0.0, 2.0),
-    ("cocob", "eps"): (lambda x: contrib.cocob(eps=x), 1e-8, 1.0),
-    ("dadapt_adamw", "estim_lr0"): (lambda x: contrib.dadapt_adamw(estim_lr0=x), 1e-6, 1e-2),
+    ("rss", "initial_accumulator_value"): (partial(optax.adagrad, 0.1), 0.1, 2.0),
+    ("yogi", "initial_accumulator_value"): (optax.scale_by_yogi, 1e-6, 2.0),
+    ("rms", "initial_scale"): (partial(optax.rmsprop, 0.1), 0.0, 2.0),
+    ("stddev", "initial_scale"): (optax.scale_by_stddev, 0.0, 2.0),
+    ("cocob", "eps"): (contrib.cocob, 1e-8, 1.0),
+    ("dadapt_adamw", "estim_lr0"): (contrib.dadapt_adamw, 1e-6, 1e-2),
     ("rprop", "learning_rate"): (optax.scale_by_rprop, 0.01, 0.02),
-    ("rprop", "max_step_size"): (lambda x: optax.rprop(0.1, max_step_size=x), 50.0, 1e-5),
-    ("rprop", "min_step_size"): (lambda x: optax.rprop(0.1, min_step_size=x), 1e-6, 1e-5),
+    ("rprop", "max_step_size"): (partial(optax.rprop, 0.1), 50.0, 1e-5),
+    ("rprop", "min_step_size"): (partial(optax.rprop, 0.1), 1e-6, 1e-5),
 }
 
 if hasattr(contrib, "galore"):
-    REFUSED["galore", "weight_dimension_numbers"] = (
-        lambda x: contrib.galore(
-            0.1, rank=2, weight_dimension_numbers=contrib.GaLoreDimensionNumbers(*x)
-        ),
-        (0, 1),
-        (1, 0),
-    )
+    PROJECTIONS = [contrib.GaLoreDimensionNumbers(*dims) for dims in ((0, 1), (1, 0))]
+    REFUSED["galore", "weight_dimension_numbers"] = (partial(contrib.galore, 0.1, 2), *PROJECTIONS)
 
 if aggregating is not None:
-    REFUSED["track_per_element_mean_and_variance_with_ema", "ema_decay"] = (
-        aggregating.track_per_element_mean_and_variance_with_ema,
-        0.9,
-        0.5,
-    )
+    PER_ELEMENT = partial(aggregating.get_per_element_mean_and_sum_sq_diff_grads, 0)
+    EMA = "track_per_element_mean_and_variance_with_ema"
+    REFUSED[EMA, "ema_decay"] = (getattr(aggregating, EMA), 0.9, 0.5)
     WINDOWS |= {
         ("accumulate_avg_updates", "accumulation_steps"): (
             aggregating.accumulate_avg_updates,
             4,
             2,
         ),
-        ("get_per_element_mean_and_sum_sq_diff_grads", "accumulation_steps"): (
-            lambda x: aggregating.get_per_element_mean_and_sum_sq_diff_grads(0, x),
-            4,
-            2,
-        ),
+        (PER_ELEMENT.func.__name__, "accumulation_steps"): (PER_ELEMENT, 4, 2),
     }
+
+
+def makers_of(table: dict[tuple[str, str], Setting], name: str, setting: str) -> list[Any]:
+    """The transformation with either value."""
+    constructor, *values = table[name, setting]
+    return [constructor(**{setting: value}) for value in values]
 
 
 def begun(optimizer: Optimizer) -> Optimizer:
@@ -145,24 +104,26 @@ def begun(optimizer: Optimizer) -> Optimizer:
     return optimizer.replace(state=jax.tree.map(counted, optimizer.state))
 
 
-def change(setting: Setting) -> tuple[Optimizer, OptaxWrapper]:
+def change(
+    table: dict[tuple[str, str], Setting], name: str, setting: str
+) -> tuple[Optimizer, OptaxWrapper]:
     """An optimizer in the first of its windows, and the definition with the other value."""
-    make, old, new = setting
-    return begun(OptaxWrapper(make(old)).create(PARAMS)), OptaxWrapper(make(new))
+    old, new = map(OptaxWrapper, makers_of(table, name, setting))
+    return begun(old.create(PARAMS)), new
 
 
 @pytest.mark.parametrize(("name", "setting"), REFUSED)
 def test_a_setting_that_gives_the_state_its_meaning_does_not_change(
     name: str, setting: str
 ) -> None:
-    optimizer, new = change(REFUSED[name, setting])
+    optimizer, new = change(REFUSED, name, setting)
     with pytest.raises(SurgeryError, match=f"`{setting}` of `(.*/)?{name}` was"):
         regroup(optimizer, new, allow=EVERYTHING)
 
 
 @pytest.mark.parametrize(("name", "setting"), WINDOWS)
 def test_a_window_changes_when_it_is_complete(name: str, setting: str) -> None:
-    optimizer, new = change(WINDOWS[name, setting])
+    optimizer, new = change(WINDOWS, name, setting)
     with pytest.raises(SurgeryError, match="a window is open"):
         regroup(optimizer, new, allow=EVERYTHING)
     complete = optimizer.optimizer_def.create(PARAMS)
@@ -171,7 +132,7 @@ def test_a_window_changes_when_it_is_complete(name: str, setting: str) -> None:
 
 @pytest.mark.parametrize(("name", "setting"), INITIAL)
 def test_a_setting_of_the_initial_state_changes_and_is_reported(name: str, setting: str) -> None:
-    optimizer, new = change(INITIAL[name, setting])
+    optimizer, new = change(INITIAL, name, setting)
     _, plan = regroup(optimizer, new)
     assert any(f"`{setting}` of `{name}` was" in note for note in plan.notes)
     made = [x for x in describe_state(optimizer).transformations if x.name == name]
@@ -241,7 +202,7 @@ HARMS = [
 @pytest.mark.parametrize(("name", "setting"), HARMS)
 def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
     """The next update from the old state, and from a state that always was the new one's."""
-    make, *values = REFUSED[name, setting]
-    (params, state), (_, own) = (go(tx, PARAMS, tx.init(PARAMS), 0, 3) for tx in map(make, values))
-    found, wanted = (go(make(values[1]), params, x, 3, 1)[0]["w"] for x in (state, own))
+    txs = makers_of(REFUSED, name, setting)
+    (params, state), (_, own) = (go(tx, PARAMS, tx.init(PARAMS), 0, 3) for tx in txs)
+    found, wanted = (go(txs[1], params, x, 3, 1)[0]["w"] for x in (state, own))
     assert np.linalg.norm(found - wanted) > 0.05 * np.linalg.norm(found - params["w"])
