@@ -23,7 +23,7 @@ from opt_core import MultiOptimizer, Optimizer, OptimizerDef
 from opt_core.extend import read_record, record_data
 from opt_optax_bridge import OptaxWrapper
 from opt_partition import logical_to_mesh
-from optax_table import TABLE, Case
+from optax_table import TABLE, Case, exported
 from partition_oracles import (
     QUICK,
     extras_of,
@@ -217,6 +217,14 @@ def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
             assert spec == (), row
 
 
+def test_what_optax_exports_has_a_twin() -> None:
+    twins = {*opt_optax_bridge.optimizer_names(), *opt_optax_bridge.building_block_names()}
+    names = {name.removeprefix("contrib.") for name, says in exported().items() if says}
+    inject = {"inject_hyperparams", "inject_stateful_hyperparams"}
+    left = {name for name in names - twins if "." not in name}
+    assert left <= {"chain", "with_extra_args_support", *inject}
+
+
 def training_step(name: str, optimizer: Optimizer, targets: Tree) -> Optimizer:
     """One step towards `targets`, with whatever extra arguments the optimizer wants."""
     case = case_of(name)
@@ -226,6 +234,29 @@ def training_step(name: str, optimizer: Optimizer, targets: Tree) -> Optimizer:
 
     grads, extras = extras_of(case, value_fn, optimizer.target)
     return optimizer.apply_gradient(case.gradients(grads), **extras)
+
+
+# One grows its state, one takes gradients that the contract does not.
+STEPS = [name for name in NAMES if not case_of(name).grows and name != "lookahead"]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_changes_no_shape_dtype_or_weak_type(name: str) -> None:
+    """Of bfloat16, which Optax's numbers would promote."""
+    low = jax.tree.map(
+        lambda leaf: leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf,
+        param_structs(name),
+    )
+    optimizer = jax.eval_shape(definition_of(name).create, low)
+    targets = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), low)
+    stepped = jax.eval_shape(functools.partial(training_step, name), optimizer, targets)
+    assert avals(stepped.state) == avals(optimizer.state)
+
+
+def avals(tree: Tree) -> Any:
+    leaves = jax.tree.leaves(tree)
+    return jax.tree.structure(tree), [(x.shape, x.dtype, x.weak_type) for x in leaves]
 
 
 @functools.cache
@@ -256,8 +287,7 @@ def test_f6_the_first_step_can_be_donated(names: tuple[str, ...]) -> None:
     # A restored one may not share buffers with the one that it is restored over, either.
     assert twice({"created": created}) == []
     assert twice({"restored": restored, "others": others}) == []
-    # One grows its state, one takes gradients that the contract does not: they make no step.
-    names = tuple(n for n in names if not case_of(n).grows and n != "lookahead")
+    names = tuple(name for name in names if name in STEPS)
     created, restored, targets = (
         {name: tree[name] for name in names} for tree in (created, restored, targets)
     )

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import opt_optax_bridge as opt
 import optax
-from bridge_testing import ARGUMENTS, definition, labels
+from bridge_testing import ARGUMENTS, definition
 from opt_optax_bridge import OptaxWrapper, chain, t5x, wrap_optax_optimizer
 
 
@@ -36,23 +35,14 @@ def schedule(count: Any) -> Any:
     return 0.1 / (1 + count)
 
 
-def mask(params: Any) -> Any:
-    return labels()
-
-
 BY_ARGUMENTS: dict[str, Callable[[], OptaxWrapper]] = {
     "schedule of a module": lambda: opt.sgd(schedule),
-    "mask of a module": lambda: opt.adamw(0.1, mask=mask),
-    "NumPy table": lambda: wrap_optax_optimizer(tabled)(0.1, np.array([0.3, 0.2], np.float32)),
     "JAX table": lambda: wrap_optax_optimizer(tabled)(0.1, jnp.array([0.3, 0.2])),
-    "decorated": lambda: decorated(0.1, clip=2.0),
     "decorated, nested": lambda: Constructors.nested(0.1),
     "wrapped by hand": lambda: wrap_optax_optimizer(plain)(0.1),
     "chain": lambda: chain([opt.clip(1.0), opt.adam(0.1)], last=decorated(0.5)),
-    "schedule_free": lambda: opt.schedule_free(opt.sgd(0.1), 0.1),
     "mechanize": lambda: opt.mechanize(opt.sgd(0.1)),
     "masked": lambda: opt.masked(opt.sgd(0.1), {"b": False, "w": True}),
-    "t5x": lambda: t5x.adamw(0.1),
     "t5x, decorated": lambda: t5x.wrap_optax_optimizer(plain)(0.1),
 }
 

@@ -11,12 +11,11 @@ from bridge_testing import (
     Jitted,
     assert_same_bits,
     avals,
-    block_names,
     loss,
     make_params,
 )
 from opt_core.errors import HyperParamError
-from opt_optax_bridge import building_block_names, chain, overridable_hyper_params
+from opt_optax_bridge import chain, overridable_hyper_params
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 SCHEDULE = optax.linear_schedule(0.5, 0.0, 10)
@@ -118,9 +117,3 @@ def test_one_sequence_or_several_arguments() -> None:
     assert str(caught.value) == (
         "`chain` takes definitions and transformations; got a function. Call its constructor first."
     )
-
-
-def test_what_optax_exports_has_a_twin() -> None:
-    left_out = {"MultiSteps", "chain", "hutchinson_estimator_diag_hessian", "monitor"}
-    left_out |= {"inject_hyperparams", "with_extra_args_support"}
-    assert set(block_names()) - set(building_block_names()) <= left_out

@@ -10,8 +10,6 @@ import pytest
 from bridge_testing import (
     assert_same_bits,
     avals,
-    block,
-    block_names,
     definition,
     extra_args_of,
     grads_of,
@@ -81,15 +79,6 @@ def test_a_step_changes_no_aval(name: str, precision: str) -> None:
     first = next(iter(optimizer.optimizer_def.hyper_params.__dataclass_fields__), None)
     if first not in (None, "learning_rate" if name == "rprop" else None):
         assert avals(abstract_step(name, optimizer, grad_dtype, **{first: 0.5})) == avals(optimizer)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.usefixtures("optax_promotion")
-@pytest.mark.parametrize("name", block_names())
-def test_a_step_of_a_building_block_changes_no_aval(name: str) -> None:
-    optimizer = OptaxWrapper(block(name)).create(make_params(jnp.bfloat16))
-    assert not is_weak(optimizer)
-    assert avals(abstract_step(name, optimizer, jnp.bfloat16)) == avals(optimizer)
 
 
 def test_what_init_makes_of_numbers_is_not_weak() -> None:
