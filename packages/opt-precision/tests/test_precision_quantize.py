@@ -1,6 +1,8 @@
 """The wrapper: what is stored how, in pieces, and around what."""
 
+import functools
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,23 +40,6 @@ TXS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", TXS)
-def test_the_identity_changes_nothing(name: str) -> None:
-    tx = TXS[name]
-    ours = quantize_state(tx, op.identity())
-    start = params()
-    state, raw = ours.init(start), tx.init(start)
-    assert structure(state.inner) == structure(raw)
-    ours_update, update = jax.jit(ours.update), jax.jit(tx.update)
-    for step in range(2):
-        g = grads(step, start)
-        updates, state = ours_update(g, state, start)
-        expected, raw = update(g, raw, start)
-        assert bits(updates) == bits(expected)
-        assert bits(state.inner) == bits(raw)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TXS)
 def test_eight_bits_stay_close(name: str) -> None:
@@ -73,13 +58,7 @@ def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
     for wrapped in (tx, master_weights(optax.adamw(1e-3), storage="kahan")):
         args = (start, wrapped.init(start), grads(0, start))
         text = jax.jit(wrapped.apply).lower(*args).as_text()
-        narrowing = [
-            line
-            for line in text.splitlines()
-            if "stablehlo.convert" in line and "f32>) -> tensor" in line and "bf16>" in line
-        ]
-        assert not narrowing
-        assert "stablehlo.bitcast_convert" in text
+        assert not re.search(r"stablehlo\.convert .*f32>\) -> tensor<[^>]*bf16>", text)
 
 
 def test_decode_gives_the_fields_in_float32() -> None:
@@ -198,53 +177,39 @@ def test_selections_that_match_nothing_are_errors() -> None:
         by_field({"mu": "mean"})
 
 
-WINDOWS: dict[str, Any] = {
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-}
-QUANTIZE = {"quantize_state": lambda tx: quantize_state(tx, op.identity())}
-WRAPPERS = {**WINDOWS, **WEIGHTS, **QUANTIZE}
-ORDERS = [
-    order
-    for number in range(2, 5)
-    for order in itertools.permutations(WRAPPERS, number)
-    if len(WEIGHTS.keys() & set(order)) == 1
-]
+def in_window(tx: Any) -> Any:
+    return optax.MultiSteps(tx, 2).gradient_transformation()
 
 
-def is_refused(order: Sequence[str]) -> bool:
-    """Whether a window is inside of `quantize_state`."""
-    return "quantize_state" in order and any(
-        name in WINDOWS for name in order[order.index("quantize_state") :]
-    )
+def if_finite(tx: Any) -> Any:
+    return optax.apply_if_finite(tx, 3)
 
 
-def wrapped(order: Sequence[str]) -> Any:
-    tx: Any = optax.adamw(1e-2)
-    for name in reversed(order):
-        tx = WRAPPERS[name](tx)
-    return tx
+def identity(tx: Any) -> Any:
+    return quantize_state(tx, op.identity())
+
+
+def wrapped(order: Sequence[Any]) -> Any:
+    return functools.reduce(lambda tx, wrap: wrap(tx), reversed(order), optax.adamw(1e-2))
 
 
 def test_wrong_orders_are_errors() -> None:
-    inner = quantize_state(optax.adam(1e-3), op.log8())
     with pytest.raises(OrderError, match="twice"):
-        quantize_state(inner, op.dynamic8())
+        quantize_state(quantize_state(optax.adam(1e-3), op.log8()), op.dynamic8())
     start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
-    refused = [order for order in ORDERS if is_refused(order)]
-    assert len(refused) == 110
-    for order in refused:
-        with pytest.raises(OrderError, match=r"`quantize_state` is around `.*Write `"):
-            wrapped(order).init(start)
-    for one, other in itertools.product(WEIGHTS, WEIGHTS):
-        for between in ((), ("MultiSteps",), ("apply_if_finite",)):
+    for window, weights in itertools.product((in_window, if_finite), WEIGHTS.values()):
+        for order in ((identity, window, weights), (weights, identity, window)):
+            with pytest.raises(OrderError, match=r"`quantize_state` is around `.*Write `"):
+                wrapped(order).init(start)
+        for other in WEIGHTS.values():
             with pytest.raises(OrderError, match=r"Keep one of them|keep one of them"):
-                wrapped((one, *between, other)).init(start)
+                wrapped((weights, window, other)).init(start)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("order", [o for o in ORDERS if not is_refused(o)], ids="-".join)
-def test_every_other_order_is_right(order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("outside", [True, False])
+def test_every_other_order_is_right(weights: str, outside: bool) -> None:
     """As the same windows in the same order in float32: steps that skip or wait change nothing."""
     start = {"w": 0.1 * jax.random.normal(jax.random.key(0), (8, 256))}
     start = jax.tree.map(lambda p: p.astype(jnp.bfloat16), start)
@@ -254,19 +219,19 @@ def test_every_other_order_is_right(order: tuple[str, ...]) -> None:
         update = jax.jit(tx.update)
         for step in range(6):
             g = grads(step, params)
-            if step == 2 and "apply_if_finite" in order:
+            if step == 2:
                 g["w"] = g["w"].at[0, 0].set(jnp.nan)
             updates, state = update(g, state, params)
             params = optax.apply_updates(params, updates)
             found.append(np.asarray(op.master_of(state, params)["w"], np.float32))
         return found
 
-    windows = [name for name in order if name in WINDOWS]
+    windows = (if_finite, in_window)
+    ours = (WEIGHTS[weights], *windows) if outside else (*windows, WEIGHTS[weights], identity)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), start)
-    found, exact = steps(wrapped(order), start), steps(wrapped(windows), wide)
+    found, exact = steps(wrapped(ours), start), steps(wrapped(windows), wide)
     # A rate of 0.01; a digit of a bfloat16 parameter is 0.002 at most, a compensation's less, and
     # half a digit of a master of 24 bits 2**-18.
-    [weights] = WEIGHTS.keys() & set(order)
     digits = {"stochastic": 6 * 2.0**-9, "kahan": 1e-4, "remainder8": 6 * 2.0**-18}
     atol = digits.get(weights, 1e-6)
     before = (np.asarray(wide["w"]),) * 2

@@ -11,7 +11,6 @@ import numpy as np
 import opt_precision as op
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 CODECS: Any = (op.bfloat16(), op.dynamic8(), op.float8(), op.log8())
 
@@ -52,20 +51,6 @@ def test_codes_of_values_and_back(codec: Any) -> None:
         np.testing.assert_array_equal(again, jax.jit(op.decode)(stored))
         np.testing.assert_allclose(again, values, atol=0.08 * float(values.max()))
         assert [len(x) for x in (arrays, storage.fields)] == [len(jax.tree.leaves(node))] * 2
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=[codec.name for codec in CODECS])
-def test_codes_on_a_mesh_with_explicit_axes(codec: Any) -> None:
-    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    place = NamedSharding(mesh, PartitionSpec("x", "y"))
-    values = jax.random.normal(jax.random.key(0), (16, 256))
-    params = {"w": jax.device_put(values, place)}
-    with jax.set_mesh(mesh):
-        state: Any = op.quantize_state(optax.adam(0.1), codec).init(params)
-        storage = state.inner[0].mu["w"].leaf_storage()
-        again = storage.decode(*storage.encode(params["w"]))
-        assert again.sharding == op.decode(state).inner[0].mu["w"].sharding == place
-    np.testing.assert_array_equal(again, storage.decode(*storage.encode(values)))
 
 
 def test_codes_without_their_format_are_refused() -> None:

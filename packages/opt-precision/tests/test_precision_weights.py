@@ -172,24 +172,23 @@ def test_small_rates_move_as_far_as_bfloat16_can_say(storage: Any) -> None:
     assert relative(made - exact, exact) <= most * relative(best - exact, exact)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("rate", "steps"), [(1e-6, 50_000), (1e-5, 5_000)])
-@pytest.mark.parametrize("weight", [1.0, 0.5, 0.25, 0.125, 0.02])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("weight", [1.0, 0.25, 0.02])
 @pytest.mark.parametrize("storage", ["kahan", "remainder8"])
-def test_weights_of_any_size_move(storage: Any, weight: float, rate: float, steps: int) -> None:
-    tx = master_weights(optax.sgd(rate), storage=storage)
+def test_weights_of_any_size_move(storage: Any, weight: float) -> None:
+    """Rounded to nearest it would be 0.0005 at 1, 0.064 at 0.25; a float32 master moves 0.0507."""
+    tx = master_weights(optax.sgd(1e-6), storage=storage)
     start = jnp.full(64, weight, jnp.bfloat16)
 
     def run() -> Any:
         g = jnp.ones(64)
         return jax.lax.scan(
-            lambda c, _: (op.apply(tx, *c, g), None), (start, tx.init(start)), length=steps
+            lambda c, _: (op.apply(tx, *c, g), None), (start, tx.init(start)), length=50_000
         )[0]
 
     new, state = jax.jit(run)()
     moved = np.asarray(start, float) - np.asarray(op.master_of(state, new), float)
-    # Rounded to nearest it would be 0.0005 at 1, 0.064 at 0.25. A float32 master moves by 0.0507 at
-    # 1 and 0.5. The variance of independent roundings is at most their digit times the way.
+    # The variance of independent roundings is at most their digit times the way.
     digit = 2.0 ** (np.floor(np.log2(weight)) - 7)
     is_kahan = storage == "kahan"
     assert moved.mean() == pytest.approx(0.05, rel=0.01 if is_kahan else 0.015)
