@@ -67,46 +67,42 @@ def lists(node: Any) -> Any:
     return [lists(child) for child in node] if isinstance(node, tuple) else node
 
 
-WRITERS = [standard, pytree, manager, state_item, orbax_v1]
-TREES: dict[str, Callable[[], Any]] = {
-    "TrainState": of_flax,
-    "in a dict": lambda: {"train": of_flax(), "epoch": 9},
-    "tuple": lambda: (of_optax().params, of_optax().opt_state, 2),
-    "tuple without step": lambda: (of_optax().params, of_optax().opt_state),
-    "dict": lambda: {"params": of_optax().params, "opt_state": of_optax().opt_state, "step": 2},
-    "training state": of_optax,
-    "lists": lambda: {"params": of_optax().params, "state": lists(of_optax().opt_state), "step": 2},
-    "with a copy": lambda: {
-        "ema_params": jax.tree.map(jnp.zeros_like, params()),
-        "opt_state": of_optax().opt_state,
-        "params": of_optax().params,
-    },
-    "nearest": lambda: {"a": {"params": params(), "o": 1}, "b": of_flax()},
+TREES: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "in a dict": (standard, lambda: {"train": of_flax(), "epoch": 9}),
+    "TrainState": (state_item, of_flax),
+    "tuple without step": (orbax_v1, lambda: (of_optax().params, of_optax().opt_state)),
+    "lists": (
+        manager,
+        lambda: {"params": params_of(), "state": lists(of_optax().opt_state), "step": 2},
+    ),
+    "with a copy": (
+        pytree,
+        lambda: {
+            "ema_params": jax.tree.map(jnp.zeros_like, params()),
+            "opt_state": of_optax().opt_state,
+            "params": params_of(),
+        },
+    ),
+    "nearest": (standard, lambda: {"a": {"params": params(), "o": 1}, "b": of_flax()}),
 }
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("tree", TREES)
-def test_trees_of_optax_and_linen(tree: str, tmp_path: Path) -> None:
-    path = standard(tmp_path, TREES[tree]())
-    source = open_foreign(path, written_by=jax.eval_shape(of_optax))
+def params_of() -> Any:
+    return of_optax().params
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", TREES)
+def test_trees_of_optax_and_linen(name: str, tmp_path: Path) -> None:
+    write, tree = TREES[name]
+    source = open_foreign(write(tmp_path, tree()), written_by=jax.eval_shape(of_optax))
     plan = plan_restore(source, jax.eval_shape(of_optax))
     assert plan.is_exact, str(plan)
     assert same(named_state(plan.apply()), named_state(of_optax()))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("write", WRITERS)
-def test_writers_of_orbax(write: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, of_flax())
-    plan = plan_restore(open_foreign(path, written_by=jax.eval_shape(of_flax)), of_flax())
-    assert plan.is_exact, str(plan)
-    assert same(named_state(plan.apply()), named_state(of_flax()))
-
-
 NNX_TREES: dict[str, Callable[[Any, Any], Any]] = {
     "pair": lambda model, optimizer: nnx.state((model, optimizer)),
-    "pure": lambda model, optimizer: nnx.to_pure_dict(nnx.state((model, optimizer))),
     "dict": lambda model, optimizer: {"model": nnx.state(model), "optimizer": nnx.state(optimizer)},
     "objects": lambda model, optimizer: {"o": nnx.split(optimizer)[1], "m": nnx.split(model)[1]},
 }
@@ -299,7 +295,7 @@ def named_steps(folder: Path, tree: Any) -> Path:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("is_reader", [False, True])
-@pytest.mark.parametrize("write", [manager, state_item, named_steps, msgpack, standard_alone])
+@pytest.mark.parametrize("write", [manager, named_steps, msgpack, standard_alone])
 def test_a_run_of_another_program(write: Any, is_reader: bool, tmp_path: Path) -> None:
     root = write(tmp_path, of_flax()).parent
     (root / "6.orbax-checkpoint-tmp-1").mkdir()  # a save of the other program, under way
@@ -309,10 +305,7 @@ def test_a_run_of_another_program(write: Any, is_reader: bool, tmp_path: Path) -
             checkpointer.latest_valid,
             lambda: checkpointer.restore_latest(of_flax()),
             checkpointer.steps,
-            checkpointer.latest_step,
             lambda: checkpointer.at(5),
-            lambda: checkpointer.restore(5, of_flax()),
-            lambda: checkpointer.validate(5),
         ]
         if not is_reader:
             calls += [
@@ -332,7 +325,6 @@ def test_a_foreign_step_beside_our_own(tmp_path: Path) -> None:
         checkpointer.save(1, of_flax())
         checkpointer.wait()
         standard(tmp_path, of_flax()).rename(tmp_path / "9")
-        with pytest.raises(errors.ForeignError, match="no `Checkpointer` wrote: `9`"):
-            checkpointer.latest_valid()
-        with pytest.raises(errors.ForeignError, match="no `Checkpointer` wrote: `9`"):
-            checkpointer.save(10, of_flax())
+        for call in (checkpointer.latest_valid, lambda: checkpointer.save(10, of_flax())):
+            with pytest.raises(errors.ForeignError, match="no `Checkpointer` wrote: `9`"):
+                call()

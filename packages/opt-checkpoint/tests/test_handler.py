@@ -72,8 +72,8 @@ def swap(item: Path, other: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [of_optax, of_core, of_flax, of_nnx])
-@pytest.mark.parametrize("is_async", [True, False])
-def test_every_kind_of_target(make: Any, is_async: bool, tmp_path: Path) -> None:
+def test_every_kind_of_target(make: Any, tmp_path: Path) -> None:
+    is_async = make is not of_core
     save(tmp_path, 4, 5, target=make(), enable_async_checkpointing=is_async, max_to_keep=1)
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [5]
@@ -85,17 +85,14 @@ def test_every_kind_of_target(make: Any, is_async: bool, tmp_path: Path) -> None
 
 def test_into_another_optimizer(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    tx = optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1)))
-    target = jax.eval_shape(lambda: of_optax(tx))
+    target = jax.eval_shape(lambda: of_optax(optax.adamw(optax.constant_schedule(0.1))))
     rules = [("state/schedule/count", Rename("state/adam/count"))]
-    frozen = jax.eval_shape(lambda: of_optax(optax.sgd(0.1)))
     with ocp.CheckpointManager(tmp_path) as manager:
         with pytest.raises(errors.PlanError, match=r"allow=\{'drop'\}"):
-            restore(manager, 1, frozen)
-        restored = restore(manager, 1, target, rules=rules)
-    adam = of_optax().opt_state[0]
-    assert (restored.opt_state[1][0].mu["w"] == adam.mu["w"]).all()
-    assert int(restored.opt_state[1][2].count) == 1
+            restore(manager, 1, jax.eval_shape(lambda: of_optax(optax.sgd(0.1))))
+        adam, _, schedule = restore(manager, 1, target, rules=rules).opt_state
+    assert (adam.mu["w"] == of_optax().opt_state[0].mu["w"]).all()
+    assert int(schedule.count) == 1
 
 
 def test_a_damaged_step_is_found_and_the_one_before_is_whole(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -29,7 +30,7 @@ contrib: Any = importlib.import_module("optax.contrib")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 MINE = __name__.partition(".")[0]  # the package of what these tests define
-PARAMS = {"w": jnp.arange(8.0).reshape(2, 4), "b": jnp.ones(4)}
+PARAMS = {"w": jnp.arange(8.0).reshape(2, 4), "b": jnp.ones(8)}
 
 
 def trained(definition: OptimizerDef, steps: int = 3) -> Optimizer:
@@ -89,6 +90,40 @@ def codes() -> OptimizerDef:
     )
 
 
+def scaling(factor: float) -> Any:
+    """A function, told from another by what it has captured."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda leaf: factor * leaf, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    decay: float = 0.9
+    kind: str = "mean"
+
+
+def averages(config: Config) -> OptimizerDef:
+    """A state that is a mean, or a sum, as a word of a record says."""
+
+    def init(params: Any) -> Any:
+        return {"average": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        new = 0.1 if config.kind == "mean" else 1.0
+        average = jax.tree.map(lambda a, g: config.decay * a + new * g, state["average"], updates)
+        return average, {"average": average}
+
+    return wrapped(optax.GradientTransformation(init, update))
+
+
+def vector_of(name: str) -> OptimizerDef:
+    """The momentum of one parameter, as a vector; those of `w` and `b` are of one size."""
+    return wrapped(optax.masked(optax.flatten(optax.trace(0.9)), {n: n == name for n in PARAMS}))
+
+
 class First(OptimizerDef):
     """A definition that no transformation describes."""
 
@@ -107,7 +142,9 @@ class Second(First):
 
 ADAM, ADAMW, SGD = opt.adam(0.1), opt.adamw(0.1), opt.sgd(0.1)
 MOMENTUM = opt.sgd(0.1, momentum=0.9)
-LEARNERS = (optax.scale_by_adam(), optax.trace(0.9))
+TRACE = optax.trace(0.9)
+LEARNERS = (optax.scale_by_adam(), TRACE)
+ALL = {"w": True, "b": True}
 TWO, HALF = (groups(("w", "w", ADAM), rest=rest) for rest in (ADAM, FROZEN))
 
 # The change, and the words that it needs: none where it is only reported.
@@ -131,6 +168,18 @@ ASKED: dict[str, tuple[OptimizerDef, OptimizerDef, set[str]]] = {
     "groups renamed": (TWO, groups(("v", "w", ADAM), rest=ADAM), set()),
     "thawed": (HALF, TWO, set()),
     "a guard around": (ADAM, wrapped(optax.apply_if_finite(optax.adam(0.1), 3)), set()),
+    "a wrapper around": (
+        opt.chain(opt.clip(1.0), ADAM),
+        opt.chain(opt.clip(1.0), opt.as_transformation(ADAM)),
+        set(),
+    ),
+    "another function behind": (chained(TRACE, scaling(2.0)), chained(TRACE, scaling(3.0)), set()),
+    "another number in a record": (averages(Config()), averages(Config(decay=0.5)), set()),
+    "a mask that hides nothing": (
+        chained(optax.scale(2.0), TRACE),
+        chained(optax.masked(optax.scale(2.0), ALL), TRACE),
+        set(),
+    ),
     "momentum new": (SGD, MOMENTUM, {"initialise"}),
     "joins a count": (HALF, groups(("w", ".*", ADAM)), {"initialise"}),
     "momentum gone": (MOMENTUM, SGD, {"drop"}),
@@ -144,6 +193,18 @@ ASKED: dict[str, tuple[OptimizerDef, OptimizerDef, set[str]]] = {
         before_adam(optax.scale(2.0)),
         {"optimizer"},
     ),
+    "another function before": (
+        chained(scaling(2.0), TRACE),
+        chained(scaling(3.0), TRACE),
+        {"optimizer"},
+    ),
+    "another word in a record": (averages(Config()), averages(Config(kind="sum")), {"optimizer"}),
+    "a schedule before gone": (
+        chained(optax.scale_by_schedule(decay()), TRACE),
+        chained(TRACE),
+        {"optimizer"},
+    ),
+    "a vector of another parameter": (vector_of("w"), vector_of("b"), {"drop", "initialise"}),
     "another order": (chained(*LEARNERS), chained(*reversed(LEARNERS)), {"optimizer"}),
     "two of a kind in another order": (
         chained(optax.scale_by_adam(), optax.scale_by_adam(b1=0.5)),
@@ -173,6 +234,11 @@ REFUSED: dict[str, tuple[OptimizerDef, OptimizerDef, str]] = {
         opt.chain(opt.clip(1.0), Second({})),
         "`definition` of `as_transformation` was <First>, is <Second>",
     ),
+    "a count beside moments that have had none": (
+        wrapped(optax.rmsprop(0.1)),
+        wrapped(optax.rmsprop(0.1, bias_correction=True)),
+        "`bias_correction` of `rms` was False, is True",
+    ),
     "what schedule_free averages": (free(0.9), free(0.5), "`b1` of `schedule_free` was 0.9"),
 }
 
@@ -186,7 +252,7 @@ def verdicts(old: Optimizer, new: OptimizerDef, allow: Any) -> tuple[Plan[Any], 
         return plan, error
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ASKED)
 def test_both_doors_ask_for_the_same_words(name: str) -> None:
     before, after, words = ASKED[name]
