@@ -96,13 +96,10 @@ def _nnx_state() -> Any:
 
 _W, _B = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([1.0, -1.0], np.float32)
 
-# Every container that users keep parameters in. Fresh arrays each time: tests donate them.
+# Fresh arrays each time: tests donate them. `trees` has every container, in small.
 TARGETS: dict[str, Callable[[], Any]] = {
-    "dict": lambda: {"dense": {"w": jnp.array(_W), "b": jnp.array(_B)}, "scale": jnp.array(2.0)},
     "frozen": lambda: FrozenDict({"dense": {"w": jnp.array(_W)}, "b": jnp.array(_B)}),
-    "ordered": lambda: OrderedDict(z=jnp.array(_W), a=jnp.array(_B)),
     "sequences": lambda: ([jnp.array(_W), (jnp.array(_B), ())], None, jnp.array(_B)),
-    "namedtuple": lambda: Pair(jnp.array(_W), {"b": jnp.array(_B)}),
     "struct": lambda: Layer(jnp.array(_W), bias=[jnp.array(_B)]),
     "nnx": _nnx_state,
 }

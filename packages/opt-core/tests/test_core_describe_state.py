@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,16 +65,6 @@ class Stating(Momentum):
             for p in names
         ]
         return StateDescription(tuple(leaves), (TransformationDescription("velocity"),))
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    import opt_core._describe as cache
-
-    cache._cache.clear()
-    Stating.asked = 0
-    yield
-    cache._cache.clear()
 
 
 def rows(found: StateDescription) -> list[Any]:

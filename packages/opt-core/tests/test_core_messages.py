@@ -46,10 +46,8 @@ MOMENTA = {"a": np.ones(2), "b": np.ones(2)}
 @pytest.mark.parametrize(
     ("changes", "suspected"),
     [
-        ({"state": {"step": 0}}, True),
         ({"state": {"step": 0, "param_states": {"0": {"mu": MOMENTA, "nu": MOMENTA}}}}, True),
         ({"state": {"step": 0, "param_states": {"b": np.ones(2, np.float32)}}}, False),
-        ({"target": {}}, False),
     ],
 )
 def test_another_optimizers_state_is_recognised(changes: dict[str, Any], suspected: bool) -> None:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
+import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_testing import KeepsParams, Momentum, advanced, assert_same, structure, to_numpy
+from core_testing import Momentum, advanced, assert_same, structure, to_numpy
 from flax.core import freeze
 from flax_optim import Adam, GradientDescent, HyperParams
 from jax.sharding import PartitionSpec as P
@@ -16,7 +17,6 @@ from opt_core import (
     FROZEN,
     GroupStates,
     MultiOptimizer,
-    Optimizer,
     OptimizerDef,
     OptimizerState,
     increment_step,
@@ -85,15 +85,7 @@ def nested() -> MultiOptimizer:
     )
 
 
-def keeps() -> MultiOptimizer:
-    return MultiOptimizer.from_rules([("kept", ".*kernel", KeepsParams())], rest=Momentum())
-
-
-MADE = {"both": both, "mixed": mixed, "nested": nested, "keeps": keeps}
-every = pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
-
-
-@pytest.mark.parametrize("make", [nested, keeps])
+@pytest.mark.parametrize("make", [nested, mixed])
 def test_groups_do_what_their_definitions_do_alone(make: Any) -> None:
     """Each on a tree of its own leaves: the same bits."""
     optimizer = make().create(make_params())
@@ -115,31 +107,21 @@ def test_under_transformations_of_jax() -> None:
     assert structure(mixed().create(jax.eval_shape(make_params))) == structure(optimizer)
     one = optimizer.apply_gradient(GRADS)
     looped = one.apply_gradient(GRADS).apply_gradient(GRADS)
-    scanned, _ = jax.lax.scan(lambda o, g: (o.apply_gradient(g), None), optimizer, stack(GRADS, 3))
-    assert structure(scanned) == structure(looped)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scanned, looped)
-    many = jax.vmap(lambda o, g: o.apply_gradient(g))(stack(optimizer, 2), stack(GRADS, 2))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-6), many, one)
-
-    traces = []
-
-    def step(optimizer: Optimizer, grads: Any) -> Optimizer:
-        traces.append(1)
-        return optimizer.apply_gradient(grads)
-
+    scanned, _ = jax.lax.scan(
+        lambda o, _: (o.apply_gradient(GRADS), None), optimizer, None, length=3
+    )
+    chex.assert_trees_all_close(scanned, looped, rtol=1e-6)
+    pair = jax.tree.map(lambda x: jnp.stack([x] * 2), (optimizer, GRADS))
+    many = jax.vmap(lambda o, g: o.apply_gradient(g))(*pair)
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x[1], many), one, rtol=1e-6)
+    step = chex.assert_max_traces(lambda o: o.apply_gradient(GRADS), n=1)
     compiled = jax.jit(step, donate_argnums=0)
     fresh = mixed().create(make_params())  # frozen leaves are in `looped` too
-    found = compiled(compiled(compiled(fresh, GRADS), GRADS), GRADS)
-    assert len(traces) == 1
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, looped)
+    found = compiled(compiled(compiled(fresh)))
+    chex.assert_trees_all_close(found, looped, rtol=1e-6)
 
 
-def stack(tree: Any, n: int) -> Any:
-    return jax.tree.map(lambda x: jnp.stack([x] * n), tree)
-
-
-@pytest.mark.sample(4)
-@every
+@pytest.mark.parametrize("make", [both, mixed, nested])
 @pytest.mark.parametrize("container", [dict, freeze])
 def test_state_dicts_come_back(make: Any, container: Any) -> None:
     optimizer = make().create(container(make_params()))
@@ -156,15 +138,8 @@ def test_state_dicts_come_back(make: Any, container: Any) -> None:
     assert_same(flax.serialization.from_bytes(restored, whole), optimizer)
 
 
-def test_the_layouts() -> None:
-    """Merged where every group has an entry per parameter, otherwise by group."""
-    written = advanced(both().create(make_params()), 1).state_dict()
-    states = written["state"]["param_states"]
-    assert list(states) == ["a", "b"]
-    assert states["a"]["bias"].keys() == {"grad_ema", "grad_sq_ema"}
-    assert states["a"]["kernel"].shape == (2, 3)
-    assert states["a"]["none"] == {}
-    assert states["b"]["scale"] is None
+def test_a_state_of_the_whole_is_kept_by_group() -> None:
+    """The goldens have the layout where every group has an entry per parameter."""
     states = mixed().create(make_params()).state_dict()["state"]["param_states"]
     assert list(states) == ["kernels", "biases"]
     assert states["kernels"].keys() == {"a", "b"}
@@ -178,31 +153,18 @@ def test_deviations_have_the_path_in_the_dict() -> None:
         states = written["state"]["param_states"]
         kernels = states["kernels"] if prefix else states
         kernels["a"]["kernel"] = np.zeros((3, 2), np.float32)
-        kernels["b"]["kernel"] = {"x": 1}
-        del written["target"]["a"]["bias"]
         states["other"] = 1
         report = optimizer.check_state_dict(written)
         assert {(m.path, m.kind.value) for m in report.mismatches} == {
             (f"state/param_states/{prefix}a/kernel", "shape"),
-            (f"state/param_states/{prefix}b/kernel", "container"),
-            ("target/a/bias", "missing"),
             ("state/param_states/other", "extra"),
         }
-        partly = optimizer.restore_state({**written, "target": make_params()}, strict=False)
-        assert_same(partly.target, make_params())
-
-
-@pytest.mark.parametrize("given", [None, {"state": {}, "target": {}}, {"state": 1}])
-def test_what_is_not_a_state_dict_is_a_restore_error(given: Any) -> None:
-    for make in (both, mixed):
         with pytest.raises(RestoreError):
-            make().create(make_params()).restore_state(given)
+            optimizer.restore_state({"state": 1})
 
 
-@pytest.mark.parametrize("definition", [Adam(0.1), Whole()])
-def test_a_single_array_is_a_tree_too(definition: OptimizerDef) -> None:
-    rules = [("all", r"\.", definition)]
-    optimizer = advanced(MultiOptimizer.from_rules(rules, rest=FROZEN).create(jnp.ones(3)), 1)
+def test_a_single_array_is_a_tree_too() -> None:
+    optimizer = advanced(MultiOptimizer((r"\.", Whole())).create(jnp.ones(3)), 1)
     assert_same(optimizer.restore_state(to_numpy(optimizer.state_dict())), optimizer)
 
 
@@ -291,9 +253,7 @@ def test_gradients_must_fit_where_they_are_needed_or_given() -> None:
         ({"b": examples}, r"b/kernel: expected shape \(3, 2\), found \(5, 3, 2\)"),
         ({"b": {"typo": None}}, "b/typo: expected nothing, found None"),
         ({"b": jnp.ones(7)}, "b: expected a dict, found an array"),
-        ({"a": {**GRADS["a"], "bias": None}}, r"a/bias: expected an array of .*\(3,\), found None"),
         ({"a": {}}, r"a/kernel: expected an array of shape \(2, 3\), found nothing"),
-        ({"a": {**GRADS["a"], "more": jnp.ones(1)}}, "a/more: expected nothing, found an array"),
         ({"a": {**GRADS["a"], "bias": jnp.ones(2)}}, r"a/bias: expected shape \(3,\), found \(2,"),
     ]
     for changed, words in refused:
@@ -329,7 +289,6 @@ def test_overrides_of_all_groups_and_of_one() -> None:
     ("overrides", "words"),
     [
         ({"hyper_params": [None] * 3}, "2 entries, one for each of `kernels`, `biases`; got 3"),
-        ({"typo": 1}, "group `kernels`: no such hyper-parameter: `typo`; this optimizer has "),
         (
             {"group_overrides": {"x": {}}},
             "`x` is not a group; the groups that are updated are `ker",
@@ -378,12 +337,6 @@ AXES: Any = {
 
 
 def test_the_axes_themselves() -> None:
-    optimizer = both(rest=Momentum()).create(make_params())
-    found = both(rest=Momentum()).derive_logical_axes(optimizer, AXES).state.param_states
-    assert found["kernels"]["a"]["kernel"] == P("embed", "mlp")
-    assert found["biases"]["a"]["bias"].grad_sq_ema == P("mlp")
-    assert found["kernels"]["b"]["kernel"] == P("mlp", None)
-    assert found["rest"]["b"]["scale"] is None
     frozen = mixed().create(jax.eval_shape(lambda: freeze(make_params())))
     derived = mixed().derive_logical_axes(frozen, AXES)
     assert derived.target == freeze(AXES)
