@@ -11,10 +11,14 @@ from optax import EmaState, MultiStepsState, ShouldSkipUpdateFunction, TraceStat
 
 from opt_accumulate import errors
 from opt_accumulate._accumulate import AccumulationMetrics, accumulate_gradients
-from opt_accumulate._average import AverageState, with_average
-from opt_accumulate._eval_params import HoldsEvalParams, HoldsMasterParams, eval_params
-from opt_accumulate._guard import guard
-from opt_accumulate._guard_state import GuardReport, GuardState, Reason, Spike, check_skips, report
+from opt_accumulate._average import (
+    AverageState,
+    HoldsEvalParams,
+    HoldsMasterParams,
+    eval_params,
+    with_average,
+)
+from opt_accumulate._guard import GuardReport, GuardState, Reason, Spike, check_skips, guard, report
 from opt_accumulate._inner import ParamsTransformation
 from opt_accumulate._multi_steps import MultiSteps
 from opt_accumulate._rollback import Rollback, rollback

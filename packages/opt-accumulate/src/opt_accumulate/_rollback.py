@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._guard_state import guard_states
+from opt_accumulate._guard import guard_states
 from opt_accumulate._trees import check_integer
 from opt_accumulate.errors import RollbackError
 

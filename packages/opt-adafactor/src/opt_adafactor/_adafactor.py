@@ -19,10 +19,14 @@ from opt_core import (
 from opt_core.errors import HyperParamError
 from opt_core.extend import split_path
 
-from opt_adafactor._axes import factor_rules_from_axes
 from opt_adafactor._factoring import Plan, heuristic_dims, make_plan, parse_rule, warn_ignored
 from opt_adafactor._hyper_params import _AdafactorHyperParams, check_hyper_params, check_overrides
-from opt_adafactor._rules import FactorRule, HParamMap, convert_logical_rules
+from opt_adafactor._rules import (
+    FactorRule,
+    HParamMap,
+    convert_logical_rules,
+    factor_rules_from_axes,
+)
 from opt_adafactor._state import (
     FLOAT32,
     _AdafactorParamState,

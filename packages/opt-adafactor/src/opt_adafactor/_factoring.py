@@ -13,12 +13,12 @@ import numpy as np
 from opt_core.errors import TreeMismatchError
 from opt_core.extend import path_names, path_str
 
-from opt_adafactor._axes import check_covers
 from opt_adafactor._rules import (
     HEURISTIC_RULE,
     FactorDim,
     FactorRule,
     HeuristicRule,
+    check_covers,
     factor_name_to_factordim,
     show,
 )

@@ -15,9 +15,8 @@ from opt_core import Bearing, LeafDescription, StateDescription, TransformationD
 from opt_core.errors import TreeMismatchError
 from opt_core.extend import flatten_with_paths, json_settings, path_names
 
-from opt_adafactor._axes import axes_by_path, check_covers, flatten_axes
 from opt_adafactor._factoring import KeptDims, Plan
-from opt_adafactor._rules import HParamMap
+from opt_adafactor._rules import HParamMap, axes_by_path, check_covers, flatten_axes
 
 # Not `jnp.float32`, which is callable: `optax.inject_hyperparams` would take it for a schedule.
 FLOAT32 = np.dtype("float32")

@@ -36,9 +36,8 @@ from opt_core._groups.describe import (
     describe,
     group_metrics,
 )
-from opt_core._groups.division import GroupStates
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.table import FROZEN, Group
+from opt_core._groups.table import FROZEN, Group, GroupStates
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._plan.plan import Plan
 from opt_core._state_dict import (

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
 
 import flax.struct
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._closures import fingerprint
-from opt_core._evaluation import evaluation_params
 from opt_core._state_dict import (
     Mismatch,
     MismatchKind,
@@ -22,8 +21,16 @@ from opt_core._state_dict import (
     restore_state_dict,
     to_state_dict,
 )
-from opt_core._trees import Names, listed, named_leaves, path_str, strip_weak_type, unalias
-from opt_core.errors import HyperParamError, RestoreError
+from opt_core._trees import (
+    Names,
+    children,
+    listed,
+    named_leaves,
+    path_str,
+    strip_weak_type,
+    unalias,
+)
+from opt_core.errors import EvaluationError, HyperParamError, RestoreError
 from opt_core.protocols import WrapsTransformation
 
 if TYPE_CHECKING:
@@ -37,6 +44,63 @@ else:
     from typing import ParamSpec, TypeVar
 
     Params, Overrides = TypeVar("Params"), ParamSpec("Overrides")
+
+
+_SCHEDULE_FREE: Final = frozenset({"b1", "weight_sum", "z"})
+_LOOKAHEAD: Final = frozenset({"fast", "slow"})
+
+
+def evaluation_params(params: Any, state: Any) -> Any:
+    """Returns the parameters to evaluate; see `Optimizer.evaluating`."""
+    # States may implement `protocols.HoldsEvalParams`. Optax's own states are recognised by their
+    # fields, since this package does not import Optax.
+    averages = list(_averages(params, state))
+    if _fields(params) == _LOOKAHEAD:
+        averages.append(("the slow parameters", {}))
+        if len(averages) > 1:
+            raise _conflict(averages[0][0], averages[1][0])
+        params = params.slow
+    leaves = dict(named_leaves(params))
+    owners: dict[Names, str] = {}
+    found = dict(leaves)
+    for owner, average in averages:
+        for path, leaf in average.items():
+            if path not in leaves:
+                raise EvaluationError(
+                    f"{owner} has `{path_str(path)}`, which is not a parameter of this optimizer"
+                )
+            if path in owners:
+                raise _conflict(owners[path], owner)
+            owners[path] = owner
+            found[path] = jnp.asarray(leaf, jnp.result_type(leaves[path]))
+    return jax.tree.unflatten(jax.tree.structure(params), list(found.values()))
+
+
+def _averages(params: Any, node: Any, path: Names = ()) -> Iterator[tuple[str, dict[Names, Any]]]:
+    """Yields each node that keeps an average, with the average by the path of the parameter."""
+    opened = children(node)
+    if opened is None:
+        return
+    owner = f"`{path_str(path)}` ({type(node).__name__})"
+    if callable(getattr(type(node), "eval_params", None)):
+        yield owner, dict(named_leaves(node.eval_params(params)))
+    elif _fields(node) >= _SCHEDULE_FREE:
+        own, b1 = dict(named_leaves(params)), jnp.asarray(node.b1)
+        z = named_leaves(node.z)
+        yield owner, {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z if at in own}
+    for name, child in opened.children:
+        yield from _averages(params, child, (*path, name))
+
+
+def _fields(node: Any) -> frozenset[str]:
+    return frozenset(getattr(node, "_fields", ()))
+
+
+def _conflict(one: str, other: str) -> EvaluationError:
+    return EvaluationError(
+        f"{one} and {other} both have parameters to evaluate. Keep one of them: an average of an "
+        "average is neither."
+    )
 
 
 logger = logging.getLogger("opt_core")

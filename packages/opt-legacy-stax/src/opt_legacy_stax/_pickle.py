@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_legacy_stax._files import PathOrFile, read
-from opt_legacy_stax._format import is_number
+from opt_legacy_stax._files import PathOrFile, is_number, read
 from opt_legacy_stax._joinpoint import JoinPoint
 from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import UnsafePickleError

@@ -15,10 +15,10 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from opt_matrix import _check, _costs
+from opt_matrix import _costs
 from opt_matrix._layouts import LeafLayout, place_like, placed
 from opt_matrix._matrices import Matrices, leaves_by_path, path_str, refuse_others
-from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
+from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices, scope
 from opt_matrix._transfer import Transfer, split
 from opt_matrix.errors import OptionError, PlanError
 
@@ -204,7 +204,7 @@ class Distributed:
             group, state = plan.groups[number], states[number] if states else None
             leaves = {path: results[path] for path in group.leaves}
             step = functools.partial(compute, group, state, last)
-            with jax.named_scope(_check.scope(number)):
+            with jax.named_scope(scope(number)):
                 if turns == 1:
                     leaves, last, state = step(0, leaves)
                 else:

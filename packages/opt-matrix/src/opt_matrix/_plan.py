@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_matrix import _check, _costs, _tables
+from opt_matrix import _costs
 from opt_matrix._costs import Kind, Way
 from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
 from opt_matrix._matrices import Matrices, leaves_by_path
 from opt_matrix._newton_schulz import is_positive_integer, newton_schulz
-from opt_matrix.errors import OptionError, PlanError
+from opt_matrix.errors import OptionError, PlanError, PlanMismatchError
 
 Choice = Literal["local", "all_to_all", "gather", "split"]
 MAX_GROUP_BYTES = 256 << 20
@@ -150,7 +151,7 @@ class MatrixPlan:
           PlanMismatchError: a group has more collectives than planned or moves more bytes, or
             none of the planned collectives is there.
         """
-        _check.check(self, compiled, exclusive=exclusive)
+        _check(self, compiled, exclusive=exclusive)
 
     def loops(self, *, has_state: bool = False) -> list[tuple[int, int]]:
         """Returns the first group of each loop, and how many groups it computes one after another.
@@ -168,7 +169,7 @@ class MatrixPlan:
         return loops
 
     def __str__(self) -> str:
-        return _tables.as_text(self)
+        return _table(self)
 
     def numbers(self, group: Group) -> np.ndarray:
         """Returns the number of each matrix in a group's stack; -1 is padding.
@@ -361,3 +362,149 @@ def _shardings_by_path(params: Any, shardings: Any) -> dict[str, Any]:
 
 def _is_sharding(node: Any) -> bool:
     return node is None or isinstance(node, jax.sharding.Sharding | jax.sharding.PartitionSpec)
+
+
+def _table(plan: MatrixPlan) -> str:
+    """Returns a row for each group between a line on all leaves and one on all groups."""
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh_shape.items())
+    rows = [("leaves", "groups", *_COLUMNS), *_rows(plan.groups)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    ideal = sum(group.ideal_flops for group in plan.groups) or 1.0
+    above = (
+        f"matrices on a mesh of {mesh}: {len(plan.layouts)} leaves, {len(plan.groups)} groups, "
+        f"{len(plan.rest)} leaves are rest"
+    )
+    below = (
+        f"each device: {_bytes(plan.bytes_per_device)} in "
+        f"{sum(group.collectives for group in plan.groups)} collectives, "
+        f"{plan.flops_per_device:.3g} FLOP "
+        f"({plan.flops_per_device / ideal:.2f} of the ideal), "
+        f"{_bytes(plan.temp_bytes)} of temporaries at most"
+    )
+    if plan.min_group_bytes > plan.max_group_bytes:
+        below += (
+            f"; `max_group_bytes` asks for {_bytes(plan.max_group_bytes)}, and the smallest bound "
+            f"that can be met is {_bytes(plan.min_group_bytes)}"
+        )
+    return "\n".join([above, *lines, below])
+
+
+def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+    """A row for each group; one for all that differ in nothing but the leaves."""
+    alike: dict[tuple[str, ...], list[Group]] = {}
+    for group in groups:
+        cells = tuple(cell(group) for cell in _COLUMNS.values())
+        alike.setdefault(cells, []).append(group)
+    rows = []
+    for cells, members in alike.items():
+        paths = list(dict.fromkeys(path for group in members for path in group.leaves))
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        rows.append((f"{paths[0]}{more}", str(len(members)), *cells))
+    return rows
+
+
+def _matrices(group: Group) -> str:
+    rows, columns = group.shape
+    each = f" on each of {','.join(group.kind.batch_axes)}" if group.kind.batch_axes else ""
+    return f"{group.count} x [{rows}, {columns}] {group.kind.dtype}{each}"
+
+
+def _axes(group: Group) -> str:
+    ways = dataclasses.asdict(group.way)
+    return "; ".join(f"{do} {','.join(axes)}" for do, axes in ways.items() if axes) or "-"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+_COLUMNS: dict[str, Callable[[Group], str]] = {
+    "each of matrices": _matrices,
+    "choice": lambda group: group.choice,
+    "axes": _axes,
+    "padding": lambda group: f"{group.padding / (group.count + group.padding):.0%}",
+    "collectives": lambda group: str(group.collectives),
+    "bytes": lambda group: _bytes(group.bytes_per_device),
+    "FLOP": lambda group: f"{group.flops_per_device:.3g}",
+    "of ideal": lambda group: f"{group.flops_per_device / group.ideal_flops:.2f}",
+    "temporaries": lambda group: _bytes(group.temp_bytes),
+}
+
+
+_SCOPE = re.compile(r"\bopt_matrix\.(\d+)\b")
+
+
+def scope(number: int) -> str:
+    """The name that instructions of a group carry through compilation."""
+    return f"opt_matrix.{number}"
+
+
+def _check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
+    """Compares what a compiled program moves with what was planned."""
+    try:
+        from opt_partition import read_collectives
+    except ImportError:
+        raise OptionError(
+            "`check` reads the program with opt-partition: install `opt-matrix[partition]`"
+        ) from None
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise OptionError(
+            "`compiled` must be what `jax.jit(f).lower(...).compile()` returns; got "
+            f"{type(compiled).__name__}"
+        )
+    counts, moved, others = [0] * len(plan.groups), [0] * len(plan.groups), list[str]()
+    together = [
+        set(range(first, first + turns)) for first, turns in plan.loops() for _ in range(turns)
+    ]
+    for row in read_collectives(compiled):
+        scopes = [int(number) for number in _SCOPE.findall(row.op_name)]
+        scoped = sorted(set(scopes))
+        is_known = bool(scoped) and scoped[-1] < len(plan.groups)
+        # XLA may also combine a sum of a group with sums of others, such as that of the loss.
+        is_mixed = row.op_name.count(":") >= len(scopes)
+        if is_known and is_mixed and row.shape[:1] not in {(plan.groups[n].count,) for n in scoped}:
+            is_known = False
+        if not is_known:
+            others.append(f"{row.name}: {row.kind} {row.dtype}{list(row.shape)} {row.op_name}")
+            continue
+        # XLA may combine sums of several groups in one collective.
+        joined = set[int]().union(*(together[number] for number in scoped))
+        for number in joined:
+            together[number] = joined
+        counts[scoped[0]] += row.count
+        moved[scoped[0]] += round(row.count * math.prod(row.shape) * _itemsize(row.dtype))
+    problems = []
+    for numbers in sorted({tuple(sorted(joined)) for joined in together}):
+        groups = [plan.groups[number] for number in numbers]
+        expected = sum(group.collectives for group in groups)
+        planned = sum(group.bytes_per_device for group in groups)
+        count, size = (sum(each[number] for number in numbers) for each in (counts, moved))
+        if count > expected or size > planned:
+            named = ", ".join(
+                f"group {number} ({group.leaves[0]}, {group.choice})"
+                for number, group in zip(numbers, groups, strict=True)
+            )
+            problems.append(
+                f"{named}: planned {expected} collectives and {planned:,} bytes, found {count} "
+                f"and {size:,}"
+            )
+    if any(group.collectives for group in plan.groups) and not any(counts):
+        problems.append("none of the planned collectives is in the program: is it of this plan?")
+    if exclusive and others:
+        problems.append("collectives of nothing that was planned:\n    " + "\n    ".join(others))
+    if problems:
+        raise PlanMismatchError("the program is not as planned:\n  " + "\n  ".join(problems))
+
+
+def _itemsize(dtype: str) -> float:
+    """Bytes of an element, by HLO's name, as `bf16`."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 1.0

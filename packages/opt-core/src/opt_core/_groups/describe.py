@@ -15,9 +15,8 @@ import numpy as np
 
 from opt_core._closures import fingerprint
 from opt_core._gradients import gradient_leaves
-from opt_core._groups.division import Division
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.table import Rest, has_shape, pattern_str
+from opt_core._groups.table import Division, Rest, has_shape, pattern_str
 from opt_core._optimizer import Optimizer
 from opt_core._trees import aligned, path_str
 from opt_core.errors import OptimizerError

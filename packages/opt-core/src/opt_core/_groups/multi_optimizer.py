@@ -18,20 +18,24 @@ from opt_core._description import (
     TransformationDescription,
 )
 from opt_core._gradients import gradient_leaves
-from opt_core._groups.division import Division, GroupStates, from_layout, to_layout, written_states
 from opt_core._groups.table import (
     FROZEN,
+    Division,
     Group,
+    GroupStates,
     LogicalAxes,
     Pair,
     Rest,
     Rule,
     check_groups,
     divide,
+    from_layout,
     groups_of_pairs,
     groups_of_rules,
     logical_axes_by_path,
+    to_layout,
     with_axes,
+    written_states,
 )
 from opt_core._optimizer import (
     Optimizer,
