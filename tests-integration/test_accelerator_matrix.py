@@ -106,21 +106,6 @@ def test_what_moves_is_what_was_planned(spec: Any, kind: AxisType) -> None:
 
 
 @needs_several
-def test_a_matrix_over_all_devices_is_summed_in_each_step_of_the_iteration() -> None:
-    mesh, params = mesh_of(), {"w": normal(0, 16, 32 * COUNT)}
-    sharding = over(mesh, None, "data")
-    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32, split_axes=["data"])
-    assert plan.groups[0].choice == "split"
-    tx: Any = scale_by_muon(plan=plan)
-    placed = jax.device_put(params, sharding)
-    compiled = jax.jit(tx.update).lower(placed, jax.jit(tx.init)(placed)).compile()
-    plan.check(compiled, exclusive=True)
-    assert {row.kind for row in read_collectives(compiled)} == {"all-reduce"}
-    found = train(tx, params, lambda tree: jax.device_put(tree, sharding))
-    assert_near(found, train(scale_by_muon(orthogonalize=F32), params), tolerance=1e-3)
-
-
-@needs_several
 @pytest.mark.parametrize("scale", [scale_by_normuon, soap], ids=["normuon", "soap"])
 def test_state_of_matrices_does_not_depend_on_the_mesh(scale: Any) -> None:
     def train_on(count: int) -> Any:

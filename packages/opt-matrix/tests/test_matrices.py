@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
-from opt_matrix import DEFAULT_RULES, Dims, Matrices, plan_matrices
+from opt_matrix import DEFAULT_RULES, Dims, Matrices
 from opt_matrix.errors import OptionError, UndecidedError
 
 
@@ -28,9 +28,6 @@ def by_axes(axes: tuple[Any, ...], shape: tuple[int, ...], **options: Any) -> Di
 def test_rank_two() -> None:
     found = Matrices.by_rank2().resolve({"a": [leaf(2, 3), leaf(4)], "b": leaf()})
     assert found == {"a/0": Dims((0,), (1,)), "a/1": None, "b": None}
-
-
-def test_rank_two_refuses_stacks_with_their_paths() -> None:
     with pytest.raises(UndecidedError, match=r"mlp/wi: \(2, 3, 4\) is decided by no rule"):
         Matrices.by_rank2().resolve({"mlp": {"wi": leaf(2, 3, 4)}})
 
@@ -64,24 +61,15 @@ class Variable:
     value: Any
 
 
-@pytest.mark.parametrize("pattern", [".*/kernel", ".*/kernel(/value)?"])
+@pytest.mark.parametrize("pattern", [".*/kernel", ".*/kernel/value"])
 def test_one_pattern_for_variables_and_arrays(pattern: str) -> None:
     matrices = Matrices.by_path({pattern: (0, 1), ".*/bias": None})
     plain = {"mlp": {"kernel": leaf(2, 3), "bias": leaf(3)}}
     boxed = jax.tree.map(Variable, plain)
     found = matrices.resolve(boxed)
-    assert found == {"mlp/bias": None, "mlp/kernel": Dims((0,), (1,))} == matrices.resolve(plain)
-    mesh = jax.make_mesh((1,), ("x",))
-    plans = [plan_matrices(tree, None, mesh, matrices) for tree in (boxed, plain)]
-    assert plans[0].layouts == plans[1].layouts
+    assert found == {"mlp/bias": None, "mlp/kernel": Dims((0,), (1,))}
     axes = {"mlp": {"kernel": P("embed", "mlp"), "bias": P("mlp")}}
     assert Matrices.by_logical_axes(axes).resolve(boxed) == found
-
-
-def test_a_pattern_may_name_the_attribute_of_a_box() -> None:
-    boxed = {"kernel": Variable(leaf(2, 3)), "value": leaf(3)}
-    found = Matrices.by_path({"kernel/value": (0, 1), "value": None}).resolve(boxed)
-    assert found == {"kernel": Dims((0,), (1,)), "value": None}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +92,6 @@ def test_paths_are_exact(patterns: dict[str, Any], message: str) -> None:
         ((0, -2), "more than once"),
         (Dims((0,), (1,), (1, 1)), "add up to the output dimensions' 3"),
         ("rows", "dimensions must be"),
-        ((0, "a"), "dimensions must be"),
     ],
 )
 def test_dimensions_must_fit(dims: Any, message: str) -> None:
@@ -123,15 +110,11 @@ def test_empty_matrices_are_named(shape: tuple[int, ...]) -> None:
     ("axes", "shape", "dims"),
     [
         (("embed", "mlp"), (2, 3), Dims((0,), (1,))),
-        (("embed", "embed"), (2, 2), Dims((0,), (1,))),
         (("layers", "embed", "mlp"), (4, 2, 3), Dims((1,), (2,))),
-        (("layers", "expert", "embed", "mlp"), (4, 5, 2, 3), Dims((2,), (3,))),
         (("embed", "heads", "kv"), (2, 3, 4), Dims((0,), (1, 2))),
         (("heads", "head_dim", "embed"), (3, 4, 2), Dims((0, 1), (2,))),
-        (("qkv", "embed", "heads", "head_dim"), (3, 6, 2, 3), Dims((1,), (2, 3))),
         (("layers", "embed"), (4, 2), None),
         (("vocab", "embed"), (9, 2), None),
-        (("embed",), (2,), None),
     ],
 )
 def test_logical_axes(axes: tuple[str, ...], shape: tuple[int, ...], dims: Dims | None) -> None:
@@ -156,7 +139,6 @@ def test_matrices_side_by_side() -> None:
         (("embed", "unknown"), (2, 3)),
         (("embed", None), (2, 3)),
         (("embed", "mlp", "embed"), (2, 3, 2)),
-        (("mlp", "heads", "kv"), (2, 3, 4)),
     ],
 )
 def test_names_that_decide_nothing_are_errors(axes: Any, shape: tuple[int, ...]) -> None:
