@@ -441,7 +441,8 @@ def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
         flags = [jnp.array(i % 2 == 1) for i in range(4)]
         values = [float(step(model, optimizer, flag)) for flag in flags]
     assert values[-1] < values[0]
-    assert len(traces) == step.jitted_fn._cache_size() == 1
+    jitted: Any = step.jitted_fn
+    assert len(traces) == jitted._cache_size() == 1
     assert optimizer.step[...] == 2
     after = jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type), nnx.state(optimizer))
     assert after == avals
