@@ -1,6 +1,5 @@
 """The definition: T5X's own cases, values, overrides, containers."""
 
-import copy
 import pickle
 from typing import Any
 
@@ -31,12 +30,6 @@ def grads_at(t: Any) -> Any:
     return jax.tree.map(lambda g: g * jnp.asarray(t + 1).astype(g.dtype), GRADS)
 
 
-# What T5X code does with it.
-
-
-# Values.
-
-
 def test_definitions_are_values() -> None:
     def build(**changes: Any) -> Adafactor:
         rules = HParamMap([("w", rule("rc")), ("b", None)])
@@ -47,13 +40,12 @@ def test_definitions_are_values() -> None:
     assert hash(a) == hash(b)
     assert a != build(beta1=0.0)
     assert a != build(dtype_momentum=jnp.bfloat16)
-    assert a != a.with_param_axes({"w": ("x", "x")})
-    for twin in (copy.copy(a), copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
-        assert twin == a
-        assert hash(twin) == hash(a)
     axes = a.with_param_axes({"w": ("x", "x")})
-    assert pickle.loads(pickle.dumps(axes)) == axes
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, a.create(PARAMS), b.create(PARAMS)))
+    assert a != axes
+    for definition in (a, axes):
+        twin = pickle.loads(pickle.dumps(definition))
+        assert twin == definition
+        assert hash(twin) == hash(definition)
 
 
 def test_states_keep_structure_shapes_dtypes_and_buffers_apart() -> None:
@@ -135,24 +127,17 @@ def test_learning_rate_as_a_function_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        {"factored": False},
-        {"min_dim_size_to_factor": 2},
-        {"factor_map": HParamMap([])},
-    ],
-    ids=lambda override: next(iter(override)),
+    ("name", "value"),
+    [("factored", False), ("min_dim_size_to_factor", 2), ("factor_map", HParamMap([]))],
 )
-def test_what_shapes_the_state_cannot_be_overridden(override: dict[str, Any]) -> None:
-    (name,) = override
+def test_what_shapes_the_state_cannot_be_overridden(name: str, value: Any) -> None:
+    override = {name: value}
     optimizer = Adafactor(0.1).create(PARAMS)
     with pytest.raises(HyperParamError, match=f"`{name}` cannot be overridden for one step"):
         optimizer.apply_gradient(GRADS, **override)
     hyper_params = optimizer.optimizer_def.hyper_params.replace(**override)
     with pytest.raises(HyperParamError, match=f"`{name}` cannot"):
         optimizer.apply_gradient(GRADS, hyper_params=hyper_params)
-    with pytest.raises(HyperParamError, match=f"`{name}` cannot"):
-        optimizer.optimizer_def.apply_gradient(hyper_params, PARAMS, optimizer.state, GRADS)
 
 
 def test_momentum_is_not_switched_by_an_override() -> None:
@@ -226,19 +211,13 @@ def test_gradients_and_states_must_look_like_the_parameters() -> None:
     small = Adafactor(0.1, min_dim_size_to_factor=2).create(PARAMS)
     with pytest.raises(TreeMismatchError, match=r"w: expected `v_row` of shape \(4,\), found \(1,"):
         small.replace(state=optimizer.state).apply_gradient(GRADS)
-
-
-def test_restoring_into_another_factoring_is_an_error() -> None:
-    saved = Adafactor(0.1, min_dim_size_to_factor=4).create(PARAMS).state_dict()
-    with pytest.raises(RestoreError, match=r"state/param_states/w/v_row: shape: expected") as found:
-        Adafactor(0.1).create(PARAMS).restore_state(saved)
-    assert len(found.value.report.mismatches) == 3  # and `v_col`, and `v`
+    with pytest.raises(RestoreError, match="state/param_states/w/v_row: shape: expected"):
+        optimizer.restore_state(small.state_dict())
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"learning_rate": "fast"}, TypeError, "`learning_rate` must be a number or None, found"),
         ({"beta1": True}, TypeError, "`beta1` must be a number or None, found True"),
         ({"clipping_threshold": 0.0}, ValueError, "`clipping_threshold` must be positive"),
         ({"skip_nan_updates": "all"}, ValueError, "`skip_nan_updates` must be False, or True"),
@@ -253,9 +232,8 @@ def test_restoring_into_another_factoring_is_an_error() -> None:
 def test_arguments_are_checked(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         Adafactor(**options)
-    if "factored" not in options and "factor_map" not in options:
-        with pytest.raises(error, match=words):
-            opt_adafactor.adafactor(**options)
+    with pytest.raises(error, match=words):
+        opt_adafactor.adafactor(**options)
 
 
 def test_under_64_bit_mode_states_stay_in_float32() -> None:

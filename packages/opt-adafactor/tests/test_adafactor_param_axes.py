@@ -146,6 +146,8 @@ def test_axes_must_fit_the_parameters() -> None:
     assert "`with_param_axes`" in message
     with pytest.raises(ParamAxesError, match=r"`param_axes` of `wi` must be .*found a int"):
         make().with_param_axes({"wi": 3})
+    with pytest.raises(UnknownNameError, match="`embed`: `rows` is not a factor dimension"):
+        Adafactor(logical_factor_rules={"embed": "rows"})
 
 
 # The axes of the state.

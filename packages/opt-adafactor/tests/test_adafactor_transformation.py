@@ -104,19 +104,14 @@ def test_a_schedule_and_a_mask_as_optax_has_them() -> None:
     found, _ = run(ada.adafactor(schedule, **options), FLAT)
     with jax.numpy_dtype_promotion("standard"):
         expected, _ = run(optax.adafactor(schedule, **options), FLAT)
+        assert largest_difference(found, expected) < 1e-6
+        options["weight_decay_mask"] = {"a": True, "z": False}  # a prefix
+        params = {"a": FLAT, "z": FLAT}
+        found, expected = (
+            tx.update(params, tx.init(params), params)[0]
+            for tx in (ada.adafactor(0.1, **options), optax.adafactor(0.1, **options))
+        )
     assert largest_difference(found, expected) < 1e-6
-
-
-def test_a_prefix_of_flags_masks_weight_decay() -> None:
-    params = {"a": FLAT, "z": FLAT}
-    updates: list[Any] = [
-        ada.adafactor(0.1, weight_decay_rate=0.5, weight_decay_mask=mask).update(
-            params, ada.adafactor(0.1).init(params), params
-        )[0]
-        for mask in ({"a": True, "z": False}, None, {"a": False, "z": False})
-    ]
-    chex.assert_trees_all_equal(updates[0]["a"], updates[1]["a"])
-    chex.assert_trees_all_equal(updates[0]["z"], updates[2]["z"])
 
 
 def test_scaling_alone_is_that_of_optax() -> None:

@@ -14,16 +14,9 @@ from opt_adafactor import (
 from opt_adafactor.errors import UnknownNameError
 
 
-def test_values_are_t5xs() -> None:
-    assert [(d.name, d.value) for d in FactorDim] == [
-        ("NONE", None),
-        ("BATCH", 1),
-        ("ROW", 2),
-        ("COLUMN", 3),
-    ]
-
-
-def test_names() -> None:
+def test_names_and_values_are_t5xs() -> None:
+    values = {"NONE": None, "BATCH": 1, "ROW": 2, "COLUMN": 3}
+    assert {dim.name: dim.value for dim in FactorDim} == values
     names = {
         **dict.fromkeys(["row", "ROW"], FactorDim.ROW),
         **dict.fromkeys(["col", "Column"], FactorDim.COLUMN),

@@ -6,26 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_adafactor as ada
-import optax
 import pytest
 from adafactor_testing import apply_compiled
 from flax import linen as nn
 from flax.linen import partitioning
 from jax.sharding import PartitionSpec as P
 from opt_adafactor import Adafactor, HParamMap, standard_logical_factor_rules
-from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
+from opt_adafactor.errors import ParamAxesError
 
-W = {"w": jnp.ones((3, 4))}
 RULES = standard_logical_factor_rules()
-
-
-def test_logical_rules_are_checked_when_they_are_given() -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"of the axis `embed`: `rows` is not a factor dimension"
-    ):
-        Adafactor(logical_factor_rules={"embed": "rows"})
-    with pytest.raises(FactorRuleError, match=r"of the axis `embed` must be .*found 2"):
-        Adafactor(logical_factor_rules={"embed": 2})
 
 
 def test_empty_tensors_disturb_nothing() -> None:
@@ -48,18 +37,6 @@ def test_axes_in_the_boxes_of_flax() -> None:
     assert definition.with_param_axes(metadata) == plain
     with pytest.raises(ParamAxesError, match=r"in Flax boxes: .*`flax.linen.unbox`"):
         plain.create(boxed)
-
-
-def test_a_map_that_is_called_as_a_schedule() -> None:
-    scales = HParamMap([("w", False)])
-    tx: Any = optax.inject_hyperparams(ada.adafactor, static_args=("min_dim_size_to_factor",))
-    with pytest.raises(TypeError, match="`static_args`"):
-        tx(0.1, multiply_by_parameter_scale=scales).init(W)
-    names = ("min_dim_size_to_factor", "multiply_by_parameter_scale")
-    tx = optax.inject_hyperparams(ada.adafactor, static_args=names)
-    injected = tx(0.1, multiply_by_parameter_scale=scales)
-    updates, _ = injected.update(W, injected.init(W), W)
-    assert np.allclose(updates["w"], -0.1)
 
 
 def test_the_global_norm_of_huge_gradients() -> None:
