@@ -122,22 +122,6 @@ DEFINITIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", DEFINITIONS)
-def test_in_chains_and_wrappers_of_optax(name: str) -> None:
-    inner = opt.as_transformation(DEFINITIONS[name]())
-    tx = optax.MultiSteps(optax.chain(optax.clip(0.5), inner, optax.scale(0.5)), 2)
-    step: Any = jax.jit(tx.update)
-    params: Any = PARAMS
-    state = tx.init(params)
-    for _ in range(2):
-        updates, state = step(wave(PARAMS), state, params)
-        params = optax.apply_updates(params, updates)
-    clipped = jax.tree.map(lambda g: jnp.clip(g, -0.5, 0.5), wave(PARAMS))
-    stepped = DEFINITIONS[name]().create(PARAMS).apply_gradient(clipped)
-    assert_close(params, jax.tree.map(lambda p, q: p + 0.5 * (q - p), PARAMS, stepped.params))
-
-
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_state_of_a_definition_has_axes_and_a_description(name: str) -> None:
     """Those that the definition derives itself, alone and inside a chain of Optax."""

@@ -58,22 +58,6 @@ def test_parameters_may_come_back_in_another_precision() -> None:
         plain.restore_state({**plain.state_dict(), "target": saved["target"]})
 
 
-def test_axes_travel_through_state_dicts() -> None:
-    """T5X's partitioner writes the axes into a state dict, changes them and restores them."""
-    optimizer = t5x.adam(0.1).create(jax.eval_shape(make_params))
-    axes = {"b": P("mlp"), "w": P("embed", "mlp")}
-    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
-    written = derived.state_dict()
-    assert written["state"]["step"] is None
-    assert written["state"]["param_states"]["0"]["count"] is None
-    is_leaf = lambda x: x is None or isinstance(x, P)  # noqa: E731
-    mesh_axes = jax.tree.map(lambda a: a and P(*("data" for _ in a)), written, is_leaf=is_leaf)
-    restored = optimizer.restore_state(mesh_axes)
-    assert restored.target == {"b": P("data"), "w": P("data", "data")}
-    assert restored.state.step is None
-    assert restored.state.param_states[0].mu["b"] == P("data")
-
-
 def test_extra_arguments_and_chains_are_taken_as_t5x_does() -> None:
     optimizer = t5x.polyak_sgd().create(make_params())
     grads = grads_of("polyak_sgd", optimizer.target)
