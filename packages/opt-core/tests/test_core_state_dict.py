@@ -84,9 +84,7 @@ def test_round_trip_into_arrays_shapes_and_numpy(tree: Any) -> None:
     assert_same(jax.tree.map(jnp.array, result), tree)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("impl", "shape"), [("threefry2x32", ()), ("rbg", (2, 2))])
 def test_typed_keys_round_trip(impl: str, shape: tuple[int, ...]) -> None:
     def key(seed: int) -> Any:
         key = jax.random.key(seed, impl=impl)
@@ -179,9 +177,7 @@ LEAF, CONTAINER, VALUE = np.zeros(3), MismatchKind.CONTAINER, MismatchKind.VALUE
     ("reference", "found", "kind"),
     [
         ({"a": jnp.ones(3)}, LEAF, CONTAINER),
-        ((jnp.ones(3),), [1.0], CONTAINER),
         (Pair(1, 2), None, CONTAINER),
-        ({}, 1.0, CONTAINER),
         (LEAF, {}, CONTAINER),
         ("text", {"deep": 1}, CONTAINER),
         (None, {}, VALUE),
@@ -246,13 +242,10 @@ def aligned(size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     return buffer[start : start + size * 4].view(np.float32)
 
 
-@pytest.mark.parametrize("commit", [False, True])
-def test_numpy_arrays_are_copied(commit: bool) -> None:
+def test_numpy_arrays_are_copied() -> None:
     found = aligned(1024)
     assert found.ctypes.data % 64 == 0
     reference: dict[str, Any] = {"jax": jnp.ones(1024), "numpy": np.ones(1024, np.float32)}
-    if commit:
-        reference["jax"] = jax.device_put(reference["jax"], jax.devices()[0])
     result = restored(reference, {"jax": found, "numpy": found})
     found[:] = 5
     assert not np.any(result["jax"])

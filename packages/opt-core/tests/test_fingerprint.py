@@ -62,12 +62,6 @@ def closure(rate: Any) -> Callable[[Any], Any]:
     return inner
 
 
-def cyclic(rate: Any) -> list[Any]:
-    items: list[Any] = [rate]
-    items.append(items)
-    return items
-
-
 # Built twice from the same rate they are the same, from another they are not.
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "closure": closure,
@@ -95,7 +89,6 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (Pair(1, 2), (1, 2)),
     (jnp.asarray(1.0), jnp.float32(1)),
     (jax.random.key(0), jax.random.key(1)),
-    (cyclic(1), [1, [1, None]]),
     ([Role.ROW, Role.ROW], [Role.ROW, Role.COLUMN]),
     (Nothing(), NothingStruct()),
 ]
@@ -189,21 +182,6 @@ def test_shared_functions_are_looked_into_once() -> None:
     for _ in range(60):  # 2**60 paths lead to the first
         shared = functools.partial(shared, shared, shared)
     assert hash(fingerprint(shared)) == hash(fingerprint(shared))
-
-
-@dataclasses.dataclass
-class Cached:
-    rate: float
-
-    @functools.cached_property
-    def twice(self) -> float:
-        return 2 * self.rate
-
-
-def test_what_is_only_cached_does_not_count() -> None:
-    asked = Cached(1.0)
-    assert asked.twice == 2.0
-    assert fingerprint(asked) == fingerprint(Cached(1.0))
 
 
 @pytest.mark.parametrize("container", [dict, FrozenDict])
