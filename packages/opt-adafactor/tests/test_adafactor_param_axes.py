@@ -148,6 +148,8 @@ def test_axes_must_fit_the_parameters() -> None:
         make().with_param_axes({"wi": 3})
     with pytest.raises(UnknownNameError, match="`embed`: `rows` is not a factor dimension"):
         Adafactor(logical_factor_rules={"embed": "rows"})
+    with pytest.raises(FactorRuleError, match=r"of the axis `embed` must be .*found 2"):
+        Adafactor(logical_factor_rules={"embed": 2})
 
 
 # The axes of the state.

@@ -3,6 +3,7 @@
 import pickle
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from flax.core import FrozenDict
 from opt_adafactor import (
@@ -73,5 +74,7 @@ def test_a_missing_rule_names_parameter_and_patterns() -> None:
     with pytest.raises(UnknownNameError, match=r"`c/d`; the patterns are `a`, `b`") as caught:
         HParamMap([("a", 1), ("b", 2)])["c/d"]
     assert isinstance(caught.value, KeyError)
+    with pytest.raises(TypeError, match="`static_args`"):  # `inject_hyperparams` calls it
+        HParamMap([("a", 1)])(jnp.int32(0))
     with pytest.raises(ValueError, match=r"`rules`: `\(` is not a valid regular expression"):
         HParamMap([("(", 1)])

@@ -237,9 +237,13 @@ def test_states_that_cannot_be_saved() -> None:
         save(io.BytesIO(), as_state(donated))
     with pytest.raises(errors.SaveError, match="is abstract"):
         jax.jit(lambda s: save(io.BytesIO(), s))(as_state(jnp.ones(2)))
-    twice = OrderedDict({key: ours.JoinPoint(1) for key in ("0", 0)})
-    with pytest.raises(errors.SaveError, match="two entries would have the name `0`"):
-        save(io.BytesIO(), ours.pack_optimizer_state(twice))
+    for keys, words in (
+        (("0", 0), "the name `0`"),
+        (("\ud800",), "a key cannot be written as UTF-8"),
+    ):
+        marked = OrderedDict({key: ours.JoinPoint(1) for key in keys})
+        with pytest.raises(errors.SaveError, match=words):
+            save(io.BytesIO(), ours.pack_optimizer_state(marked))
 
 
 def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
