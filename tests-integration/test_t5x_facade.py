@@ -5,7 +5,6 @@ checkpointer make, on 8 virtual devices, and asks nothing else of the optimizer.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import traverse_util
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen import partitioning as flax_partitioning
 from flax.linen.spmd import logical_to_mesh_axes
@@ -172,30 +170,14 @@ def grouped() -> t5x.MultiOptimizer:
     )
 
 
-def make_adafactor(**options: Any) -> adafactor.Adafactor:
+def make_adafactor() -> adafactor.Adafactor:
     rules = adafactor.standard_logical_factor_rules()
-    return adafactor.Adafactor(min_dim_size_to_factor=8, logical_factor_rules=rules, **options)
-
-
-def traversal(keep: Callable[[str], bool]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return traverse_util.ModelParamTraversal(lambda path, _: keep(path))
-
-
-def grouped_adafactor() -> t5x.MultiOptimizer:
-    """Factored and unfactored, as the tests of T5X's partitioner of experts mix them."""
-    pairs = [
-        (lambda path: True, make_adafactor()),
-        (lambda path: False, make_adafactor(factored=False)),
-    ]
-    return t5x.MultiOptimizer([(traversal(keep), definition) for keep, definition in pairs])
+    return adafactor.Adafactor(min_dim_size_to_factor=8, logical_factor_rules=rules)
 
 
 OPTIMIZERS: dict[str, Callable[[], t5x.OptimizerDef]] = {
     "groups": grouped,
     "adafactor": make_adafactor,
-    "adafactor groups": grouped_adafactor,
 }
 
 

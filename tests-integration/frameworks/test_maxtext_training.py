@@ -196,16 +196,14 @@ def train(
     return Run(losses, sum(shard.data.nbytes for shard in shards if shard.device == first))
 
 
+def settings_of(config: Any) -> dict[str, Any]:
+    """Those of AdamW."""
+    names = ("b1", "b2", "eps", "weight_decay")
+    return {name: getattr(config, f"adam_{name}") for name in names}
+
+
 def adamw(config: Any, schedule: Any, model: Any) -> Any:
-    return opt.as_transformation(
-        opt.adamw(
-            schedule,
-            b1=config.adam_b1,
-            b2=config.adam_b2,
-            eps=config.adam_eps,
-            weight_decay=config.adam_weight_decay,
-        )
-    )
+    return opt.as_transformation(opt.adamw(schedule, **settings_of(config)))
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +242,7 @@ def test_layouts_of_a_state_without_mu(tmp_path: Path) -> None:
 
 
 def eight_bits(config: Any, schedule: Any, model: Any) -> Any:
-    adamw = optax.adamw(
-        schedule,
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        weight_decay=config.adam_weight_decay,
-    )
+    adamw = optax.adamw(schedule, **settings_of(config))
     return opt_precision.quantize_state(adamw, opt_precision.dynamic8())
 
 
@@ -268,36 +260,15 @@ def test_eight_bits_are_sharded(axis: str, tmp_path: Path) -> None:
     assert run.size < plain.size / 2.5
 
 
-def adafactor(config: Any, schedule: Any, model: Any) -> Any:
-    return optax.adafactor(schedule, min_dim_size_to_factor=8)
-
-
-def test_adafactor_over_fsdp(tmp_path: Path) -> None:
-    over_fsdp: Any = {"ici_fsdp_parallelism": 4, "shape": (1, 2)}
-    size: Any = {"base_emb_dim": 64, "base_mlp_dim": 256}
-    run = train(tmp_path, adafactor, **over_fsdp, **size)
-    print("Adafactor over fsdp", *run)
-    assert run.losses[-1] < 0.7 * run.losses[0]
-    assert run.size < 7_000
-
-
 def muon(config: Any, schedule: Any, model: Any) -> Any:
     """Of the matrices that MaxText takes for such, as Optax computes it."""
     numbers = module("utils.muon_utils").get_muon_weight_dimension_numbers(model, config)
     dims = dict(nnx.to_flat_state(numbers))
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     table = {"/".join(map(str, path)): dims.get(path) for path in paths}
-    rest = optax.adamw(
-        schedule,
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        weight_decay=config.adam_weight_decay,
-        nesterov=True,
-    )
     return opt_matrix.muon(
         schedule,
-        rest=rest,
+        rest=optax.adamw(schedule, **settings_of(config), nesterov=True),
         matrices=opt_matrix.Matrices.by_path(table),
         orthogonalize=opt_matrix.newton_schulz(dtype=None),
         momentum=config.muon_beta,
