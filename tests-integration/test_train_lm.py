@@ -12,12 +12,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +41,6 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "COLUMNS": "80",
 }
-GROUPS = ["embedding", "vectors", "matrices"]
-PNG = b"\x89PNG\r\n\x1a\n"
-
 sys.path.insert(0, str(EXAMPLES))
 
 
@@ -99,15 +94,10 @@ def read_lines(folder: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The metrics without those that differ from run to run; of groups, by path."""
-    lines = [flatten(json.loads(line)) for line in read_lines(folder)]
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The metrics without those that differ from run to run."""
+    lines = map(json.loads, read_lines(folder))
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
-
-
-def flatten(line: dict[str, Any]) -> dict[str, float]:
-    leaves = jax.tree_util.tree_leaves_with_path(line)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def steps(folder: Path) -> list[int]:
@@ -222,30 +212,26 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     assert config["data"] == [str(text)]
     assert (config["steps"], config["layers"], config["mesh"]) == (STEPS, 1, "data=4,model=2")
-    assert [line["step"] for line in read_metrics(whole)] == list(range(1, STEPS + 1))
-    for line in (flatten(json.loads(line)) for line in read_lines(whole)):
-        assert all(math.isfinite(value) for value in line.values())
+    metrics = read_metrics(whole)
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert metrics[-1]["loss"] < 0.8 * metrics[0]["loss"]
+    for line in metrics:
         assert line["bits_per_byte"] == pytest.approx(line["loss"] / math.log(2), rel=1e-6)
-        assert line["grad_norm"] > 0
-        norms = [line[f"groups/{name}/gradient"] for name in GROUPS]
+        norms = [group["gradient"] for group in line["groups"].values()]
         assert math.hypot(*norms) == pytest.approx(line["grad_norm"], rel=1e-5)
-        made = [line[f"groups/{name}/update"] > 0 for name in GROUPS]
+        made = [group["update"] > 0 for group in line["groups"].values()]
         assert all(made) if line["learning_rate"] > 0 else not any(made)
-        assert line["tokens_per_s"] > 0
-    png = (whole / "plot.png").read_bytes()
-    assert png.startswith(PNG)
-    assert png[-8:-4] == b"IEND"
-    assert len(png) > 10_000
+    assert (whole / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert steps(whole) == [STEPS - EVERY - STEPS % EVERY, STEPS - STEPS % EVERY, STEPS]
     saved = read_checkpoint(whole)
     assert np.frombuffer(saved["state/step"], np.int32).tolist() == [STEPS]
     assert json.loads(saved["extras"]) == {"batches": {"key": 0, "position": STEPS}, "guard": []}
     assert not list(whole.glob(".*"))
     placement = (whole / "placement.txt").read_text()
-    title = "mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n"
-    assert placement.startswith(title)
+    assert placement.startswith(
+        "mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)"
+    )
     assert re.search(r"\nas expected on 8 cpu devices: .*; \d+ warnings ", placement)  # of the CPU
-    assert "\n  collectives, per device and step\n" in placement
 
 
 def test_what_it_prints(whole: Path) -> None:
@@ -255,41 +241,21 @@ def test_what_it_prints(whole: Path) -> None:
     assert list(bits) == ["transformer", "bigram", "unigram", "gzip"]
     for name, value in bits.items():
         assert f"  {name:<12}{value:6.3f}\n" in stdout
-    assert results["sample"].startswith("def ")
     assert results["sample"] in stdout
-    printed = " ".join(stdout.split())
-    # What a device will hold comes first; what is held is what was planned. Optax's AdamW splits
-    # no moment over data; ZeRO does, over data=4.
-    table, norms = 256 * 16, 3 * 16
-    elements = 2 * table + 4 * 16 * 16 + 2 * 64 * 16 + norms
+    # What is held is what was planned. Optax's AdamW splits no moment over data; ZeRO does.
+    norms = 3 * 16
+    elements = 2 * 256 * 16 + 4 * 16 * 16 + 2 * 64 * 16 + norms
     shared = 4 * (elements - norms) // 2 + 4 * norms  # all but norms are split over model=2
     counts = results["bytes_per_device"]
     state = counts["held"]["state"]
     assert counts["planned"] == counts["held"] == {"parameters": shared, "state": state}
     assert counts["plain Optax"] == {"parameters": shared, "state": 2 * shared + 4}
     assert state < 0.3 * 2 * shared
-    kib = [f"{count / 1024:.1f} KiB" for count in (shared, 4 * elements, state)]
-    assert f"{elements:,} parameters on data=4,model=2, " in printed
-    plan = (
-        f"Plan for each device: parameters {kib[0]} of {kib[1]}, gradients {kib[0]} of {kib[1]}, "
-    )
-    assert f"{plan}state {kib[2]} of " in printed
-    assert f"Checked the compiled step: state sharded as asked, {kib[2]} a device" in printed
-    assert re.search(r" sent by a device in a step: \d+ all-reduce \S+ KiB, \d+ all-gath", printed)
+    said = f"Checked the compiled step: state sharded as asked, {state / 1024:.1f} KiB a device"
+    assert said in " ".join(stdout.split())
     # No terminal, no bar: plain lines.
     assert "\r" not in stderr
     assert f"\nstep {STEPS}/{STEPS}  loss " in stderr
-
-
-def test_loss_falls_and_baselines_are_those_of_the_text(whole: Path, text: Path) -> None:
-    losses = [line["loss"] for line in read_metrics(whole)]
-    assert losses[-1] < 0.8 * losses[0]
-    bits = json.loads((whole / "results.json").read_text())["held_out_bits_per_byte"]
-    files = sorted(text.iterdir())
-    held_out = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 20 == 19)
-    train = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 20 != 19)
-    expected = bits_by_counting(train, held_out)
-    assert [bits["unigram"], bits["bigram"]] == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("without_report")
@@ -377,32 +343,18 @@ def test_every_kind_of_state_is_sharded_saved_and_resumed(
 # Bad command lines, and a part of what is said about each.
 BAD = {
     "unknown flag": (["--stepps=3"], "--stepps"),
-    "no steps": (["--steps=0"], "--steps must be at least 1"),
-    "a rate of zero in float32": (["--learning-rate=1e-60"], "--learning-rate must be a positive"),
-    "a large model": ([f"--d-model={10**8}"], "take a smaller --d-model or --layers"),
-    "no mesh": (["--mesh=8"], "--mesh must look like"),
     "mesh and batch": (["--mesh=data=3,model=2"], "data=3 must divide --batch-size 8"),
     "microbatches": (
         ["--microbatches=4", "--mesh=data=4,model=2"],
         "4 x data=4 of --mesh must divide --batch-size 8",
     ),
-    "microbatches on resume": (["--resume=whole", "--microbatches=3"], "--microbatches 3 does not"),
     "no data": (["--data", "nowhere"], "nowhere: No such file"),
-    "little data": (["--data", "little"], "too small"),
     "not empty": (["--out", "whole"], "whole is not empty"),
-    "a file": (["--out", "little"], "cannot write"),
-    "out and resume": (["--out=a", "--resume=whole"], "not allowed with"),
-    "no run": (["--resume=nowhere"], "nowhere is not the folder of a run"),
-    "no configuration": (["--resume=odd"], "not the configuration of a run"),
     "other width": (["--resume=whole", "--d-model=32"], "--d-model is 16 there, not 32"),
     "other text": (["--resume=other_text"], "is not, or no longer, the text"),
     "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 kept"),
     "damaged checkpoints": (["--resume=damaged"], "every checkpoint of damaged is damaged"),
     "no such process": (["--processes=2", "--process-id=2"], "--process-id must be from 0 to 1"),
-    "no coordinator": (
-        ["--processes=2", "--process-id=0", "--coordinator=nonsense", "--out=a"],
-        "--coordinator must be a host and a port",
-    ),
     "no common folder": (["--processes=2", "--process-id=0"], "--processes needs --out"),
 }
 
@@ -416,11 +368,8 @@ PHASE = re.compile(
 def bad_world(text: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the bad command lines name."""
     world = tmp_path_factory.mktemp("bad")
-    (world / "little").write_text("too little")
     for name in "whole", "other_text", "other_checkpoint", "damaged":
         shutil.copytree(whole, world / name)
-    (world / "odd").mkdir()
-    (world / "odd" / "config.json").write_text('{"steps": "many"}')
     shutil.copytree(text, world / "text")
     (world / "text" / "00.py").write_text("something else\n" * 50)
     config = json.loads((whole / "config.json").read_text())
@@ -449,64 +398,36 @@ def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     assert snapshot(bad_world) == before
 
 
-def test_bad_flags_end_the_process_before_jax_is_imported(tmp_path: Path) -> None:
-    profiled = {**ENVIRONMENT, "PYTHONPROFILEIMPORTTIME": "1"}
-    done = run("--steps=-1", cwd=tmp_path, env=profiled)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "train_lm: error: --steps must be at least 1; got -1\n" in done.stderr
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "lm.config" in imported
-    assert not imported & {"jax", "numpy", "flax"}
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
-def test_guarded_steps_are_not_made_and_the_average_is_evaluated(
+def test_guarded_steps_are_skipped_and_the_average_is_evaluated(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first byte of 255 makes the loss of its row infinite; one of 254, the gradient."""
-    last, planted = 8, {3: 255, 6: 254}
+    """A first byte of 255 makes the loss of its row infinite."""
     training, kind = load("lm.training"), load("lm.data").Batches
-    saved: dict[int, Any] = {}
 
     def planted_loss(
         model: Any, params: Any, windows: Any, of: Any = training.next_byte_loss
     ) -> Any:
-        loss, first = of(model, params, windows), windows[:, :1]
-        steep = first == 254
-        loss = jnp.where(steep, loss + jnp.sqrt(jnp.where(steep, loss * 0, 1)), loss)
-        return jnp.where(first == 255, jnp.inf, loss)
+        return jnp.where(windows[:, :1] == 255, jnp.inf, of(model, params, windows))
 
     def planted_batch(self: Any, of: Any = kind.__next__) -> Any:
         batch = np.array(of(self))
-        if byte := planted.get(self.state()["position"]):
-            batch[5, 0] = byte
+        if self.state()["position"] == 3:
+            batch[5, 0] = 255
         return batch
-
-    def watched_save(self: Any, step: int, optimizer: Any, **options: Any) -> None:
-        saved[step] = jax.device_get((optimizer.target, optimizer.state.param_states))
 
     monkeypatch.setattr(training, "next_byte_loss", planted_loss)
     monkeypatch.setattr(training, "write_report", lambda *_: None)
     monkeypatch.setattr(kind, "__next__", planted_batch)
-    monkeypatch.setattr(Checkpointer, "save", watched_save)
-    flags = [f"--steps={last}", "--checkpoint-every=1", "--guard", "--average=0.9"]
+    flags = ["--steps=6", "--checkpoint-every=6", "--guard", "--average=0.9"]
     done = main("--out", tmp_path / "run", "--data", text, *TINY, *flags)
     assert done.returncode == 0, done.stderr
     metrics = read_metrics(tmp_path / "run")
-    for step, line in enumerate(metrics, start=1):
-        said: dict[str, Any] = {**line}
-        if step in planted:
-            assert (said["skipped"], said["reason"]) == (last, "nonfinite")
-            assert "loss" not in line
-        else:
-            assert math.isfinite(line["loss"])
-        if step > 1:  # parameters, average and all states
-            pairs = zip(*map(jax.tree.leaves, (saved[step], saved[step - 1])), strict=True)
-            assert all(np.array_equal(a, b) for a, b in pairs) == (step in planted)
-    held_out = [metrics[-1][f"held_out/{of}"] for of in ("average", "trained")]
-    assert all(map(math.isfinite, held_out))
-    assert held_out[0] != held_out[1]
+    assert (metrics[2]["skipped"], metrics[2]["reason"]) == (8, "nonfinite")
+    assert [line.get("loss") is None for line in metrics] == [n == 2 for n in range(6)]
+    held_out = metrics[-1]["held_out"]
+    assert math.isfinite(held_out["average"])
+    assert held_out["average"] != held_out["trained"]
 
 
 def test_a_run_of_which_everything_is_skipped_stops(
@@ -589,29 +510,6 @@ def test_a_run_that_a_step_has_spoilt_goes_back(
     assert "20 batches in a row were skipped by --guard: back to step 10" in capsys.readouterr().err
 
 
-def test_a_coordinator_whose_port_is_taken_is_one_line() -> None:
-    processes = load("lm.processes")
-    with socket.create_server(("", 0)) as server:
-        coordinator = f"localhost:{server.getsockname()[1]}"
-        cluster = processes.Cluster(2, 0, coordinator)
-        with (
-            pytest.raises(processes.UsageError, match=f"--coordinator {coordinator} cannot be had"),
-            processes.together(cluster),
-        ):
-            pass
-
-
-def bits_by_counting(train: bytes, held_out: bytes) -> list[float]:
-    """Bits per byte by the frequencies of bytes, one added to each, and of what follows each."""
-    counts, pairs, befores = Counter(train), Counter(pairwise(train)), Counter(train[:-1])
-    alone = {byte: (counts[byte] + 1) / (len(train) + 256) for byte in range(256)}
-    predictions = [
-        [alone[byte] for byte in held_out[1:]],
-        [(pairs[a, b] + alone[b]) / (befores[a] + 1) for a, b in pairwise(held_out)],
-    ]
-    return [-sum(map(math.log2, p)) / len(p) for p in predictions]
-
-
 # Which devices it takes, and what a device has memory for.
 
 
@@ -635,9 +533,7 @@ def make(platform: str, *counts: int) -> list[Device]:
     [
         ("gpu", (3,), {}, "data=2,model=1"),
         ("cpu", (8,), {}, "data=4,model=2"),
-        ("gpu", (8,), {"heads": 1, "d_model": 2}, "data=8,model=1"),
         ("gpu", (8,), {"batch_size": 2}, "data=2,model=4"),
-        ("gpu", (8,), {"microbatches": 16}, "data=1,model=4"),
         ("tpu", (4, 4, 4, 4), {}, "data=8,model=2"),
         ("gpu", (4, 4), {"mesh": "data=2,model=1"}, "data=2,model=1"),
     ],
@@ -658,7 +554,6 @@ def test_devices_that_are_taken(
     ("counts", "mesh", "message"),
     [
         ((2,), "data=4,model=2", "takes 8 devices, and there are 2 gpu devices; --mesh data=2,mod"),
-        ((2, 2), "data=1,model=1", "takes 1 devices, and there are 4 gpu devices; --mesh data=4,m"),
         ((1, 1, 1), "", "no mesh of 3 gpu devices in 3 processes divides --batch-size 16, "),
     ],
 )
@@ -675,10 +570,6 @@ def test_a_mesh_that_does_not_fit_is_one_line(
     [
         ({"bytes_limit": 2**40}, ""),
         (None, ""),
-        (
-            {"bytes_limit": 1000},
-            "a training step takes at least 915.5 MiB, and gpu0 has 1000 B: take a smaller --d-",
-        ),
         (
             {"bytes_limit": 10**9},
             "a training step takes at least 1.2 GiB, and gpu0 has 953.7 MiB: take a smaller --b",
