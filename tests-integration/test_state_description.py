@@ -62,19 +62,6 @@ def test_every_transformation_of_optax_is_known(name: str) -> None:
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TABLE)
-def test_descriptions_are_values(name: str) -> None:
-    described = found(name)
-    again = StateDescription.from_json(described.to_json())
-    assert again == described
-    assert hash(again) == hash(described)
-    assert max(map(len, str(described).splitlines()), default=0) <= 80
-    for leaf in described.leaves:
-        assert described.of(leaf).name == leaf.transformation
-        assert (leaf.parameter is None) or leaf.dimensions is not None
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", TABLE)
 def test_stated_dimensions_are_those_that_tracing_finds(name: str) -> None:
     optimizer = built(name)
     definition: Any = optimizer.optimizer_def

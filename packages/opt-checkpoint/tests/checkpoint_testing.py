@@ -19,22 +19,6 @@ with warnings.catch_warnings():  # Flax 0.12.0 asks jax 0.8 for names that it de
     warnings.simplefilter("ignore", DeprecationWarning)
     from flax import nnx
 
-# Optimizers whose states have the same names, shapes and dtypes in Orbax and Flax.
-LOOK_ALIKES = (
-    "acprop",
-    "adabelief",
-    "adam",
-    "adamax",
-    "adamaxw",
-    "adamw",
-    "adopt",
-    "lamb",
-    "nadam",
-    "nadamw",
-    "radam",
-    "yogi",
-)
-
 EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "optimizer", "regroup"})
 
 # 64 bits are NumPy's, unless JAX is told.

@@ -24,34 +24,12 @@ def enable_x64() -> Any:
     return context(True)
 
 
-def by_definition(array: np.ndarray) -> str:
-    """The two sums in Python's integers."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    width = min(flat.dtype.itemsize, 4)
-    words = [int(word) for word in flat.view(f"uint{8 * width}")]
-    mixed = [_mixed(word, i) for i, word in enumerate(words)]
-    first, second = (sum(column) % 2**32 for column in zip(*mixed, strict=True))
-    return f"{first:08x}{second:08x}"
-
-
-def _mixed(word: int, index: int) -> tuple[int, int]:
-    spread = index * 0x9E3779B1 % 2**32
-    word ^= spread ^ (spread >> 15)
-    word = (word ^ (word >> 16)) * 0x7FEB352D % 2**32
-    word = (word ^ (word >> 15)) * 0x846CA68B % 2**32
-    word ^= word >> 16
-    other = (word ^ (index * 0x85EBCA77 % 2**32)) * 0xC2B2AE3D % 2**32
-    return word, other ^ (other >> 15)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("shape", [(), (2, 3, 4, 5)])
 def test_on_device_as_on_the_host(dtype: str, shape: tuple[int, ...]) -> None:
     array = random_bits(dtype, shape)
     expected = digest(array)
-    if dtype not in ("int2", "int4", "float4_e2m1fn"):
-        assert expected == by_definition(array)
     if dtype in WIDE:
         with enable_x64():
             assert digest(jnp.asarray(array)) == expected
@@ -71,14 +49,13 @@ def test_of_less_than_a_byte_only_its_bits_count(dtype: str) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
-@pytest.mark.parametrize("way", ["small", "large", "large without XLA", "on device"])
+@pytest.mark.parametrize("way", ["large", "large without XLA", "on device"])
 def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts of one shape are summed together, large ones by a program, or in blocks."""
     arrays = [random_bits(dtype, shape, seed) for seed, shape in enumerate([(3, 5), (257, 33)])]
-    expected = list(map(by_definition, arrays))
-    if way != "small":
-        monkeypatch.setattr(_digest, "_LARGE", 1)
-    if way in ("large without XLA", "on device"):
+    expected = digests(arrays)
+    monkeypatch.setattr(_digest, "_LARGE", 1)
+    if way != "large":
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_digest, "_BLOCK", 1000)
     if way == "large" and dtype not in WIDE:  # as parts of arrays on a mesh

@@ -34,26 +34,21 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 DEFINITIONS: dict[str, Callable[[], Any]] = {
-    "adamw": lambda: opt.adamw(1e-2, weight_decay=0.01),
-    "adamw_bfloat16": lambda: opt.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "adamw": lambda: opt.adamw(1e-2, weight_decay=0.01, mu_dtype=jnp.bfloat16),
     "sgd_momentum": lambda: opt.sgd(1e-2, momentum=0.9),
     "adafactor": lambda: opt.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
     "sm3": lambda: opt.sm3(1e-2),
 }
-FULL = ("adamw", "adamw_bfloat16", "sgd_momentum")
 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def trained(name: str, params: Any, *, steps: int = 1) -> Optimizer:
+def trained(name: str, params: Any) -> Optimizer:
     """An optimizer whose state is the work of a step."""
     optimizer: Optimizer = DEFINITIONS[name]().create(params)
-    for step in range(steps):
-        grads = jax.tree.map(lambda p, seed=step: random(p.shape, seed + p.size) + p, params)
-        optimizer = optimizer.apply_gradient(grads)
-    return optimizer
+    return optimizer.apply_gradient(jax.tree.map(lambda p: random(p.shape, p.size) + p, params))
 
 
 def leaves(optimizer: Optimizer) -> Arrays:
@@ -79,18 +74,16 @@ def padded(array: np.ndarray[Any, Any], axis: int, to: int) -> np.ndarray[Any, A
     return np.pad(array, widths)
 
 
-# Growing
+# Growing: the larger dimension is the vocabulary's before and after; then another one; then the
+# same one of two that were alike, so that Optax's rows and columns change places.
 
 
-# The larger dimension is that of the vocabulary before and after; then another one; then the same
-# one of two that were alike, so that Optax's rows and columns change places.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("before", "after", "swaps"),
     [
         ((6, 4), (9, 4), False),
         ((4, 12), (10, 12), False),
-        ((8, 8), (12, 8), True),
         ((3, 8, 8), (3, 12, 8), True),
     ],
 )
@@ -125,7 +118,6 @@ def test_factored_state_grows_or_changes_places(
     ("rule", "told"),
     [
         (Pad(0, 7), "dimension 0 of `w` has 6 entries in the target, and a rule pads to 7"),
-        (Pad(2, 6), "`w` [6, 3] has no dimension 2 to pad"),
         (Pad(1, 3), "expected `params/w` of [6, 3], found [4, 3]"),
         (Pad(0, 6, 1j), "float32 cannot hold 1j"),
     ],
@@ -172,23 +164,17 @@ QKV = (r"\1/q/\2", r"\1/k/\2", r"\1/v/\2")
 FUSE: list[Rule] = [("(.*)/qkv/(.*)", Map(QKV, lambda *given: jnp.concatenate(given, -1)))]
 
 
-def attention(*, size: int = 3, rows: int = 4) -> dict[str, Any]:
-    return {
-        n: {"kernel": random((rows, size), i), "bias": random((size,), 9 + i)}
-        for i, n in enumerate("qkv")
-    }
+def attention() -> dict[str, Any]:
+    return {n: {"kernel": random((4, 3), i), "bias": random((3,), i)} for i, n in enumerate("qkv")}
 
 
-def fused(size: int = 9, rows: int = 4) -> dict[str, Any]:
-    return {"qkv": {"kernel": jnp.ones((rows, size)), "bias": jnp.ones(size)}}
+def fused() -> dict[str, Any]:
+    return {"qkv": {"kernel": jnp.ones((4, 9)), "bias": jnp.ones(9)}}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", FULL)
-def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
-    saved = trained(name, {"a": attention()})
-    target = DEFINITIONS[name]().create({"a": fused()})
-    plan = planned(saved, target, FUSE)
+def test_projections_are_fused_and_split_with_their_moments() -> None:
+    saved = trained("adamw", {"a": attention()})
+    plan = planned(saved, DEFINITIONS["adamw"]().create({"a": fused()}), FUSE)
     old = leaves(saved)
     expected = {}
     for leaf, value in old.items():
@@ -204,8 +190,7 @@ def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
         (f"(.*)/{n}/(.*)", Map(r"\1/qkv/\2", lambda x, i=i: jnp.split(x, 3, -1)[i]))
         for i, n in enumerate("qkv")
     ]
-    again = planned(together, DEFINITIONS[name]().create({"a": attention()}), split).apply()
-    assert_same(leaves(again), old)
+    assert_same(leaves(planned(together, saved, split).apply()), old)
 
 
 def test_a_parameter_is_mapped_with_its_moments_or_not_at_all() -> None:
@@ -227,40 +212,32 @@ def test_a_parameter_is_mapped_with_its_moments_or_not_at_all() -> None:
     assert_same(leaves(everything), expected)
 
 
-@pytest.mark.parametrize(
-    ("fn", "told"),
-    [
+def test_a_function_is_checked_before_or_when_it_is_applied() -> None:
+    saved = trained("sgd_momentum", {"w": random((2, 3))})
+    target = DEFINITIONS["sgd_momentum"]().create({"w": jnp.zeros((3, 2))})
+
+    def by(fn: Any) -> Plan[Any]:
+        return planned(saved, target, [("(.*)/w", Map(r"\1/w", fn))])
+
+    wrong: list[tuple[Any, str]] = [
         (lambda x: x, "is [2, 3], expected [3, 2]"),
         (lambda x: (x.T,), "returns tuple, not one array"),
         (lambda x: jnp.concatenate([x, x.T]), "raises TypeError"),
-    ],
-)
-def test_the_plan_says_what_is_wrong_with_a_function(fn: Any, told: str) -> None:
-    saved = trained("sgd_momentum", {"w": random((2, 3))})
-    target = DEFINITIONS["sgd_momentum"]().create({"w": jnp.zeros((3, 2))})
-    plan = planned(saved, target, [("(.*)/w", Map(r"\1/w", fn))])
-    assert set(problems(plan)) == {"params/w", "state/trace/trace/w"}
-    assert all(told in why for why in problems(plan).values())
-
-
-def test_a_function_may_need_values() -> None:
-    def by_numpy(x: Any) -> Any:
-        return np.ascontiguousarray(np.asarray(x).T)
-
-    saved = trained("sgd_momentum", {"w": random((2, 3))})
-    target = DEFINITIONS["sgd_momentum"]().create({"w": jnp.zeros((3, 2))})
-    plan = planned(saved, target, [("(.*)/w", Map(r"\1/w", by_numpy))])
+    ]
+    for fn, told in wrong:
+        assert problems(by(fn)).keys() == {"params/w", "state/trace/trace/w"}
+        assert all(told in why for why in problems(by(fn)).values())
+    plan = by(lambda x: np.ascontiguousarray(np.asarray(x).T))  # it needs values
     assert "checked when it is applied" in str(plan)
-    expected = {n: v.T if n.endswith("w") else v for n, v in leaves(saved).items()}
-    assert_same(leaves(plan.apply()), expected)
-    wrong = Map(r"\1/w", lambda x: np.asarray(x).T.astype("float16"))
+    assert_same(
+        leaves(plan.apply()), {n: v.T if n[-1] == "w" else v for n, v in leaves(saved).items()}
+    )
     with pytest.raises(errors.LeafError, match=r"`params/w`: .* returns float16\[3, 2\], expected"):
-        planned(saved, target, [("(.*)/w", wrong)]).apply()
+        by(lambda x: np.asarray(x).T.astype("float16")).apply()
 
 
 # Layers
 
-STACK: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2"))]
 UNSTACK: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2"))]
 
 
@@ -282,27 +259,24 @@ def test_slices_that_nothing_takes_are_dropped() -> None:
     assert plan.dropped == ("params/w[:, 0]", "params/w[:, 2]")
 
 
-def layers(count: int = 3, shape: tuple[int, ...] = (6, 4)) -> dict[str, Any]:
-    return {
-        f"layers_{i}": {"w": random(shape, i), "b": random(shape[-1:], 20 + i)}
-        for i in range(count)
-    }
+def layers() -> dict[str, Any]:
+    return {f"layers_{i}": {"w": random((6, 4), i), "b": random((4,), 20 + i)} for i in range(3)}
 
 
-def stacked(count: int = 3, shape: tuple[int, ...] = (6, 4), axis: int = 0) -> dict[str, Any]:
-    w = (*shape[:axis], count, *shape[axis:])
-    b = (count, shape[-1]) if axis == 0 else (shape[-1], count)
-    return {"layers": {"w": jnp.ones(w), "b": jnp.ones(b)}}
+def stacked(axis: int = 0) -> dict[str, Any]:
+    together = lambda *parts: jnp.ones_like(jnp.stack(parts, axis))  # noqa: E731
+    return {"layers": jax.tree.map(together, *layers().values())}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", [*FULL, "adafactor"])
-@pytest.mark.parametrize("axis", [0, 1])
+def stack(axis: int = 0) -> list[Rule]:
+    return [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "axis"), [("adamw", 0), ("adamw", 1), ("adafactor", 1)])
 def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
     saved = trained(name, layers())
-    target = DEFINITIONS[name]().create(stacked(axis=axis))
-    rules: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))]
-    plan = planned(saved, target, rules)
+    plan = planned(saved, DEFINITIONS[name]().create(stacked(axis)), stack(axis))
     assert " <- params/layers_0/w .. params/layers_2/w (3)" in str(plan)
     together = plan.apply()
     old, new = leaves(saved), leaves(together)
@@ -311,26 +285,22 @@ def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
             assert bits(new[leaf]) == bits(old[leaf])
             continue
         parts = [old[leaf.replace("layers", f"layers_{i}")] for i in range(3)]
-        # The last of the kept dimensions before which the new one is: those of `v_row` are (1,)
-        # of 6 x 4, and (1, 2) of 6 x 3 x 4.
-        at = 0 if "v_row" in leaf else axis
+        at = 0 if "v_row" in leaf else axis  # of the dimensions that it keeps
         expected = parts[0] if new[leaf].shape == (1,) else np.stack(parts, at)
         assert bits(new[leaf]) == bits(expected)
 
     apart: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))]
-    again = planned(together, DEFINITIONS[name]().create(layers()), apart).apply()
-    assert_same(leaves(again), old)
+    assert_same(leaves(planned(together, saved, apart).apply()), old)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new", "rules"), [(layers, stacked, STACK), (stacked, layers, UNSTACK)]
-)
-def test_accumulators_of_sm3_are_refused(old: Any, new: Any, rules: list[Rule]) -> None:
+def test_accumulators_of_sm3_are_refused() -> None:
     """They cover all layers together."""
-    plan = planned(trained("sm3", old()), DEFINITIONS["sm3"]().create(new()), rules)
-    assert problems(plan)
-    assert all("/mu/" in name for name in problems(plan))
+    wrong = problems(
+        planned(trained("sm3", layers()), DEFINITIONS["sm3"]().create(stacked()), stack())
+    )
+    assert wrong
+    assert all("/mu/" in name for name in wrong)
 
 
 # The words of rules
@@ -384,9 +354,7 @@ OLD, NEW, WIDTH = 3, 5, 4
 # Everything here treats the rows of a matrix apart, but for its counts.
 ROWS: dict[str, Any] = {
     "rprop": optax.rprop(0.1),
-    "yogi": optax.yogi(0.1),
     "rmsprop centered": optax.rmsprop(0.1, initial_scale=2.0, centered=True, momentum=0.9),
-    "adam": optax.adam(0.1),
     "several": optax.chain(optax.scale_by_rss(2.0), optax.masked(optax.trace(0.9), {"w": True})),
 }
 
