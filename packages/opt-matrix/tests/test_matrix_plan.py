@@ -137,8 +137,8 @@ def test_a_plan_says_all_of_it() -> None:
         {**many(16, 256, 512), "b": leaf(3)}, {**dict.fromkeys(many(16), P("x", "y")), "b": None}
     )
     text = str(plan)
-    assert "16 leaves, 1 groups, 1 leaves are rest" in text
-    assert "w00 and 15 more" in text
+    assert "leaves: 16, groups: 1, rest: 1" in text
+    assert "w00 + 15" in text
     assert plan.rest == ("b",)
     assert plan.groups[0].choice == "all_to_all"
 

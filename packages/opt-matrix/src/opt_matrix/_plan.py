@@ -375,8 +375,8 @@ def _table(plan: MatrixPlan) -> str:
     ]
     ideal = sum(group.ideal_flops for group in plan.groups) or 1.0
     above = (
-        f"matrices on a mesh of {mesh}: {len(plan.layouts)} leaves, {len(plan.groups)} groups, "
-        f"{len(plan.rest)} leaves are rest"
+        f"matrices on a mesh of {mesh}; leaves: {len(plan.layouts)}, groups: {len(plan.groups)}, "
+        f"rest: {len(plan.rest)}"
     )
     below = (
         f"each device: {_bytes(plan.bytes_per_device)} in "
@@ -402,7 +402,7 @@ def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     rows = []
     for cells, members in alike.items():
         paths = list(dict.fromkeys(path for group in members for path in group.leaves))
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        more = f" + {len(paths) - 1}" if len(paths) > 1 else ""
         rows.append((f"{paths[0]}{more}", str(len(members)), *cells))
     return rows
 
@@ -427,15 +427,12 @@ def _bytes(count: float) -> str:
 
 
 _COLUMNS: dict[str, Callable[[Group], str]] = {
-    "each of matrices": _matrices,
+    "matrices": _matrices,
     "choice": lambda group: group.choice,
     "axes": _axes,
-    "padding": lambda group: f"{group.padding / (group.count + group.padding):.0%}",
-    "collectives": lambda group: str(group.collectives),
-    "bytes": lambda group: _bytes(group.bytes_per_device),
-    "FLOP": lambda group: f"{group.flops_per_device:.3g}",
-    "of ideal": lambda group: f"{group.flops_per_device / group.ideal_flops:.2f}",
-    "temporaries": lambda group: _bytes(group.temp_bytes),
+    "collectives": lambda group: f"{_bytes(group.bytes_per_device)} in {group.collectives}",
+    "FLOP / ideal": lambda group: f"{group.flops_per_device / group.ideal_flops:.2f}",
+    "temporary": lambda group: _bytes(group.temp_bytes),
 }
 
 
