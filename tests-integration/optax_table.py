@@ -140,9 +140,6 @@ def constructors() -> dict[str, Case]:
         "adam: schedule": lambda: optax.adam(optax.linear_schedule(1e-2, 1e-3, 10)),
         "adamw: mask": lambda: optax.adamw(1e-2, mask=is_matrix),
         "add_decayed_weights": lambda: optax.add_decayed_weights(1e-3),
-        "add_decayed_weights: schedule": lambda: optax.add_decayed_weights(
-            optax.constant_schedule(1e-3)
-        ),
         "add_noise": lambda: optax.add_noise(0.0, 0.55, key=jax.random.key(0)),
         "apply_every": lambda: optax.apply_every(2),
         "clip": lambda: optax.clip(1.0),
@@ -153,7 +150,6 @@ def constructors() -> dict[str, Case]:
         "noisy_sgd": lambda: optax.noisy_sgd(1e-2, eta=0.0, key=jax.random.key(0)),
         "rmsprop: bias correction": lambda: optax.rmsprop(1e-2, bias_correction=True),
         "rmsprop: centered": lambda: optax.rmsprop(1e-2, centered=True, momentum=0.9),
-        "rmsprop: both": lambda: optax.rmsprop(1e-2, centered=True, bias_correction=True),
         "scale": lambda: optax.scale(0.1),
         "scale_by_factored_rms": lambda: optax.scale_by_factored_rms(
             min_dim_size_to_factor=MIN_DIM
@@ -236,7 +232,6 @@ def wrappers() -> dict[str, Case]:
         ),
         "with_extra_args_support": lambda: optax.with_extra_args_support(optax.trace(0.9)),
         "MultiSteps": lambda: multi_steps(optax.adamw(1e-2)),
-        "MultiSteps: factored": lambda: multi_steps(adafactor()),
         "MultiSteps: not finite": lambda: multi_steps(
             optax.adam(1e-2), should_skip_update_fn=optax.skip_not_finite
         ),
@@ -246,9 +241,6 @@ def wrappers() -> dict[str, Case]:
     table["freeze"] = Case(lambda params: optax.freeze(is_matrix(params)))
     table["masked: leaves"] = Case(
         lambda params: optax.masked(adafactor(momentum=0.9), is_matrix(params))
-    )
-    table["masked: prefix"] = Case(
-        lambda p: optax.masked(adafactor(), prefix_tree(lambda name: name != "layers", p))
     )
     table["partition"] = Case(
         lambda params: optax.partition(
@@ -295,7 +287,6 @@ def contrib_constructors() -> dict[str, Case]:
     of_a_rate = "acprop ademamix adopt madgrad scale_by_madgrad simplified_ademamix"
     simple: dict[str, Callable[[], Transformation]] = {
         "schedule_free": lambda: contrib.schedule_free(optax.adam(1e-2), 1e-2),
-        "schedule_free: factored": lambda: contrib.schedule_free(adafactor(), 1e-2),
         "sam": lambda: contrib.sam(optax.adam(1e-2), contrib.normalize(), sync_period=2),
         "sam: factored": lambda: contrib.sam(adafactor(), optax.sgd(1e-2, 0.9), sync_period=2),
         "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
@@ -311,7 +302,6 @@ def contrib_constructors() -> dict[str, Case]:
         "dadapt_adamw": contrib.dadapt_adamw,
         "prodigy": contrib.prodigy,
         "mechanize": lambda: contrib.mechanize(optax.adam(1e-2)),
-        "mechanize: factored": lambda: contrib.mechanize(adafactor(momentum=0.9)),
     }
     table |= cases(ambiguous, explicit=AMBIGUOUS)
     of_a_value = {"momo": contrib.momo, "momo_adam": contrib.momo_adam}
@@ -354,9 +344,6 @@ def contrib_constructors() -> dict[str, Case]:
     # have the dimensions of their projections.
     galore = {
         "galore": lambda: contrib.galore(1e-2, rank=RANK),
-        "galore: momentum": lambda: contrib.galore(
-            1e-2, rank=RANK, base_optimizer=optax.trace(0.9)
-        ),
         "scale_by_galore": lambda: contrib.scale_by_galore(rank=RANK),
     }
     table |= cases(galore, has_oracle=False, explicit=SVD, rtol=1e-2, without=("empty", "row"))

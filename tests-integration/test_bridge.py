@@ -109,23 +109,13 @@ PARAMS = {"kernel": jnp.full((16, 8), 0.5), "bias": jnp.zeros(8), "frozen": jnp.
 AXES = {"kernel": ("embed", "mlp"), "bias": ("mlp",), "frozen": (None,)}
 
 
-def adafactor() -> Any:
-    return Adafactor(0.1, min_dim_size_to_factor=4, beta1=0.9)
-
-
-DEFINITIONS: dict[str, Callable[[], Any]] = {
-    "adafactor": adafactor,
-    "groups": lambda: MultiOptimizer.from_rules(
-        [("kernel", "kernel", adafactor()), ("bias", "bias", opt.adamw(0.1))], rest=FROZEN
-    ),
-    "chain": lambda: opt.chain(opt.clip_by_global_norm(1.0), opt.adamw(0.1)),
-}
-
-
-@pytest.mark.parametrize("name", DEFINITIONS)
-def test_the_state_of_a_definition_has_axes_and_a_description(name: str) -> None:
+def test_the_state_of_a_definition_has_axes_and_a_description() -> None:
     """Those that the definition derives itself, alone and inside a chain of Optax."""
-    definition = DEFINITIONS[name]()
+    rules = [
+        ("kernel", "kernel", Adafactor(0.1, min_dim_size_to_factor=4, beta1=0.9)),
+        ("bias", "bias", opt.adamw(0.1)),
+    ]
+    definition = MultiOptimizer.from_rules(rules, rest=FROZEN)
     optimizer = definition.create(PARAMS)
     specs = {key: P(*names) for key, names in AXES.items()}
     expected = definition.derive_logical_axes(optimizer, specs).state.param_states
@@ -138,7 +128,7 @@ def test_the_state_of_a_definition_has_axes_and_a_description(name: str) -> None
     tx = optax.chain(optax.clip(0.5), opt.as_transformation(definition))
     rows = part.explain(tx, PARAMS, AXES, strict=True).rows
     sharded = {row.axes for row in rows if row.parameter == "kernel"}
-    assert sharded & {("embed", "mlp"), ("embed",), ("mlp",)}
+    assert sharded >= {("embed", "mlp"), ("embed",), ("mlp",)}
     chained = OptaxWrapper(tx).create(PARAMS)
     assert ("bias",) in {leaf.parameter for leaf in describe_state(chained).leaves}
     restored = chained.restore_state(chained.state_dict())

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -58,6 +58,34 @@ class Momentum(OptimizerDef):
         )
         params = jax.tree.map(lambda p, m: p - jnp.asarray(lr, p.dtype) * m, params, momenta)
         return params, OptimizerState(increment_step(state.step), momenta)
+
+
+class Moments(NamedTuple):
+    count: Any
+    mu: Any
+
+
+class Whole(OptimizerDef):
+    """Has one state for the whole tree, as a transformation of Optax; takes `value`."""
+
+    def __init__(self, learning_rate: Any = 0.5) -> None:
+        super().__init__(MomentumHyperParams(learning_rate))
+
+    def init_state(self, params: Any) -> OptimizerState:
+        state = Moments(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        return OptimizerState(jnp.zeros((), jnp.int32), (state, ()))
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(names) & {"value"}
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra: Any
+    ) -> tuple[Any, OptimizerState]:
+        rate = hyper_params.learning_rate * extra.get("value", 1.0)
+        (old, rest) = state.param_states
+        new = Moments(old.count + 1, jax.tree.map(jnp.add, old.mu, grads))
+        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+        return params, OptimizerState(increment_step(state.step), (new, rest))
 
 
 class KeepsParams(OptimizerDef):

@@ -1,6 +1,5 @@
 """Updates, overrides and state dicts of several groups."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -9,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_testing import Momentum, advanced, assert_same, structure, to_numpy
+from core_testing import Moments, Momentum, Whole, advanced, assert_same, structure, to_numpy
 from flax.core import freeze
-from flax_optim import Adam, GradientDescent, HyperParams
+from flax_optim import Adam, GradientDescent
 from jax.sharding import PartitionSpec as P
 from opt_core import (
     FROZEN,
@@ -19,7 +18,6 @@ from opt_core import (
     MultiOptimizer,
     OptimizerDef,
     OptimizerState,
-    increment_step,
 )
 from opt_core.errors import (
     HyperParamError,
@@ -39,29 +37,6 @@ GRADS: Any = {
     "a": {"kernel": jnp.full((2, 3), 0.5), "bias": jnp.full(3, 2.0), "none": {}},
     "b": {"kernel": jnp.full((3, 2), 0.25), "scale": jnp.ones(2)},
 }
-
-
-class Whole(OptimizerDef):
-    """Has one state for the whole tree, as an Optax transformation; takes `value`."""
-
-    def __init__(self, learning_rate: Any = 0.5) -> None:
-        super().__init__(HyperParams(learning_rate))
-
-    def init_state(self, params: Any) -> OptimizerState:
-        state = {"count": jnp.zeros((), jnp.int32), "sum": jax.tree.map(jnp.zeros_like, params)}
-        return OptimizerState(jnp.zeros((), jnp.int32), state)
-
-    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(names) & {"value"}
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra: Any
-    ) -> tuple[Any, OptimizerState]:
-        rate = hyper_params.learning_rate * extra.get("value", 1.0)
-        old = state.param_states
-        new = {"count": old["count"] + 1, "sum": jax.tree.map(jnp.add, old["sum"], grads)}
-        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
-        return params, OptimizerState(increment_step(state.step), new)
 
 
 def both(rest: Any = FROZEN) -> MultiOptimizer:
@@ -143,7 +118,7 @@ def test_a_state_of_the_whole_is_kept_by_group() -> None:
     states = mixed().create(make_params()).state_dict()["state"]["param_states"]
     assert list(states) == ["kernels", "biases"]
     assert states["kernels"].keys() == {"a", "b"}
-    assert states["biases"]["sum"]["b"] == {"kernel": {}, "scale": {}}
+    assert states["biases"]["0"]["mu"]["b"] == {"kernel": {}, "scale": {}}
 
 
 def test_deviations_have_the_path_in_the_dict() -> None:
@@ -341,12 +316,9 @@ def test_the_axes_themselves() -> None:
     derived = mixed().derive_logical_axes(frozen, AXES)
     assert derived.target == freeze(AXES)
     found = derived.state.param_states
-    assert found["biases"] == {
-        "count": None,
-        "sum": freeze(
-            {"a": {"bias": P("mlp"), "kernel": (), "none": {}}, "b": {"kernel": (), "scale": ()}}
-        ),
-    }
+    layer = {"bias": P("mlp"), "kernel": (), "none": {}}
+    mu = freeze({"a": layer, "b": {"kernel": (), "scale": ()}})
+    assert found["biases"] == (Moments(None, mu), ())
     assert found["kernels"]["b"] == freeze({"kernel": P("mlp", None), "scale": ()})
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from core_testing import Momentum, advanced, assert_same, given, structure
+from core_testing import Momentum, Whole, advanced, assert_same, given, structure
 from flax_optim import Adam, GradientDescent
 from hypothesis import strategies as st
 from opt_core import (
@@ -15,41 +15,14 @@ from opt_core import (
     MultiOptimizer,
     Optimizer,
     OptimizerDef,
-    OptimizerState,
     Plan,
     freeze,
-    increment_step,
     regroup,
     reset,
     unfreeze,
 )
 from opt_core.errors import GroupError, SurgeryError
 from opt_core.extend import flatten_with_paths
-
-
-class Moments(NamedTuple):
-    count: Any
-    mu: Any
-
-
-class Whole(OptimizerDef):
-    """One state for all its leaves, with a count, as an Optax transformation."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    def init_state(self, params: Any) -> OptimizerState:
-        state = Moments(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
-        return OptimizerState(jnp.zeros((), jnp.int32), (state, ()))
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
-    ) -> tuple[Any, OptimizerState]:
-        (old, rest) = state.param_states
-        mu = jax.tree.map(jnp.add, old.mu, grads)
-        return params, OptimizerState(
-            increment_step(state.step), (Moments(old.count + 1, mu), rest)
-        )
 
 
 def make_params() -> Any:

@@ -22,7 +22,7 @@ from nnx_testing import (
     make_model,
     train_step,
 )
-from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core import FROZEN, MultiOptimizer
 from opt_core.errors import (
     HyperParamError,
     RestoreError,
@@ -97,36 +97,6 @@ def test_keywords_may_be_variables_and_gradients_may_be_none() -> None:
     updates = optimizer.update(model, bare(_ones(model)), value=nnx.Variable(jnp.float32(2.0)))
     assert (updates["inner"]["bias"] == 2.0).all()
     assert (model.inner.bias[...] == before + 2.0).all()
-
-
-class Counting(OptimizerDef):
-    """Plain gradient descent at a rate that the step decides; no axes are derived."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    def init_state(self, params: Any) -> OptimizerState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return OptimizerState(jnp.zeros((), jnp.int32), {"last": zeros})
-
-    def update_hyper_params(self, **overrides: Any) -> Any:
-        assert not overrides
-
-    def apply_gradient(
-        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
-    ) -> tuple[Any, OptimizerState]:
-        rate = 1.0 / (1 + state.step)
-        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
-        return params, OptimizerState(increment_step(state.step), {"last": grads})
-
-
-def test_any_definition_will_do() -> None:
-    model = make_model()
-    optimizer = opt_nnx.Optimizer(model, Counting())
-    first, second = (optimizer.update(model, _ones(model)) for _ in range(2))
-    assert float(first["inner"]["bias"][0]) == -1.0
-    assert float(second["inner"]["bias"][0]) == -0.5
-    assert type(optimizer.opt_state["last"]["inner"]["kernel"]) is nnx.OptVariable
 
 
 def _ones(model: Any) -> Any:
