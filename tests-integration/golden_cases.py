@@ -36,16 +36,7 @@ Flat = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One optimizer with its inputs, and what T5X made of them.
-
-    Attributes:
-      id: family and name, `t5x/adam_0`.
-      spec: how the optimizer is built, in JSON.
-      params: the initial parameters.
-      grads: one tree of gradients per step.
-      trajectory: the state dict's leaves by path, `steps + 1` entries each.
-      index: the case as the index has it.
-    """
+    """One optimizer with its inputs (`spec` builds it), and T5X's state dict after each step."""
 
     id: str
     spec: Any
@@ -154,12 +145,7 @@ OURS, FACADE = api_of(opt_optax_bridge), api_of(opt_optax_bridge.t5x)
 
 
 def build(spec: Any, api: Any) -> Any:
-    """Builds what `spec` describes.
-
-    Args:
-      spec: the `constructor` of a case.
-      api: where the constructors of definitions are: `OURS`, or T5X's `FACADE`.
-    """
+    """Builds what the `constructor` of a case describes, with the API of `OURS` or `FACADE`."""
     match spec:
         case {"$call": name}:
             with warnings.catch_warnings():
@@ -255,7 +241,6 @@ class Tolerance:
 EXACT = Tolerance(0.0, 0.0)
 # Those of the goldens' README.
 OP_BY_OP = Tolerance(0.0, 4e-6)
-COMPILED = Tolerance(1e-5, 1e-5)
 BFLOAT16 = Tolerance(1e-2, 0.0)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +129,8 @@ def test_a3_resumed_in_every_mini_step_of_a_window_is_equal_to_the_bit(
 
 ELSEWHERE = {
     "2x4": (2, 4, RULES, True),
-    "8x1": (8, 1, RULES, True),
     "1x8": (1, 8, RULES, True),
     "4 devices": (2, 2, RULES, True),
-    "2 devices": (1, 2, RULES, False),
     "1 device": (1, 1, RULES, False),
     "4x2, other rules": (4, 2, OTHER_RULES, False),
     "2x4, other rules, ZeRO": (2, 4, OTHER_RULES, True),
@@ -144,9 +139,7 @@ ELSEWHERE = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ELSEWHERE)
-def test_a5_thirty_steps_on_other_devices_agree(
-    saved_run: dict[str, Any], where: str, record_property: Callable[[str, Any], None]
-) -> None:
+def test_a5_thirty_steps_on_other_devices_agree(saved_run: dict[str, Any], where: str) -> None:
     """A5: saved on 4x2 with ZeRO, restored to the bit elsewhere, and 30 steps on: within 1e-5."""
     data, model, rules, zero = ELSEWHERE[where]
     mesh = make_mesh(data, model)
@@ -159,52 +152,19 @@ def test_a5_thirty_steps_on_other_devices_agree(
     assert_same_bits(bits(optimizer), saved_run["at_10"])
     optimizer, losses = go_on(compile_step(target, mesh), optimizer, SAVED_AT, SAVED_AT + 30)
     np.testing.assert_allclose(losses, saved_run["losses"], rtol=1e-5)
-    found = difference(bits(optimizer), saved_run["at_40"])
-    record_property("max_difference", found)
-    print(json.dumps({"where": where, "largest difference of 30 steps": found}))
-    assert found < 1e-5
-
-
-def compiled_run(*, donate: bool) -> Callable[[], str]:
-    """A run in windows of two mini-steps, with ZeRO on 4 x 2; it returns the hash of every bit."""
-    mesh = make_mesh(4, 2)
-    target = abstract(adamw(lambda tx: opt_accumulate.MultiSteps(tx, 2)), mesh, zero=True)
-    step = compile_step(target, mesh, donate=donate)
-
-    def run() -> str:
-        optimizer = create(target)
-        for i in range(6):
-            optimizer, _ = step(optimizer, i)
-        digest = hashlib.sha256()
-        for name, array in bits(optimizer).items():
-            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-        return digest.hexdigest()
-
-    return run
-
-
-HASH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import test_elastic
-print(test_elastic.compiled_run(donate=True)())
-"""
+    assert difference(bits(optimizer), saved_run["at_40"]) < 1e-5
 
 
 @pytest.mark.slow
-def test_a6_a_run_has_one_hash() -> None:
-    """With and without donation, again in one process and in three at a time: one hash."""
-
-    def elsewhere(_: int) -> str:
-        command = [sys.executable, "-c", HASH, str(HERE)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    run = compiled_run(donate=True)
-    hashes = {run() for _ in range(10)}
-    hashes.add(compiled_run(donate=False)())
-    with ThreadPoolExecutor(3) as pool:
-        hashes.update(pool.map(elsewhere, range(3)))
-    assert len(hashes) == 1
+def test_a6_a_run_has_one_result() -> None:
+    """With and without donation, and again, in windows of two mini-steps, with ZeRO on 4 x 2."""
+    mesh = make_mesh(4, 2)
+    target = abstract(adamw(WINDOWS["ours"]), mesh, zero=True)
+    results = []
+    for donate in (True, False):
+        step = compile_step(target, mesh, donate=donate)
+        for _ in range(5):
+            optimizer, _ = go_on(step, create(target), 0, 6)
+            results.append(bits(optimizer))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
