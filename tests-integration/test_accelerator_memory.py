@@ -13,10 +13,7 @@ from accelerator import (
     make_grads,
     make_params,
     memory_kinds,
-    mesh_of,
     needs_host_memory,
-    needs_several,
-    over,
 )
 from opt_accumulate import MultiSteps, guard, with_average
 
@@ -102,17 +99,3 @@ def test_moments_stay_on_the_host(codec: Any) -> None:
     assert set(memory_kinds(state.inner.inner[0].nu)) == {"pinned_host"}
     assert set(memory_kinds((params, state.step))) == {"device"}
     assert_equal((params, state), train(theirs, make_params(jnp.bfloat16)))
-
-
-@needs_several
-@needs_host_memory
-def test_moments_stay_on_the_host_of_a_mesh() -> None:
-    across = over(mesh_of(), "data")
-    shapes = {"w": (32 * across.mesh.size, 256)}
-    params = {k: jax.device_put(jnp.ones(s, jnp.bfloat16), across) for k, s in shapes.items()}
-    lies = jax.tree.map(lambda _: across, params)
-    hosted = op.offload_state(EXACT_ADAMW)
-    found, state = train(coded(hosted, layout=lies), params)
-    for leaf in jax.tree.leaves(state.inner.inner[0].nu):
-        assert leaf.sharding.is_equivalent_to(across.with_memory_kind("pinned_host"), leaf.ndim)
-    assert_equal((found, state), train(coded(EXACT_ADAMW, layout=lies), params))

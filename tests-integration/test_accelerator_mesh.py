@@ -97,7 +97,6 @@ ALIGNED: Any = {
     "w1": ((64 * COUNT, 512), ROWS),
     "wide": ((64, 512 * COUNT), COLUMNS),
 }
-CROSSED: Any = {"w": ((64, 128 * COUNT), COLUMNS)}  # half a block on each of all devices
 
 
 def coded(codec: Any, layout: Any = None) -> Any:
@@ -132,11 +131,3 @@ def test_codes_and_weights_do_not_depend_on_the_mesh(name: str, kind: AxisType) 
         found, moved = train_on(mesh_of(count, kind), CODECS[name], ALIGNED)
         assert_equal(found, expected)
         assert moved == ()
-
-
-@pytest.mark.filterwarnings("ignore:blocks of moments lie on several devices")
-def test_blocks_on_two_devices_have_the_same_codes() -> None:
-    expected, _ = train_codes(coded(op.dynamic8()), CROSSED)
-    found, moved = train_on(mesh_of(), op.dynamic8(), CROSSED)
-    assert_equal(found, expected)
-    assert moved  # whole blocks have to be brought together

@@ -95,24 +95,6 @@ def test_codes_are_those_of_the_cpu(name: str) -> None:
         np.testing.assert_allclose(one.scale, other.scale, rtol=1e-5)
 
 
-def test_a_remainder_is_a_float32_master() -> None:
-    start = make_params(jnp.bfloat16)
-    rows = jax.random.normal(jax.random.key(0), (300, *start["w"].shape), jnp.bfloat16)
-
-    def run(storage: Any) -> tuple[Any, Any, Any]:
-        tx = op.master_weights(EXACT_ADAMW, storage=storage)
-
-        def step(carry: Any, row: jax.Array) -> Any:
-            return tx.apply(*carry, {"w": row, "b": row[0]}), None
-
-        params, state = jax.jit(lambda *carry: jax.lax.scan(step, carry, rows)[0])(
-            start, tx.init(start)
-        )
-        return params, op.master_of(state, params), state.inner
-
-    assert_equal(run("f32"), run("remainder"))
-
-
 def displacement(tx: Any) -> tuple[Any, Any, Any]:
     """How far parameters went in float64, and their master, that all drift alike; the state."""
     start = make_params(jnp.bfloat16)

@@ -95,14 +95,6 @@ def run(tx: Any, start: Any, lies: Any = None) -> tuple[Any, str]:
     return jax.tree.map(np.asarray, jax.tree.leaves((held, state))), text
 
 
-class Plain:
-    """Raw Optax, with our `apply`."""
-
-    def __init__(self, tx: Any) -> None:
-        self.init = tx.init
-        self.apply = functools.partial(op.apply, tx)
-
-
 def mesh_of(number: int, kind: Any = AxisType.Auto) -> Any:
     shape = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[number]
     devices = jax.devices()[:number]
@@ -149,12 +141,8 @@ def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", ["clipped after", "lamb"])
-def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
-    inner: Any = {
-        "lamb": optax.lamb(1e-2),
-        "clipped after": optax.chain(optax.adamw(1e-2), optax.clip_by_global_norm(0.1)),
-    }[name]
+def test_sums_over_leaves_send_numbers_only(kind: Any) -> None:
+    inner = optax.chain(optax.adamw(1e-2), optax.clip_by_global_norm(0.1))
     tx: Any = op.stochastic_weights
     expected, _ = run(tx(op.quantize_state(inner, op.dynamic8(), chunk_bytes=40_000)), params())
     mesh = mesh_of(8, kind)
@@ -163,39 +151,10 @@ def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
         layout = lies if kind == AxisType.Auto else None
         ours: Any = op.quantize_state(inner, op.dynamic8(), chunk_bytes=40_000, layout=layout)
         found, text = run(tx(ours), params(), lies)
-        _, theirs = run(Plain(inner), params(), lies)
     # Sums are made in another order, so a stochastic rounding may be another now and then.
     for one, other in zip(found, expected, strict=True):
         assert np.mean(np.asarray(one) != np.asarray(other)) <= 1e-3
     assert {kind for kind, _ in _COLLECTIVE.findall(text)} == {"all-reduce"}
-    assert len(_COLLECTIVE.findall(text)) <= len(_COLLECTIVE.findall(theirs))
-
-
-def test_parts_of_arrays_in_a_function_of_each_device() -> None:
-    """In a `shard_map` of the user's, leaves are what this device has of them."""
-    mesh = jax.make_mesh((8,), ("x",))
-    tx: Any = op.stochastic_weights(op.quantize_state(optax.adamw(1e-3), op.dynamic8()))
-    start = {"w": jnp.ones((64, 512), jnp.bfloat16)}
-    state = jax.eval_shape(tx.init, start)
-
-    def of_codes(leaf: Any) -> Any:
-        return P("x") if leaf.ndim else P()
-
-    specs = {"w": P("x")}, jax.tree.map(of_codes, state)
-    step = jax.shard_map(
-        lambda p, s, g: tx.apply(p, s, g),
-        mesh=mesh,
-        in_specs=(*specs, {"w": P("x")}),
-        out_specs=specs,
-        check_vma=False,
-    )
-    with jax.set_mesh(mesh):
-        lies = NamedSharding(mesh, P("x"))
-        held = jax.device_put(start, lies)
-        opt_state = jax.jit(tx.init)(held)
-        made, _ = jax.jit(step)(held, opt_state, held)
-    assert np.abs(np.asarray(made["w"], np.float32) - 1).max() < 0.01
-    assert np.any(np.asarray(made["w"], np.float32) != 1)
 
 
 # opt-partition and the state of opt-precision: placed and planned to the byte, and verified.

@@ -50,25 +50,15 @@ class Meshes:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step with all that `jax.jit` and `verify` need.
+    """A training step with all that `jax.jit` and `verify` need."""
 
-    Attributes:
-      function: of parameters, state and batch; returns new parameters and new state.
-      arguments: abstract.
-      inputs: shardings of `arguments`.
-      outputs: shardings of the result.
-      expected: what is asked of it.
-      donate: numbers of the arguments given away.
-      mesh: made current while it is traced, where some axes of it are Explicit.
-    """
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    function: Callable[..., Any]  # of parameters, state and batch; returns new ones and new state
+    arguments: tuple[Any, ...]  # abstract
     inputs: tuple[Any, ...]
     outputs: Any
     expected: Expected
     donate: tuple[int, ...] = (0, 1)
-    mesh: Mesh | None = None
+    mesh: Mesh | None = None  # made current while it is traced, where some axes are Explicit
 
     def lower(self) -> jax.stages.Lowered:
         explicit = self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
@@ -89,21 +79,13 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A row of the tables.
-
-    Attributes:
-      name: unique among all programs.
-      build: makes the step.
-      options: what `verify` gets besides.
-      finds: kinds and paths of the errors that `verify` must find; of a healthy step none.
-      warns: kinds of warnings that it must find, gradients left aside.
-    """
+    """A row of the tables: what `verify` must find, gradients left aside."""
 
     name: str
     build: Callable[[Meshes], Step]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    finds: frozenset[tuple[str, str | None]] = frozenset()
-    warns: frozenset[str] = frozenset()
+    finds: frozenset[tuple[str, str | None]] = frozenset()  # kinds and paths
+    warns: frozenset[str] = frozenset()  # kinds
 
 
 # Models
@@ -157,27 +139,7 @@ def constrain(tree: Tree, shardings: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a training step is put together.
-
-    Attributes:
-      mesh: which of the meshes.
-      params: specs of the parameters, by name.
-      state: specs of the state, by the name of the parameter; of leaves of other ranks whole.
-      tx: the optimizer.
-      loss: of parameters and batch.
-      shapes: of the parameters.
-      batch: its shape.
-      batch_spec: its spec.
-      before: sees the old state; with the mesh.
-      after: sees the new state; with the mesh.
-      on_grads: sees the gradients, with the state's shardings of the parameters.
-      place_state: shardings of the state instead of `state`'s, of mesh and abstract state.
-      out_state: specs of the state that comes out, if they differ.
-      out_params: specs of the parameters that come out, if they differ.
-      gradients: of loss, parameters and batch, instead of `jax.grad`.
-      donate: numbers of the arguments given away.
-      update_dtype: what the parameters are cast to before they are updated.
-    """
+    """How a training step is put together; specs are by the name of the parameter."""
 
     mesh: str = "data"
     params: Tree = dataclasses.field(default_factory=dict)
@@ -389,7 +351,6 @@ def several_steps(recipe: Recipe, unroll: int = 1) -> Callable[[Meshes], Step]:
 
 
 MOE = shapes_of(router=(256, 8), up=(8, 256, 512), down=(8, 512, 256))
-EXPERTS = {"up": P("data"), "down": P("data")}
 
 
 def moe_loss(params: Tree, batch: jax.Array) -> Any:

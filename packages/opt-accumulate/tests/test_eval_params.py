@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from opt_accumulate import (
-    HoldsEvalParams,
     HoldsMasterParams,
     MultiSteps,
     eval_params,
@@ -132,13 +131,6 @@ class Master(NamedTuple):
         return jax.tree.map(lambda p, m: m if p.ndim else p, params, self.held)
 
 
-class Provider(NamedTuple):
-    held: Any
-
-    def eval_params(self, params: Any) -> Any:
-        return jax.tree.map(jnp.add, params, self.held)
-
-
 def test_a_master_copy_is_taken_where_there_is_no_average() -> None:
     params = {"w": jnp.ones(2)}
     master = Master({"w": jnp.full(2, 1.25)})
@@ -146,11 +138,3 @@ def test_a_master_copy_is_taken_where_there_is_no_average() -> None:
     chex.assert_trees_all_equal(eval_params([master], params), {"w": jnp.full(2, 1.25)})
     _, state = trained(AVERAGED, params)
     chex.assert_trees_all_equal(eval_params([master, state], params), state.average)
-
-
-def test_a_provider_of_another_package() -> None:
-    params = {"w": jnp.ones(2, jnp.bfloat16)}
-    provider = Provider({"w": jnp.ones(2)})
-    assert isinstance(provider, HoldsEvalParams)
-    found = eval_params({"x": provider}, params)
-    chex.assert_trees_all_equal(found, {"w": jnp.full(2, 2, jnp.bfloat16)})

@@ -29,13 +29,10 @@ class Metadata:
 @pytest.mark.parametrize(
     ("given", "padded"),
     [
-        (P("embed", "mlp"), P("embed", "mlp")),
         (P("embed"), P("embed", None)),
-        (P(), P(None, None)),
         (None, P(None, None)),
         (("embed", "mlp"), P("embed", "mlp")),
         ([None, "mlp"], P(None, "mlp")),
-        (P(("heads", "kv"), None), P(("heads", "kv"), None)),
         ([["heads", "kv"]], P(("heads", "kv"), None)),
         (Boxed(), P("embed", None)),
         (Metadata(), P("embed", "mlp")),
@@ -87,11 +84,6 @@ def test_arrays_alone_are_not_axes() -> None:
     assert normalise_param_axes({}, {}) == {}
 
 
-def test_unpadded_they_are_as_given() -> None:
-    axes = {"mlp": [P("embed"), None], "scale": P()}
-    assert normalise_param_axes(PARAMS, axes, pad=False) == axes
-
-
 def test_containers_may_be_of_another_kind() -> None:
     class Layer(NamedTuple):
         kernel: Any
@@ -100,15 +92,6 @@ def test_containers_may_be_of_another_kind() -> None:
     params = Layer(jnp.ones((3, 4)), jnp.ones(4))
     found = normalise_param_axes(params, {"bias": ("mlp",), "kernel": ("embed", "mlp")})
     assert found == Layer(P("embed", "mlp"), P("mlp"))
-
-
-def test_empty_containers_and_none_need_no_axes() -> None:
-    params = {"w": jnp.ones(3), "empty": {}, "none": None}
-    assert normalise_param_axes(params, {"w": P("embed")}) == {
-        "w": P("embed"),
-        "empty": {},
-        "none": None,
-    }
 
 
 def test_all_that_does_not_fit_is_listed() -> None:

@@ -181,20 +181,6 @@ def test_gradients_of_integers_have_no_bytes_and_complex_ones_no_real_dtype() ->
     assert [row.leaf.dtype for row in plan.rows if row.kind == "grads"][1] == jax.dtypes.float0
 
 
-def test_memory_kinds_are_of_the_state() -> None:
-    def kind(path: str, _: Any) -> str | None:
-        return "pinned_host" if "/nu/" in path else None
-
-    plan = plan_of(memory_kinds=kind, zero="data")
-    assert plan.bytes_per_device_by_memory == {
-        "device": plan.total_bytes_per_device - plan.state_fields["ScaleByAdamState.nu"],
-        "pinned_host": plan.state_fields["ScaleByAdamState.nu"],
-    }
-    assert plan.state.shardings[0].nu["enc"]["wi"].memory_kind == "pinned_host"
-    assert "by memory" in str(plan)
-    assert "by memory" not in str(plan_of())
-
-
 def test_why_leaves_are_not_sharded_further() -> None:
     params = {"square": leaf(8, 8), "odd": leaf(7), "scale": leaf(3), "temperature": leaf()}
     axes = {"square": ("embed", "heads"), "odd": ("mlp",), "scale": None, "temperature": None}

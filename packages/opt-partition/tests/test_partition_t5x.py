@@ -28,10 +28,6 @@ def test_parameters_in_lists() -> None:
     tx = optax.chain(optax.clip(1.0), optax.chain(optax.adam(0.1), optax.trace(0.9)))
     _, ((adam, _), trace) = derive(tx.init(params), axes)
     assert (adam.count, adam.mu, adam.nu, trace.trace) == (None, axes, axes, axes)
-    z = jnp.zeros
-    mirrored = {"buffers": (z((9, 9)), z((9, 9))), "mu": [z((4, 4)), z((4, 4))], "one": [z((9, 9))]}
-    pair = [P("a", "b"), P("c", "d")]
-    assert derive(mirrored, pair) == {"buffers": (None, None), "mu": pair, "one": [None]}
     (sm3, _) = derive(optax.sm3(0.1).init(params), axes)
     assert sm3.mu == [([P("a"), P("b")], [P("b")]), ([P("b"), P("c")], [P("c")])]
 
@@ -58,16 +54,8 @@ def test_what_t5x_fails_on() -> None:
 
 def test_factored_states_need_the_parameters() -> None:
     state = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init(PARAMS)
-    with pytest.raises(AxesError) as caught:
+    with pytest.raises(AxesError, match=r"v_row/mlp/wi \(6,\)(.*\n)*Pass `params`, or use"):
         derive(state, AXES)
-    assert str(caught.value).splitlines() == [
-        "the axes of these state leaves cannot be inferred from their shapes:",
-        "  v_row/mlp/wi (6,)",
-        "  v_row/mlp/wo (6,)",
-        "  v_col/mlp/wi (8,)",
-        "  v_col/mlp/wo (8,)",
-        "Pass `params`, or use `derive_logical_axes` with the transformation.",
-    ]
     derived = derive(state, AXES, PARAMS)
     assert derived.v_row == {"mlp": {"wi": P("mlp"), "wo": P("mlp")}, "scale": None}
     assert derived.v_col == {"mlp": {"wi": P("embed"), "wo": P("embed")}, "scale": None}

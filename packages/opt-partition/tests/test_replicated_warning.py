@@ -10,7 +10,7 @@ import jax
 import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
-from opt_partition import extend_over, memory_plan, shard_optimizer_state
+from opt_partition import extend_over, memory_plan
 from opt_partition.errors import AxesError, IndivisibleError, ReplicatedWarning
 
 RULES = [("embed", None), ("mlp", None)]
@@ -66,7 +66,6 @@ def test_an_axis_of_one_device() -> None:
         lambda: plan(EVEN, (7,)),  # less than an element for each device
         lambda: plan((1024, 16), (63,)),  # 0.4 % of the bytes
         lambda: plan(EVEN, ODD, zero_min_bytes=4 * 63 * 15 + 1),
-        lambda: plan(EVEN, mesh=ONE, zero=("data", "model")),
         lambda: plan(),
     ],
 )
@@ -77,13 +76,6 @@ def test_what_is_not_worth_a_warning(quiet: Callable[[], Any]) -> None:
 def test_once_for_all_that_zero_applies_to() -> None:
     [message] = said(lambda: plan(ODD, zero_level=2, accumulate=True))
     assert "leaves 4 of 5 leaves replicated" in message
-    shapes = {"w": jax.ShapeDtypeStruct(ODD, "float32")}
-    [message] = said(
-        lambda: shard_optimizer_state(
-            optax.sgd(0.1), shapes, RULES, MESH, "data", param_axes={"w": ("embed", "mlp")}
-        )
-    )
-    assert "leaves 1 of 1 leaves replicated" in message
 
 
 def test_extend_over_by_itself() -> None:

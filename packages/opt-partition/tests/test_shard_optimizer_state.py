@@ -79,7 +79,6 @@ def test_options_reach_state_and_parameters() -> None:
             "`zero_axes` must be distinct mesh axes: the mesh has data=4.*found 'date'",
         ),
         (SHAPES, "data", "`param_axes` contain arrays but no axis names"),
-        ({"w": Box(SHAPES["wi"], ("embed", "heads"))}, "data", "'heads', of w.*: no rule"),
     ],
 )
 def test_what_does_not_fit(params: Any, zero: str, words: str) -> None:
