@@ -186,7 +186,8 @@ class TestPlantedFaults:
     def test_optimizers_that_need_whole_matrices(self) -> None:
         """D-Adaptation's inner products flatten what is sharded twice."""
         specs = by_shape({(256, 512): P("data", "model"), (512,): P("model")})
-        tx = optax.contrib.dadapt_adamw(1e-3)
+        contrib: Any = optax.contrib
+        tx = contrib.dadapt_adamw(1e-3)
         step = Recipe("grid", FSDP_TP, tx=tx, place_state=specs)(MESHES)
         lowered = step.lower()
         [error, *_] = verify(lowered, step.expected, raises=False).errors
