@@ -37,33 +37,19 @@ SVD = "has no sharding rule for the SVD: error on Explicit meshes"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A transformation, and how it must be treated.
-
-    Attributes:
-      make: from parameters to the transformation.
-      extras: the extra arguments that its `update` needs.
-      without: top-level parameters that it cannot work with.
-      gradients: what it takes in the place of gradients, made of them.
-      wrap: what it takes in the place of parameters, made of them.
-      fast: the parameters in that.
-      has_oracle: whether values can be traced through its updates.
-      explicit: why its update does not run on a mesh of `Explicit` axes; empty if it does.
-      dtype: the dtype of the parameters.
-      rtol: the relative tolerance between sharded and unsharded, where the default is too tight.
-      grows: whether the first update gives the state leaves that it did not have.
-    """
+    """A transformation, and how it must be treated."""
 
     make: Callable[[Params], Transformation]
-    extras: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    gradients: Callable[[Params], Params] = lambda gradients: gradients
-    wrap: Callable[[Params], Params] = lambda params: params
-    fast: Callable[[Params], Params] = lambda params: params
-    has_oracle: bool = True
-    explicit: str = ""
-    dtype: Any = jnp.float32
-    rtol: float | None = None
-    grows: bool = False
+    extras: tuple[str, ...] = ()  # arguments that its `update` needs
+    without: tuple[str, ...] = ()  # top-level parameters that it cannot work with
+    gradients: Callable[[Params], Params] = lambda gradients: gradients  # what it takes for them
+    wrap: Callable[[Params], Params] = lambda params: params  # what it takes for parameters
+    fast: Callable[[Params], Params] = lambda params: params  # the parameters in that
+    has_oracle: bool = True  # whether values can be traced through its updates
+    explicit: str = ""  # why its update does not run on a mesh of `Explicit` axes
+    dtype: Any = jnp.float32  # of the parameters
+    rtol: float | None = None  # between sharded and unsharded, where the default is too tight
+    grows: bool = False  # whether the first update gives the state leaves that it did not have
 
     def build(self, params: Params) -> Transformation:
         """Makes the transformation for parameters; some that Optax exports are deprecated."""
@@ -443,10 +429,7 @@ TABLE = constructors() | wrappers() | contrib_constructors() | aggregators() | o
 
 
 def exported() -> dict[str, str]:
-    """Every public constructor of a transformation: its name, and the annotated result.
-
-    What has no annotation is in it, too.
-    """
+    """Every public constructor of a transformation: its name, and the annotated result, if any."""
     modules = {
         "": optax,
         "contrib.": contrib,

@@ -199,36 +199,24 @@ def test_replicated_parameters_are_named_once() -> None:
     assert 'zero="fsdp"' in text
 
 
-EXPECTED: dict[str, dict[str, Any]] = {
-    # Adafactor averages the larger dimension away for the rows, and the smaller for the columns.
-    "adafactor": {
-        "['v_row']['wi']['kernel']": ("fsdp",),
-        "['v_col']['wi']['kernel']": ("tp",),
-        "['v_row']['wo']['kernel']": ("fsdp",),
-        "['v_col']['wo']['kernel']": ("tp",),
-        "['v']['wi']['kernel']": (),
-        "['ema']['wo']['kernel']": ("tp", "fsdp"),
-        "['step']": (),
-    },
-    "sm3": {
-        "['mu']['wi']['kernel'].value[0]": ("fsdp",),
-        "['mu']['wi']['kernel'].value[1]": ("tp",),
-    },
-    "groups": {
-        "['matrices'][0]['v_row']['wo']['kernel']": ("fsdp",),
-        "['rest'][0]['mu']['wo']['bias']": ("fsdp",),
-    },
+# Adafactor averages the larger dimension away for the rows, and the smaller for the columns.
+EXPECTED: dict[str, Any] = {
+    "['v_row']['wi']['kernel']": ("fsdp",),
+    "['v_col']['wi']['kernel']": ("tp",),
+    "['v_row']['wo']['kernel']": ("fsdp",),
+    "['v_col']['wo']['kernel']": ("tp",),
+    "['v']['wi']['kernel']": (),
+    "['ema']['wo']['kernel']": ("tp", "fsdp"),
+    "['step']": (),
 }
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize("name", EXPECTED)
-def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -> None:
+def test_every_dimension_lies_as_the_one_that_it_follows(kind: str) -> None:
     with jax.set_mesh(MESHES[kind]()), nnx.logical_axis_rules(RULES):
-        optimizer = opt_nnx.Optimizer(Model(), TRANSFORMATIONS[name]())
+        optimizer = opt_nnx.Optimizer(Model(), TRANSFORMATIONS["adafactor"]())
     found = specs(optimizer)
-    assert {path: single(path, found) for path in EXPECTED[name]} == EXPECTED[name]
+    assert {path: single(path, found) for path in EXPECTED} == EXPECTED
 
 
 def test_zero_divides_the_state_by_the_free_axis() -> None:

@@ -1,8 +1,4 @@
-"""A trainer that uses the facades as T5X's own modules use `t5x.optimizers` and `t5x.adafactor`.
-
-It is written from the list of calls that T5X's train state, partitioner, initializer, trainer and
-checkpointer make, on 8 virtual devices, and asks nothing else of the optimizer.
-"""
+"""A trainer that calls the facades as T5X's own modules call `t5x.optimizers` and `.adafactor`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

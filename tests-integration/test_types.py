@@ -1,8 +1,4 @@
-"""mypy and pyright find what is wrong in a user's code, and nothing where it is right.
-
-Both see the packages as a user has them installed: by their `py.typed` and their stubs. Optax has
-no types for them.
-"""
+"""mypy and pyright find what is wrong in a user's code, and nothing where it is right."""
 
 import json
 import os

@@ -26,19 +26,12 @@ Flat = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One configuration with its inputs, and what T5X made of them.
-
-    Attributes:
-      index: the case as the index has it.
-      params: the initial parameters.
-      grads: one tree of gradients per step.
-      trajectory: the leaves of the state dict by path, `steps + 1` entries each.
-    """
+    """One configuration with its inputs, and what T5X made of them."""
 
     index: Mapping[str, Any]
     params: Any
-    grads: tuple[Any, ...]
-    trajectory: Flat
+    grads: tuple[Any, ...]  # one tree for each step
+    trajectory: Flat  # by path in the state dict, `steps + 1` entries each
 
     @property
     def param_axes(self) -> Any:

@@ -1,9 +1,4 @@
-"""Trajectories of the real library, and what it takes to replay them.
-
-`goldens/index.json` is the part of the repository's goldens that is about this module. The paths
-of states follow `leaf_paths` of the problem by position: entry `n` there names leaf `n` of the
-flattened parameters, whose keys are sorted.
-"""
+"""Trajectories of the real library, and what it takes to replay them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The compiled step of a wrapped optimizer is that of Optax, instruction for instruction.
-
-Where the counter of steps is not among the results, XLA leaves it out, and no difference is left.
-"""
+"""The compiled step is that of Optax, once XLA has dropped the counter of steps."""
 
 import functools
 import hashlib

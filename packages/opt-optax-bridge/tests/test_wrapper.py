@@ -122,20 +122,14 @@ def halved_by_key(updates: Any, state: Any, params: Any = None, **extra_args: An
     return jax.tree.map(lambda u: -u / extra_args["by"], updates), state
 
 
-class HalvedByAsking:
+class HalvedByAsking(Halved):
     """It says which keywords it takes, as `opt_accumulate.MultiSteps` does."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def init(self, params: Any) -> Any:
-        return ()
-
     def extra_arg_names(self, names: Any) -> frozenset[str]:
-        return frozenset(names) & {self._name}
+        return frozenset(names) & {"by"}
 
     def update(self, updates: Any, state: Any, params: Any = None, **rest: Any) -> Any:
-        return jax.tree.map(lambda u: -u / rest[self._name], updates), state
+        return jax.tree.map(lambda u: -u / rest["by"], updates), state
 
 
 EXTRA = optax.GradientTransformationExtraArgs
@@ -147,7 +141,7 @@ EXTRA = optax.GradientTransformationExtraArgs
         Halved(),
         EXTRA(Halved().init, jax.jit(Halved().update)),
         optax.chain(EXTRA(Halved().init, halved_by_key), optax.scale(1.0)),
-        HalvedByAsking("by"),
+        HalvedByAsking(),
     ],
     ids=["object", "compiled", "by key", "by asking"],
 )
