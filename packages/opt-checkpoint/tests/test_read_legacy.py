@@ -8,13 +8,12 @@ import struct
 import tracemalloc
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import flax.serialization
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,14 +22,9 @@ from opt_checkpoint import read_legacy
 from opt_checkpoint.errors import LoadError
 
 DTYPES = [
-    *("bool", "int8", "uint8", "int16", "int32", "int64", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-    *("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"),
+    *("bool", "int8", "uint64", "float16", "float32", "float64", "complex64"),
+    *("bfloat16", "float8_e4m3fn", "int4"),
 ]
-
-
-def dtype_named(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def packed(tree: Any) -> bytes:
@@ -56,11 +50,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @st.composite
 def arrays(draw: Any) -> np.ndarray:
-    shape = draw(st.sampled_from([(), (0,), (3,), (2, 3), (2, 0, 3), (1, 2, 1, 2)]))
-    dtype = dtype_named(draw(st.sampled_from(DTYPES)))
-    numbers = draw(st.integers(0, 3)) + np.arange(np.prod(shape, dtype=int)) % 5
-    array: np.ndarray = numbers.reshape(shape).astype(dtype)
-    return array
+    shape = draw(st.sampled_from([(), (0,), (3,), (2, 3), (2, 0, 3)]))
+    array: np.ndarray = (np.arange(np.prod(shape, dtype=int)) % 5).reshape(shape)
+    return array.astype(jnp.dtype(draw(st.sampled_from(DTYPES))))
 
 
 LEAVES = st.one_of(
@@ -100,17 +92,13 @@ def test_arrays_in_chunks_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(read_legacy(data), whole)
 
 
-def test_arrays_are_read_only() -> None:
-    found = read_legacy(packed({"w": np.ones(3), "empty": np.zeros((0, 2))}))
-    assert not any(array.flags.writeable for array in found.values())
-
-
-@pytest.mark.parametrize("kind", [bytearray, memoryview])
-def test_a_changed_buffer_changes_nothing(kind: Callable[[bytearray], Any]) -> None:
-    data = bytearray(packed({"w": np.ones(3)}))
-    found = read_legacy(kind(data))
-    data[:] = bytes(len(data))
-    assert found["w"].tolist() == [1.0, 1.0, 1.0]
+def test_arrays_are_read_only_and_nobody_elses() -> None:
+    for kind in (bytes, bytearray, memoryview):
+        data = bytearray(packed({"w": np.ones(3)}))
+        found = read_legacy(kind(data))
+        data[:] = bytes(len(data))
+        assert found["w"].tolist() == [1.0, 1.0, 1.0]
+        assert not found["w"].flags.writeable
 
 
 def test_paths(tmp_path: Path) -> None:
@@ -195,7 +183,6 @@ def test_e8_bombs_of_headers_lengths_and_nesting(name: str) -> None:
 
 
 def test_e9_declared_sizes_beyond_the_limit() -> None:
-    """A list of 20 million: refused by what it declares."""
     data = b"\x81\xa1w\xdd" + struct.pack(">I", 20_000_000) + b"\xc0" * 20_000_000
     with bounded("20000000 exceeds max_array_len"):
         read_legacy(data)
@@ -205,15 +192,10 @@ GOOD = array_of(b"\x91\x02", content=b"\xc4\x08" + bytes(8))
 MALFORMED = {
     "object dtype": (array_of(b"\x91\x01", b"\xa6object"), "the dtype 'object' is not"),
     "negative shape": (array_of(b"\x91\xff"), r"\[-1\] is not a shape"),
-    "shape overflows": (
-        array_of(b"\x92\xcf\x7f" + b"\xff" * 7 + b"\x02"),
-        "damaged: ",
-    ),
     "duplicate keys": (b"\x82\xa1w\x01\xa1w\x02", "is there twice"),
     "trailing bytes": (GOOD + b"\x00", "extra data"),
     "no UTF-8": (b"\x81\xa1\xff\x01", "utf-8"),
     "unknown extension": (b"\x81\xa1w\xd4\x05\x00", "the extension 5 is not an array"),
-    "a byte of no meaning": (b"\x81\xa1w\xc1", "FormatError"),
     "chunks that are none": (
         packed({"a": {"__msgpack_chunked_array__": True}}),
         "is not an array in chunks",
@@ -240,9 +222,8 @@ def test_damaged_bytes_raise_typed_errors_only(seed: int) -> None:
     whole = packed({**tree, "c": 1j, "d": [None, True, "x", 2.5]})
     for _ in range(400):
         content = bytearray(whole)
-        for _ in range(rng.choice([1, 1, 2, 4])):
+        for _ in range(rng.choice([1, 2, 4])):
             content[rng.randrange(len(content))] = rng.randrange(256)
-        if rng.random() < 0.3:
-            del content[rng.randrange(len(content) // 2, len(content)) :]
+        del content[rng.choice([len(content), rng.randrange(len(content))]) :]
         with contextlib.suppress(LoadError):
             read_legacy(bytes(content))

@@ -1,8 +1,9 @@
 """Restoring legacy state dicts: which layouts there are, what is refused, and with which words."""
 
 import contextlib
-import copy
+import itertools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import flax.serialization
@@ -12,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from opt_checkpoint import flax_optim_equivalent, restore_legacy
+from opt_checkpoint import flax_optim_equivalent, named_state, restore_legacy
 from opt_checkpoint.errors import EquivalenceError, LoadError, VersionError
 from opt_core import MultiOptimizer, Optimizer
 from opt_core.errors import OptimizerError, RestoreError
@@ -51,20 +50,8 @@ EMAS = ("grad_ema", "grad_sq_ema")
 def test_the_count_of_a_schedule_is_the_step() -> None:
     schedule = optax.linear_schedule(1.0, 0.0, 10)
     optimizer = flax_optim_equivalent("Adam", learning_rate=schedule).create(params())
-    restored = restore_legacy(optimizer, saved(*EMAS))
-    counts = [
-        int(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(restored.state.param_states)
-        if jax.tree_util.keystr(path).endswith(".count")
-    ]
-    assert counts == [STEP, STEP]
-
-
-def _traces(optimizer: Optimizer) -> list[Any]:
-    states: list[Any] = jax.tree.leaves(
-        optimizer.state.param_states, is_leaf=lambda s: isinstance(s, optax.TraceState)
-    )
-    return [s.trace for s in states if isinstance(s, optax.TraceState)]
+    named = named_state(restore_legacy(optimizer, saved(*EMAS)))
+    assert [int(leaf) for name, leaf in named.items() if name.endswith("/count")] == [STEP] * 2
 
 
 def wrapped(*members: Any) -> Optimizer:
@@ -109,9 +96,10 @@ def test_a_list_of_states_is_in_the_order_of_the_components() -> None:
     source = {"target": target, "state": [{"step": np.int32(3), "param_states": states}]}
     definition = MultiOptimizer((".*", flax_optim_equivalent("Momentum", learning_rate=0.1)))
     restored = restore_legacy(definition.create(jax.tree.map(np.zeros_like, target)), source)
-    (trace,) = _traces(restored)
+    named = named_state(restored)
     for name, layer in target.items():
-        np.testing.assert_array_equal(trace[name]["kernel"], 10 * layer["kernel"])
+        moment = named[f"state/groups/0/trace/trace/{name}/kernel"]
+        np.testing.assert_array_equal(moment, 10 * layer["kernel"])
 
 
 def frozen_when_saved() -> dict[str, Any]:
@@ -237,10 +225,8 @@ def test_a_window_that_cannot_end_is_refused() -> None:
     [
         ("LARS", {"weight_decay": 1e-4}, "its trust ratio"),
         ("Adagrad", {"eps": 1e-3}, r"sqrt\(G\) \+ eps"),
-        ("WeightNorm", {}, "no weight normalisation"),
         ("MultiOptimizer", {}, r"`opt_core\.MultiOptimizer`"),
         ("Adamax", {}, "`flax.optim` has no `Adamax`"),
-        ("Adam", {"learning_rate": None}, "`learning_rate` is missing"),
         ("Adam", {"b1": 0.8}, r"`flax\.optim\.Adam` has no `b1`; it has `learning_rate`, `beta1`"),
     ],
 )
@@ -249,37 +235,24 @@ def test_no_equal_and_why(name: str, given: dict[str, Any], match: str) -> None:
         flax_optim_equivalent(name, **{"learning_rate": 0.1, **given})
 
 
-VALUES = st.one_of(
-    st.none(),
-    st.integers(-5, 5),
-    st.text(max_size=3),
-    st.just({}),
-    st.just([]),
-    st.sampled_from([np.ones(3, np.float32), np.ones((2, 3), np.float32), np.int32(3)]),
-    st.just({"0": {"step": 1, "param_states": {}}, "1": {"step": 1}}),
-    st.just({"name": "X", "fields": {"0": "a"}, "values": {"0": 1}}),
-)
+def nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict):
+        yield tree
+        for child in tree.values():
+            yield from nodes(child)
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.data())
-def test_mutated_state_dicts_raise_typed_errors_only(data: st.DataObject) -> None:
-    source = saved(*EMAS, head=data.draw(st.sampled_from(["flax.optim", "t5x"])))
-    for _ in range(data.draw(st.integers(1, 3))):
-        node = source
-        while True:
-            key = data.draw(st.sampled_from(sorted(node))) if node else "new"
-            inner = node.get(key)
-            if not isinstance(inner, dict) or data.draw(st.booleans()):
-                break
-            node = inner
-        match data.draw(st.sampled_from(["remove", "replace", "rename"])):
-            case "remove":
-                node.pop(key, None)
-            case "replace":
-                node[key] = copy.deepcopy(data.draw(VALUES))
-            case "rename":
-                node[key + "_"] = node.pop(key, 1)
-    for optimizer in (adam(), OptaxWrapper(optax.adam(0.1)).create(params()), groups()):
-        with contextlib.suppress(OptimizerError):
-            restore_legacy(optimizer, source)
+@pytest.mark.parametrize("head", ["flax.optim", "t5x"])
+def test_mutated_state_dicts_raise_typed_errors_only(head: str) -> None:
+    """Each entry removed, or with something else in its place."""
+    targets = (adam(), wrapped(optax.adam(0.1)), groups())
+    wrong: list[Any] = [None, -5, "x", {}, [], np.ones(3, np.float32), {"0": {"step": 1}}]
+    for i, node in enumerate(nodes(saved(*EMAS, head=head))):
+        for key, value in itertools.product(node, [*wrong, Ellipsis]):
+            source = saved(*EMAS, head=head)
+            place = next(itertools.islice(nodes(source), i, None))
+            del place[key]
+            if value is not Ellipsis:
+                place[key] = value
+            with contextlib.suppress(OptimizerError):
+                restore_legacy(targets[i % 3], source)
