@@ -22,8 +22,6 @@ contrib: Any = optax.contrib  # exports most of its names in no `__all__`
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-_LABELS = {"a": "x", "b": "y"}
-
 
 def abstract(tx: Any) -> Optimizer:
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
@@ -45,10 +43,6 @@ def steps(tx: Any, k: Any, **options: Any) -> Any:
     return optax.MultiSteps(tx, k, **options).gradient_transformation()
 
 
-def groups(x: Any, y: Any) -> Any:
-    return optax.partition({"x": x, "y": y}, _LABELS)
-
-
 def planned(old: NamedState, new: Any) -> Plan[Any]:
     return plan_restore(old, abstract(new), allow=EVERYTHING)
 
@@ -61,7 +55,7 @@ _SGD = optax.sgd(0.1)
 _BEGUN = {"multi_steps__mini_step": 1}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("old", "new", "counts", "told"),
     [
@@ -76,7 +70,7 @@ _BEGUN = {"multi_steps__mini_step": 1}
         ),
         (
             steps(_SGD, 4),
-            groups(steps(_SGD, 2), steps(_SGD, 4)),
+            optax.partition({"x": steps(_SGD, 2), "y": steps(_SGD, 4)}, {"a": "x", "b": "y"}),
             _BEGUN,
             "`state/groups/x/multi_steps/mini_step` is 1: its length was 4",
         ),
@@ -107,6 +101,7 @@ def test_what_is_half_done_is_not_dropped(old: Any, counts: Any, is_lost: bool) 
 
 _P = {"x": jnp.ones(2), "y": jnp.ones(2)}
 _A = "state/groups/a/multi_steps"
+_SAM = contrib.sam(_SGD, optax.sgd(0.5), sync_period=3)
 
 
 def trained(definition: Any, mini_steps: int) -> Optimizer:
@@ -165,23 +160,14 @@ def test_a_parameter_takes_its_window_along() -> None:
     jax.tree.map(np.testing.assert_array_equal, after.target, expected.target)
 
 
-@pytest.mark.parametrize(
-    "new",
-    [
-        apart(FROZEN).create(_P),
-        apart(optax.set_to_zero()).create(_P),
-        grouped(("a", "x", accumulating())).create({"x": _P["x"]}),
-        OptaxWrapper(
-            optax.partition({"a": accumulating(), "c": optax.set_to_zero()}, {"x": "a", "y": "c"})
-        ).create(_P),
-    ],
-)
-def test_a_parameter_that_is_no_longer_trained_leaves_its_window(new: Optimizer) -> None:
+@pytest.mark.parametrize("tx", [FROZEN, optax.set_to_zero()], ids=["frozen", "zero"])
+def test_a_parameter_that_is_no_longer_trained_leaves_its_window(tx: Any) -> None:
+    new = apart(tx).create(_P)
     assert plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=EVERYTHING).is_ok
 
 
 def test_no_parameter_leaves_or_joins_other_windows_that_have_begun() -> None:
-    for tx, field in ((optax.apply_every(4), "grad_acc"), (sam(), "cache")):
+    for tx, field in ((optax.apply_every(4), "grad_acc"), (_SAM, "cache")):
         one, both = grouped(("a", "x", tx), ("c", "y", _SGD)), grouped(("a", "x|y", tx))
         gone = plan_restore(named_state(trained(both, 1)), one.create(_P), allow=EVERYTHING).rows
         (left,) = (x.leaf for x in gone if x.problem)
@@ -191,18 +177,11 @@ def test_no_parameter_leaves_or_joins_other_windows_that_have_begun() -> None:
         assert left.path[-2:] == (field, "y")
 
 
-def sam() -> Any:
-    return contrib.sam(_SGD, optax.sgd(0.5), sync_period=3)
-
-
 # Groups become one: what they agree about goes on, bit for bit, and nothing else does
 
 
-def in_groups(x: Any, y: Any, steps: int = 5) -> Optimizer:
-    optimizer: Optimizer = MultiOptimizer.from_rules([("a", "x", x), ("b", "y", y)]).create(_P)
-    for _ in range(steps):
-        optimizer = optimizer.apply_gradient(_P)
-    return optimizer
+def in_groups(x: Any, y: Any, steps: int) -> Optimizer:
+    return trained(MultiOptimizer.from_rules([("a", "x", x), ("b", "y", y)]), steps)
 
 
 def keeping(value: Any) -> OptaxWrapper:
@@ -212,12 +191,10 @@ def keeping(value: Any) -> OptaxWrapper:
     return OptaxWrapper(optax.GradientTransformation(init_fn, lambda u, s, p=None: (u, s)))
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         (jnp.float32(0.0), jnp.float32(-0.0)),
-        (jnp.bfloat16(1.0), jnp.bfloat16(2.0)),
         (jax.random.key(0), jax.random.key(1)),
         (jnp.float32(jnp.nan), jnp.float32(1.0)),
         (jnp.float32([1.0]), jnp.float32([2.0])),
@@ -247,29 +224,22 @@ def test_keys_are_not_cast() -> None:
         assert "keys cannot be cast" in str(plan)
 
 
-def disagreeing() -> NamedState:
-    """Group `a` has made 2 steps, group `b` none."""
-    old = named_state(in_groups(opt.adam(0.1), opt.adam(0.1), steps=2))
-    leaves = [
-        dataclasses.replace(leaf, value=0) if leaf.name == "state/groups/b/adam/count" else leaf
-        for leaf in old.schema.leaves
-    ]
-    values = dict(old.leaves) | {"state/groups/b/adam/count": jnp.int32(0)}
-    return NamedState(values, dataclasses.replace(old.schema, leaves=tuple(leaves)))
-
-
-_MOMENT: Any = (r"state/adam/mu/x", Rename("state/groups/a/adam/mu/x"))
-
-
-@pytest.mark.parametrize("rule", [_MOMENT, ("state/adam/mu/x", "keep")])
+@pytest.mark.parametrize(
+    "rule",
+    [("state/adam/mu/x", Rename("state/groups/a/adam/mu/x")), ("state/adam/mu/x", "keep")],
+)
 def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> None:
-    source, new = disagreeing(), opt.adam(0.1).create(_P)
+    """Group `a` has made 2 steps, group `b` 1, when they become one."""
+    two = MultiOptimizer.from_rules([("a", "x", opt.adam(0.1)), ("b", "y", opt.adam(0.1))])
+    half = MultiOptimizer.from_rules([("a", "x", opt.adam(0.1))], rest=FROZEN)
+    old = plan_restore(named_state(trained(half, 1)), two.create(_P), allow=EVERYTHING).apply()
+    source, new = named_state(old.apply_gradient(_P)), opt.adam(0.1).create(_P)
     plan = plan_restore(source, new, allow=EVERYTHING, rules=[rule])
-    assert not plan.is_ok
     (wrong,) = (row for row in plan.rows if row.problem)
     assert wrong.leaf.name == "state/adam/count"
     assert wrong.problem == (
-        "reinitialised: its groups do not agree about `count`: `a` 2, `b` 0, while a rule keeps "
+        "reinitialised: its groups do not agree about `count`: `a` 2, `b` 1, while a rule keeps "
         "`state/adam/mu/x`: give this a rule too"
     )
+    assert not plan.is_ok
     assert not plan_restore(source, new, allow=EVERYTHING, rules=[rule, (".*/count", "cast")]).is_ok
