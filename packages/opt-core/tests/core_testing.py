@@ -220,9 +220,3 @@ def _trees(draw: st.DrawFn, containers: list[Any], depth: int = 3) -> Any:
 flax_trees = _trees(_CONTAINERS)
 """Trees that `flax.serialization` can write."""
 trees = _trees(_CONTAINERS + _ORDERED)
-
-
-def enable_x64() -> Any:
-    """Enables 64 bits inside a block: JAX 0.8 deprecates one of two that it has."""
-    modules: list[Any] = [jax, jax.experimental]
-    return next(module for module in modules if hasattr(module, "enable_x64")).enable_x64(True)

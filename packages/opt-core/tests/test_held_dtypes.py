@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_testing import Momentum, advanced, assert_same, enable_x64
+from core_testing import Momentum, advanced, assert_same
 from flax_optim import Adam
 from opt_core import MismatchKind, MultiOptimizer, Optimizer, restore_state_dict
 from opt_core.errors import RestoreError
@@ -51,7 +51,7 @@ def test_values_that_do_not_survive_deviate(dtype: str, value: Any, words: str) 
 
 
 def test_with_64_bits_the_dtypes_are_two() -> None:
-    with enable_x64():
+    with jax.enable_x64(True):
         for own, other in ((jnp.float32, np.float64), (jnp.float64, np.float32)):
             _, [(kind, words)] = restore(jnp.ones(2, own), np.ones(2, other))
             assert (kind, words) == (MismatchKind.DTYPE, f"{np.dtype(other)}[2]")
@@ -77,5 +77,5 @@ def test_a_whole_optimizer_written_in_64_bits() -> None:
     optimizer, fresh = advanced(groups.create(params)), groups.create(params)
     assert fresh.check_state_dict(widened(optimizer)).ok
     assert_same(fresh.restore_state(widened(optimizer)), optimizer)
-    with enable_x64(), pytest.raises(RestoreError, match="w: dtype: expected float32"):
+    with jax.enable_x64(True), pytest.raises(RestoreError, match="w: dtype: expected float32"):
         fresh.restore_state(widened(optimizer))

@@ -88,7 +88,6 @@ def test_a_line_search() -> None:
 
 OUTER = nnx.All(nnx.Param, nnx.PathContains("outer"))
 FILTERS = [
-    pytest.param(nnx.Param, id="Param", marks=pytest.mark.slow),
     pytest.param(nnx.LoRAParam, id="LoRAParam", marks=pytest.mark.slow),
     pytest.param((nnx.Param, nnx.LoRAParam), id="both", marks=pytest.mark.slow),
     pytest.param(OUTER, id="path"),

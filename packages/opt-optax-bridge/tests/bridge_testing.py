@@ -127,26 +127,22 @@ def third_step_by_optax(name: str, **arguments: Any) -> tuple[Any, Any]:
     return optax.apply_updates(optimizer.target, updates), state
 
 
-class Jitted:
-    """A compiled function that knows how often it was traced."""
+def jitted_once(function: Callable[..., Any]) -> Any:
+    """Compiled; tracing it again is an error."""
+    traces: list[None] = []
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self.traces = 0
+    def traced(*args: Any) -> Any:
+        traces.append(None)
+        assert len(traces) == 1
+        return function(*args)
 
-        def traced(*args: Any) -> Any:
-            self.traces += 1
-            return function(*args)
-
-        self._call = jax.jit(traced, **options)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
+    return jax.jit(traced)
 
 
 @functools.cache
-def compiled_step(name: str) -> Jitted:
+def compiled_step(name: str) -> Any:
     """`step`, compiled once for the whole session; its argument is donated."""
-    return Jitted(functools.partial(step, name), donate_argnums=0)
+    return jax.jit(functools.partial(step, name), donate_argnums=0)
 
 
 @functools.cache

@@ -11,10 +11,10 @@ import optax
 import optax.contrib
 import pytest
 from bridge_testing import (
-    Jitted,
     assert_close,
     constructor_of,
     definition,
+    jitted_once,
     loss,
     make_params,
     third_step,
@@ -60,10 +60,9 @@ TX = optax.GradientTransformationExtraArgs(lambda params: (), takes_value)  # ty
 def test_they_reach_it_however_deep_and_traced_and_others_are_refused(tx: Any) -> None:
     optimizer = OptaxWrapper(tx).create(make_params())
     grads = jax.tree.map(jnp.ones_like, make_params())
-    step = Jitted(lambda optimizer, value: optimizer.apply_gradient(grads, value=value))
+    step = jitted_once(lambda optimizer, value: optimizer.apply_gradient(grads, value=value))
     for value in (0.5, 0.25):
         assert_close(step(optimizer, value).target["w"], make_params()["w"] - value)
-    assert step.traces == 1
     with pytest.raises(HyperParamError) as caught:
         optimizer.apply_gradient(grads, value=1.0, obj_fn=loss)
     assert "`obj_fn`" in str(caught.value)
