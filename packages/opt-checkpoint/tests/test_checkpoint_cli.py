@@ -29,7 +29,11 @@ import jax.numpy as jnp
 import opt_optax_bridge as opt
 import optax
 from flax import nnx
-from opt_checkpoint import TrainingState
+from opt_checkpoint import Rename, TrainingState
+
+RESET = [("state/trace/.*", "initialise"), ("state/adam/.*", "drop")]
+MOMENTS = [(r"state/trace/trace/(.*)", Rename(r"state/adam/mu/\\1"))]
+NO_LEAF = [("x", "drop")]
 
 def params():
     return {"w": jnp.ones((20, 30)), "b": jnp.ones(3)}
@@ -132,10 +136,8 @@ def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
 
 def test_plan_takes_rules(cli: Cli, root: Path) -> None:
     arguments = ("plan", root, "job:sgd", "--allow", "optimizer")
-    rules = ("--rule", "state/trace/.*=initialise", "--rule", "state/adam/.*=drop")
-    assert cli(*arguments, *rules)[0] == 0
-    moments = r"state/trace/trace/(.*)=rename:state/adam/mu/\1"
-    code, out, _ = cli(*arguments, "drop", "--rule", moments, "--all")
+    assert cli(*arguments, "--rules", "job:RESET")[0] == 0
+    code, out, _ = cli(*arguments, "drop", "--rules", "job:MOMENTS", "--all")
     assert code == 0
     (line,) = [line for line in out.splitlines() if line.startswith("state/trace/trace/w")]
     assert line.split()[4:] == ["renamed", "state/adam/mu/w"]
@@ -172,12 +174,15 @@ def test_names_are_printed_with_escapes(cli: Cli, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("ls", "nowhere"), "`nowhere` is not a folder"),
-        (("plan", "ROOT", "job"), "expected MODULE:FUNCTION"),
+        (("plan", "ROOT", "job"), "expected MODULE:NAME"),
         (("plan", "ROOT", "no_such_module:f"), "cannot be imported"),
         (("plan", "ROOT", "job:broken"), "failed: RuntimeError: no such luck"),
         (("plan", "ROOT", "job:none"), "expected an `opt_core.Optimizer`, a `TrainingState"),
-        (("plan", "ROOT", "job:adam", "--rule", "x=y"), "found `y`"),
-        (("plan", "ROOT", "job:adam", "--rule", "x=drop"), "matches no leaf of the checkpoint"),
+        (("plan", "ROOT", "job:adam", "--rules", "job:adam"), "`rules`"),
+        (
+            ("plan", "ROOT", "job:adam", "--rules", "job:NO_LEAF"),
+            "matches no leaf of the checkpoint",
+        ),
         (("show", "ROOT@9"), "has no step 9; it has [0, 1]"),
         (("show", __file__), "is a file, not a folder: read a msgpack file by"),
         (("shw", "ROOT"), "--help`)"),

@@ -19,11 +19,6 @@ from opt_core.errors import OptimizerError
 from opt_core.extend import (
     KINDS,
     LeafInfo,
-    Pad,
-    Rename,
-    Rule,
-    Stack,
-    Unstack,
     abstract,
     aligned,
     leaf_bytes,
@@ -44,11 +39,6 @@ from opt_checkpoint.errors import (
 
 _OK, _REFUSED, _WRONG = 0, 1, 2
 _LONG = 600  # of an error that lists every leaf
-_ACTIONS = (
-    "initialise, keep, drop, cast, reshape, rename:SOURCE, stack:SOURCE[:AXIS], "
-    "unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE"
-)
-_INTEGER = "-?[0-9]{1,18}"  # as one may type it
 
 
 class InputError(Exception):
@@ -141,7 +131,8 @@ def _plan(options: argparse.Namespace) -> int:
             f"`{source.path}` does not say which optimizer wrote it: give `--written-by "
             "MODULE:FUNCTION`"
         )
-    plan = plan_restore(source, target, allow=options.allow, rules=options.rule)
+    rules = () if options.rules is None else _resolved(options.rules)
+    plan = plan_restore(source, target, allow=options.allow, rules=rules)
     if options.json:
         print(json.dumps(plan.to_data()))
         return _OK if plan.is_ok else _REFUSED
@@ -216,15 +207,14 @@ def _parser() -> argparse.ArgumentParser:
     kinds: Any = {"choices": sorted(KINDS), "nargs": "+", "action": "extend", "default": []}
     text = f"changes that are admitted: {', '.join(sorted(KINDS))}"
     plan("--allow", metavar="KIND", help=text, **kinds)
-    rules: Any = {"type": parse_rule, "action": "append", "default": []}
-    plan("--rule", metavar="PATTERN=ACTION", help=f"what to do with leaves: {_ACTIONS}", **rules)
+    plan("--rules", metavar="MODULE:NAME", help="pairs of a pattern and an action, as in Python")
     plan("--all", action="store_true", help="a line for every leaf")
     text = "run the function instead of tracing it for its shapes"
     plan("--allocate", action="store_true", help=text)
     return parser
 
 
-# What is typed: checkpoints, functions, rules
+# What is typed: checkpoints, and what Python calls by name
 
 
 class _Place(NamedTuple):
@@ -282,15 +272,20 @@ def _steps(text: str) -> dict[int, _Place]:
 
 def _optimizer_of(target: str, *, allocate: bool = False) -> Any:
     """Calls `MODULE:FUNCTION`, or traces it for the shapes of the optimizer that it returns."""
-    if not re.fullmatch("[^:]+:[^:]+", target):
-        raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
+    function = _resolved(target)
+    with _users_code(f"`{target}` failed"):
+        return function() if allocate else _abstract(function)
+
+
+def _resolved(name: str) -> Any:
+    """What is called `MODULE:NAME`."""
+    if not re.fullmatch("[^:]+:[^:]+", name):
+        raise InputError(f"expected MODULE:NAME, found `{name}`")
     # as with `python -m`; an installed script would not find modules of the current folder
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    with _users_code(f"`{target}` cannot be imported"):
-        function = pkgutil.resolve_name(target)
-    with _users_code(f"`{target}` failed"):
-        return function() if allocate else _abstract(function)
+    with _users_code(f"`{name}` cannot be imported"):
+        return pkgutil.resolve_name(name)
 
 
 def _abstract(function: Any) -> Any:
@@ -315,29 +310,6 @@ def _users_code(what: str) -> Iterator[None]:
             yield
     except (Exception, SystemExit) as error:
         raise InputError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def parse_rule(text: str) -> Rule:
-    """Reads `PATTERN=ACTION`. A `Map` needs Python."""
-    pattern, equals, action = text.rpartition("=")
-    word, *texts = action.split(":")
-    if not (equals and pattern and word):
-        raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
-    values: list[Any] = [int(x) if re.fullmatch(_INTEGER, x) else x for x in texts]
-    match word, values:
-        case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
-            return pattern, plain
-        case "rename", [_]:
-            return pattern, Rename(texts[0])
-        case "stack", [_] | [_, int()]:
-            return pattern, Stack(texts[0], *values[1:])
-        case "unstack", [_, int()] | [_, int(), int()]:
-            return pattern, Unstack(texts[0], texts[1], *values[2:])
-        case "unstack", [_, str(index)] | [_, str(index), int()] if not index.isdecimal():
-            return pattern, Unstack(texts[0], index, *values[2:])
-        case "pad", [int(), int(size)] if size >= 0:
-            return pattern, Pad(*values)
-    raise InputError(f"`--rule`: expected {_ACTIONS}, found `{action:.200}`")
 
 
 # What is printed: names in a checkpoint may hold anything, and are escaped

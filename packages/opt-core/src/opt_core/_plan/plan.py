@@ -80,6 +80,8 @@ class Request:
         """Checks and compiles."""
         if schedules not in get_args(Schedules):
             raise GroupError(f"`schedules` must be 'continue' or 'restart', found {schedules!r}")
+        if not isinstance(rules, Iterable):
+            raise TypeError(f"`rules`: expected pairs of a pattern and an action, found {rules!r}")
         return cls(check_allowances(allow), tuple(map(compiled, rules)), schedules, **settings)
 
     def rule(self, name: str, *, drop: bool = False) -> tuple[int, Action, re.Match[str]] | None:
