@@ -1,8 +1,4 @@
-"""Which dimension of a parameter a dimension of the state indexes, asked of Optax itself.
-
-Two oracles that know nothing of types, paths or provenance: one changes sizes and looks at shapes,
-one changes values and looks at what real updates make of them.
-"""
+"""Which dimension of a parameter a dimension of the state indexes, asked of Optax itself."""
 
 from __future__ import annotations
 

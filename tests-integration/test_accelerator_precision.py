@@ -1,9 +1,4 @@
-"""Codes and rounding on a GPU or TPU: the bits of the CPU where arithmetic is exact, or nearly.
-
-Noise is made of integers, and where every product is exact, sums have the same bits everywhere.
-Division, roots and logarithms differ in the last digits between backends: of the codes that depend
-on them two in a thousand may be their neighbours, and none is further away.
-"""
+"""Codes and rounding on a GPU or TPU: the bits of the CPU where arithmetic is exact, or nearly."""
 
 import re
 from typing import Any

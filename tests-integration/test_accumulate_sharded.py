@@ -421,34 +421,6 @@ def test_inside_a_shard_map_as_value_and_grad_is(
     chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"skip_fn": "non_finite"}], ids=["all", "finite"])
-def test_outputs_inside_a_shard_map_are_added_up_on_each_device(options: Any) -> None:
-    mesh = make_mesh(AxisType.Auto)
-
-    def with_outputs(params: Tree, batch: Tree) -> Any:
-        return loss_fn(params, batch), {"rows": jnp.int32(len(batch["mask"])), "w": params["w"]}
-
-    vg = accumulate_gradients(
-        with_outputs,
-        num_microbatches=NUM,
-        has_aux=True,
-        aux={"rows": "sum", "w": "mean"},
-        **options,
-    )
-
-    def on_device(params: Tree, batch: Tree) -> Any:
-        (_, aux), _ = vg(params, batch)
-        # What does not depend on a device's rows is alike on all of them, and may leave as such.
-        rows = jax.lax.pmean(aux["rows"], "data") if options else aux["rows"]
-        return rows, jax.lax.pmean(aux["w"], "data")
-
-    run = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    params, batch = make_params(), make_batch()
-    rows, w = jax.jit(run)(params, batch)
-    assert int(rows) == len(batch["mask"]) // 4
-    np.testing.assert_allclose(w, params["w"], rtol=1e-6)
-
-
 def test_deferred_inside_a_shard_map_over_the_data() -> None:
     mesh = make_mesh(AxisType.Auto)
     vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce="deferred", mesh=mesh)

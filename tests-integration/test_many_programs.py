@@ -2,10 +2,7 @@
 
     hatch run dev:python tests-integration/test_many_programs.py 20000 200   # rounds, restores
 
-In each round a step with collectives is started, and the digests of all that it returns, before it
-ends; there are more leaves than programs may be in flight on a device, which is 32. Before these
-rounds, leaves are restored with another dtype, whose check has a collective for each. What takes
-more than a minute prints where every thread is, and ends the program with 1.
+What takes more than a minute prints where every thread is, and ends the program with 1.
 """
 
 from __future__ import annotations

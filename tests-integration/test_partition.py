@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_adafactor
 import optax
 import optax.contrib
 import pytest
@@ -28,7 +27,6 @@ from opt_partition import (
     extend_over,
     logical_to_mesh,
     memory_plan,
-    read_collectives,
 )
 from opt_partition._init import init_sharded, jit_init
 from opt_partition.errors import AxesError
@@ -207,47 +205,6 @@ def test_a_plan_agrees_with_the_arguments_of_the_compiled_step(name: str) -> Non
     assert analysis.argument_size_in_bytes == plan.total_bytes_per_device
     aliased = plan.params.bytes_per_device + plan.state.bytes_per_device
     assert analysis.alias_size_in_bytes == aliased
-
-
-@pytest.mark.parametrize(("dtype", "packed"), [("int4", 2), ("int2", 4)])
-def test_elements_of_less_than_a_byte_count_as_one(dtype: str, packed: int) -> None:
-    params = {"w": jnp.zeros((64, 32), dtype)}
-    plan = memory_plan(optax.identity(), params, {"w": ("embed", "mlp")}, RULES, mesh_of_three())
-    live = jax.jit(lambda tree: tree, out_shardings=plan.params.shardings)(params)
-    assert plan.params.bytes == live["w"].nbytes
-    assert set(shard_bytes(live)) == {plan.params.bytes_per_device}
-    compiled = jax.jit(lambda tree: tree, keep_unused=True).lower(live).compile()
-    analysis: Any = compiled.memory_analysis()
-    assert analysis.argument_size_in_bytes * packed == plan.params.bytes_per_device
-
-
-ALIKE = {f"w{i}": jax.ShapeDtypeStruct((64, 256), np.float32) for i in range(3)}
-COUNTED: dict[str, tuple[Any, str | None, int]] = {  # the last: limit of collectives
-    "AdamW with ZeRO-1": (optax.adamw(1e-3), "data", len(ALIKE)),  # one gather a leaf
-    "Adafactor": (opt_adafactor.adafactor(1e-3), None, 8 * len(ALIKE)),
-}
-
-
-@pytest.mark.parametrize("name", COUNTED)
-def test_more_devices_have_no_more_collectives(name: str) -> None:
-    tx, zero, limit = COUNTED[name]
-    rules = (("embed", None if zero else "data"), ("mlp", "model"))
-    found = []
-    for shape in ((2, 2), (4, 2)):
-        devices = np.array(jax.devices()[: shape[0] * 2]).reshape(shape)
-        mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        plan = memory_plan(
-            tx, ALIKE, dict.fromkeys(ALIKE, ("embed", "mlp")), rules, mesh, zero=zero
-        )
-        places = (plan.params.shardings, plan.state.shardings)
-        jitted = jax.jit(
-            step_of(tx), in_shardings=(*places, plan.grads.shardings), out_shardings=places
-        )
-        program: Any = jitted.lower(ALIKE, jax.eval_shape(tx.init, ALIKE), ALIKE).compile()
-        found.append(sum(row.count for row in read_collectives(program)))
-        planned = sum(p.bytes_per_device for p in (plan.params, plan.grads, plan.state))
-        assert program.memory_analysis().argument_size_in_bytes <= 1.001 * planned
-    assert 0 < found[0] == found[1] <= limit
 
 
 # State that is born sharded: what each device holds, during and after.

@@ -210,31 +210,12 @@ def test_the_plan_is_to_the_byte_and_scales_lie_where_their_blocks_do(zero: Any)
 # opt-precision where transformations go: windows, guards, run-time numbers, NNX.
 
 
-def stochastic(learning_rate: Any) -> Any:
-    inner: Any = op.quantize_state(optax.adamw(learning_rate), op.dynamic8())
-    return op.stochastic_weights(inner)
-
-
 def kernel() -> dict[str, Any]:
     return {"kernel": (0.02 * jax.random.normal(jax.random.key(0), (64, 256))).astype(jnp.bfloat16)}
 
 
 def kernel_grads(step: int) -> dict[str, Any]:
     return {"kernel": jax.random.normal(jax.random.key(step), (64, 256))}
-
-
-def test_hyper_parameters_at_run_time() -> None:
-    definition = opt.wrap_optax_optimizer(stochastic)
-    start: Optimizer = definition(1e-3).create(kernel())
-    step: Any = jax.jit(lambda o, rate: o.apply_gradient(kernel_grads(0), learning_rate=rate))
-    other: Optimizer = definition(0.1).create(kernel())
-    other = jax.jit(lambda o: o.apply_gradient(kernel_grads(0)))(other)
-    found = step(start, 0.1)
-    structures: Any = jax.tree.structure(found.state), jax.tree.structure(start.state)
-    assert structures[0] == structures[1]
-    assert bits(found.target) == bits(other.target)
-    assert bits(step(start, 1e-3).target) != bits(found.target)
-    assert step._cache_size() == 1
 
 
 PRECISIONS: dict[str, Any] = {
@@ -429,29 +410,6 @@ def test_a_state_continues_as_it_is_stored_now(
             assert np.abs(np.asarray(a - b)).max() <= limit * np.abs(np.asarray(a)).max()
     assert int(adam(restored).count) == 2
     restored.apply_gradient(jax.tree.map(jnp.ones_like, restored.target))
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="no state on the host")
-def test_codes_on_the_host_are_made_and_read() -> None:
-    plain = optax.sgd(0.1, momentum=0.9)
-    tx = op.quantize_state(op.offload_state(plain), EIGHT)
-    host: Optimizer = opt.OptaxWrapper(tx).create(saved_params(jnp.float32))
-    saved: Optimizer = opt.OptaxWrapper(plain).create(saved_params(jnp.float32))
-    saved = saved.apply_gradient(saved.target)
-    there = plan_restore(named_state(saved), host, allow=ALL).apply()
-    codes = there.state.param_states.inner[0].trace["kernel"].codes
-    assert codes.sharding.memory_kind == "pinned_host"
-    back = plan_restore(named_state(there), saved, allow=ALL).apply()
-    found, near, wanted = (
-        np.asarray(op.decode(state)[0].trace["kernel"])
-        for state in (
-            back.state.param_states,
-            there.state.param_states.inner,
-            saved.state.param_states,
-        )
-    )
-    np.testing.assert_array_equal(found, near)
-    np.testing.assert_allclose(found, wanted, atol=BITS8 * np.abs(wanted).max())
 
 
 def test_digits_are_lost_only_where_that_is_admitted() -> None:

@@ -452,11 +452,6 @@ def test_a_run_of_which_everything_is_skipped_stops(
     assert made == list(range(1, 26))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in read_lines(tmp_path)]
     assert lines[4]["grad_norm"] is None
-    folder.save_results({"bits": {"gzip": math.nan, "bigram": 1.5}})
-    results = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-    assert results == {"bits": {"gzip": None, "bigram": 1.5}}
-    with pytest.raises(training.UsageError, match=r"the loss is inf at step 1: take a lower --lea"):
-        training.train(job, folder, lambda *_: (start, {"loss": math.inf}), start, iter([1]), {})
 
 
 class Numbers:
@@ -565,30 +560,19 @@ def test_a_mesh_that_does_not_fit_is_one_line(
         devices.choose_devices(devices.Config(mesh=mesh), make("gpu", *counts))
 
 
-@pytest.mark.parametrize(
-    ("stats", "refused"),
-    [
-        ({"bytes_limit": 2**40}, ""),
-        (None, ""),
-        (
-            {"bytes_limit": 10**9},
-            "a training step takes at least 1.2 GiB, and gpu0 has 953.7 MiB: take a smaller --b",
-        ),
-    ],
-)
-def test_what_a_device_has_no_memory_for_is_refused(
-    stats: dict[str, int] | None, refused: str
-) -> None:
+def test_what_a_device_has_no_memory_for_is_refused() -> None:
     memory = load("lm.memory")
-
-    class Gpu:
-        platform = "gpu"
-        memory_stats = staticmethod(lambda: stats)
-        __str__ = staticmethod(lambda: "gpu0")
-
     config = load("lm.config").Config(mesh="data=1,model=1", sequence_length=1024)
-    job = SimpleNamespace(config=config, mesh=SimpleNamespace(local_devices=[Gpu()] * 2))
     plan = SimpleNamespace(total_bytes_per_device=960_000_000)
-    with pytest.raises(memory.UsageError) if refused else contextlib.nullcontext() as caught:
-        memory.check_memory(job, plan)
-    assert str(caught.value if caught else "").startswith(refused)
+
+    def check(stats: dict[str, int] | None) -> None:
+        gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+        mesh = SimpleNamespace(local_devices=[gpu] * 2)
+        memory.check_memory(SimpleNamespace(config=config, mesh=mesh), plan)
+
+    check(None)
+    check({"bytes_limit": 2**40})
+    with pytest.raises(
+        memory.UsageError, match=r"takes at least 1.2 GiB, and .* has 953.7 MiB: ta"
+    ):
+        check({"bytes_limit": 10**9})

@@ -1,8 +1,4 @@
-"""`verify` on steps compiled for 8 virtual devices, and on what other compilers made of them.
-
-`verify_texts/` holds the latter: under jax 0.10.2 XLA for eight H100s, and libtpu 0.0.42 for eight
-chips of a v5e; for CPUs jaxlib 0.8.0, the oldest that we claim. `verify_texts.py` makes them.
-"""
+"""`verify` on steps for 8 virtual devices, and on what other compilers made (`verify_texts.py`)."""
 
 from __future__ import annotations
 

@@ -299,16 +299,6 @@ FAULTY_ON_CPUS: list[Program] = [
     # gradients that are gathered in full, and summed on each device
     Program("gather_and_sum", by_hand(v.gather_and_sum, v.all_gather), **GATHERED),
     Program("layers_summed", layers(state=COLUMNS), **SUMMED),
-    Program(
-        "micro_batches_layers_summed",
-        layers(
-            state=COLUMNS,
-            batch=jax.ShapeDtypeStruct((4, 64, 256), F32),
-            batch_spec=P(None, "data"),
-            gradients=v.micro_batched(True),
-        ),
-        **SUMMED,
-    ),
 ]
 WASTEFUL: list[Program] = [
     Program("not_donated", Recipe(donate=()), warns=frozenset({"donation"})),

@@ -1,8 +1,4 @@
-"""How the training steps of `verify`'s tables are put together, and what they are made of.
-
-Each is built for eight devices of any kind, so that the same tables serve CPUs and the compilers of
-TPUs that need no TPU; `verify_texts.py` stores what these make of it. Nothing is ever run.
-"""
+"""How the training steps of `verify`'s tables are put together, for eight devices of any kind."""
 
 from __future__ import annotations
 

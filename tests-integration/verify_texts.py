@@ -4,9 +4,7 @@
     python tests-integration/verify_texts.py tpu   # pip install 'jax[tpu]'; no TPU is needed
     python tests-integration/verify_texts.py cpu   # another version of jax than the tests run with
 
-writes `verify_texts/<platform>-jax<version>.json.xz`: of each program the compiled text, without
-what `verify` does not read, and its arguments and results. A pattern as a second argument, e.g.
-`average.*`, adds the programs of these names and keeps the others.
+A pattern as a second argument, e.g. `average.*`, adds the programs of these names alone.
 """
 
 from __future__ import annotations

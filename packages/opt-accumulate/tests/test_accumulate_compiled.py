@@ -1,9 +1,4 @@
-"""What XLA makes of a mini-step: counted in the compiled program, not timed.
-
-XLA counts the body of a loop once, whether it runs or not. So the work of a mini-step that does not
-emit is what the entry computation does outside its two loops, beside which stands what it does for
-the bare accumulation.
-"""
+"""What XLA makes of a mini-step that does not emit: the entry computation, outside its loops."""
 
 import re
 from collections.abc import Iterator

@@ -319,14 +319,6 @@ def test_squares_that_optax_cannot_take(value: Any, dtype: Any) -> None:
     assert theirs == ([True, True] if dtype == jnp.float16 else [False, False])
 
 
-@pytest.mark.parametrize("answer", [True, np.bool_(True), jnp.array(True)])
-def test_booleans_of_every_kind(answer: Any) -> None:
-    steps = MultiSteps(SGD, 1, should_skip_update_fn=lambda *_: (answer, {"seen": jnp.int32(1)}))
-    added, state = run(steps, [1.0])
-    assert added == [0.0]
-    assert int(state.skip_state["skip_state"]["seen"]) == 1
-
-
 def test_the_state_of_a_skip_function_that_is_gone() -> None:
     steps = MultiSteps(SGD, 2)
     _, state = run(MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite), [1.0, 2.0])

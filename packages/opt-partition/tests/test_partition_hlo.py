@@ -1,8 +1,4 @@
-"""Compiled programs in the forms that CPU, GPU and TPU give them: collectives, and what they move.
-
-What these compilers make of whole training steps stands in tests-integration; here is what those
-programs do not have.
-"""
+"""Loops and groups of devices in compiled programs; tests-integration has whole steps."""
 
 from __future__ import annotations
 
@@ -26,23 +22,6 @@ def found(body: str, before: str = "") -> list[Collective]:
     text = f"{HEAD}{ADD}{before}ENTRY %main (x: f32[8], y: f32[64]) -> f32[64] {{\n"
     text += "  %x = f32[8]{0} parameter(0)\n  %y = f32[64]{0} parameter(1)\n"
     return collectives(parse(text + body + "}\n"), {"data": 4, "model": 2})
-
-
-def test_asynchronous_ones_have_the_shape_of_their_result() -> None:
-    gather, scatter, reduce = found(
-        "  %g = (f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]\n"
-        "  %s = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%y), replica_groups=[1,8]<=[8]\n"
-        "  %r = f32[64]{0} all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0)\n"
-        "  %s.1 = ((f32[64]{0}), f32[8]{0}) reduce-scatter-update(%s)\n"
-        "  %gd = f32[64]{0} all-gather-done(%g)\n"
-        "  %sd = f32[8]{0} reduce-scatter-done(%s.1)\n"
-        "  ROOT %rd = f32[64]{0} all-reduce-done(%r)\n"
-    )
-    assert (gather.kind, gather.operand_shape, gather.shape) == ("all-gather", (8,), (64,))
-    assert (scatter.kind, scatter.operand_shape, scatter.shape) == ("reduce-scatter", (64,), (8,))
-    assert (reduce.kind, reduce.shape, reduce.axes) == ("all-reduce", (64,), ("data",))
-    assert gather.bytes == scatter.bytes == 7 * 8 * 4
-    assert reduce.bytes == 2 * 3 * 64
 
 
 LOOP = (

@@ -60,12 +60,6 @@ def test_rules_are_read_as_flax_reads_them(
     [
         (P(None, "mlp"), {"mlp": "data"}, (3, 7), "1 ('mlp', 7) is not divisible by data=4"),
         (
-            P("mlp"),
-            [("mlp", ("data", "model")), ("mlp", "fsdp")],
-            (4,),
-            "0 ('mlp', 4) is not divisible by data=4, model=2 and is not divisible by fsdp=3",
-        ),
-        (
             P(("a", "b")),
             [("a", "data"), ("b", "model")],
             (4,),

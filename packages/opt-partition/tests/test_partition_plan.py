@@ -126,15 +126,6 @@ class Own(NamedTuple):
     ("tx", "params", "fields"),
     [
         (
-            optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9),
-            {"w": leaf(2), "b": leaf(3)},
-            {
-                "InjectStatefulHyperparamsState.count": 4,
-                "InjectStatefulHyperparamsState.hyperparams": 8,
-                "TraceState.trace": 20,
-            },
-        ),
-        (
             optax.partition(
                 {"x": optax.trace(0.9), "y": optax.scale_by_rss()}, {"w": "x", "b": "y"}
             ),
@@ -215,24 +206,11 @@ def test_a_plan_as_json() -> None:
     assert data["state_fields"] == plan.state_fields
     assert [row["path"] for row in data["rows"]] == [row.leaf.path for row in plan.rows]
     [wi] = [row for row in data["rows"] if row["path"] == "0/mu/enc/wi"]
-    assert wi == {
-        "kind": "state",
-        "path": "0/mu/enc/wi",
-        "shape": [8, 12],
-        "dtype": "float32",
-        "axes": ["embed", "mlp"],
-        "spec": [["fsdp", "data"], "model"],
-        "shard_shape": [1, 6],
-        "memory_kind": None,
-        "bytes": 384,
-        "bytes_per_device": 24,
-        "parameter": "enc/wi",
-        "group": "enc",
-        "field": "ScaleByAdamState.mu",
-        "waste": 0,
-        "reason": "",
-        "notes": [],
-    }
+    assert (wi["axes"], wi["spec"]) == (["embed", "mlp"], [["fsdp", "data"], "model"])
+    assert (wi["shape"], wi["shard_shape"]) == ([8, 12], [1, 6])
+    assert (wi["bytes"], wi["bytes_per_device"], wi["waste"]) == (384, 24, 0)
+    owner = (wi["kind"], wi["parameter"], wi["group"], wi["field"])
+    assert owner == ("state", "enc/wi", "enc", "ScaleByAdamState.mu")
 
 
 def test_a_plan_of_muon_says_the_line_to_write() -> None:

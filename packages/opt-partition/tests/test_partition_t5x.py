@@ -16,12 +16,6 @@ PARAMS = {"mlp": {"wi": jnp.ones((8, 6)), "wo": jnp.ones((6, 8))}, "scale": jnp.
 AXES = {"mlp": {"wi": P("embed", "mlp"), "wo": P("mlp", "embed")}, "scale": P("embed")}
 
 
-def test_a_path_that_is_the_end_of_another() -> None:
-    params = {"block": {"w": jnp.ones((8, 6))}, "w": jnp.ones((4, 2))}
-    axes = {"block": {"w": P("embed", "mlp")}, "w": P("vocab", "heads")}
-    assert derive(optax.trace(0.9).init(params), axes).trace == axes
-
-
 def test_parameters_in_lists() -> None:
     params = [(jnp.ones((8, 6)), jnp.ones(6)), (jnp.ones((6, 4)), jnp.ones(4))]
     axes = [(P("a", "b"), P("b")), (P("b", "c"), P("c"))]

@@ -26,23 +26,6 @@ LOWER = np.asarray([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
 HALVES = ((np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | LOWER).ravel()
 
 
-@pytest.mark.internals
-def test_three_bytes_of_a_master_are_rounded_and_joined() -> None:
-    finite = HALVES[np.isfinite(HALVES.view(np.float32))]
-    patterns = (finite[:, None] + np.asarray([0, 1, 127, 128], np.uint32)).ravel()
-    patterns = patterns[np.abs(patterns.view(np.float32)) < np.uint32(0x7F7FFF00).view(np.float32)]
-    master, noise = jnp.asarray(patterns).view(jnp.float32), jnp.full(patterns.shape, 255 << 24)
-    for random, raised in ((None, 128), (noise.astype(jnp.uint32), 255), (0 * noise, 0)):
-        random = None if random is None else random.astype(jnp.uint32)
-        visible, low = jax.jit(_bits.split_byte)(master, random)
-        assert (visible.dtype, low.dtype) == (jnp.bfloat16, jnp.int8)
-        joined = np.asarray(_bits.join(visible, low)).view(np.uint32)
-        np.testing.assert_array_equal(joined, (patterns + np.uint32(raised)) & 0xFFFFFF00)
-    special = jnp.asarray([3.4028e38, -3.4028e38, jnp.inf, -jnp.inf], jnp.float32)
-    joined = np.asarray(_bits.join(*_bits.split_byte(special, jnp.full(4, 2**32 - 1, jnp.uint32))))
-    np.testing.assert_array_equal(np.isinf(joined), [False, False, True, True])
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("storage", ["stochastic", "f32", "remainder", "remainder8", "kahan"])
 def test_every_nan_stays_one_and_nothing_else_becomes_one(storage: str) -> None:
