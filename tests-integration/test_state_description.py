@@ -17,6 +17,8 @@ from opt_core import Optimizer, StateDescription, describe_state
 from opt_core.extend import path_str
 from opt_optax_bridge import OptaxWrapper
 from opt_partition import explain
+from opt_precision import identity, moments
+from opt_precision._init import First
 from optax_table import TABLE
 
 PARAMS: dict[str, Any] = {
@@ -47,6 +49,19 @@ def test_names_stay_what_they_were(name: str) -> None:
     """Those in the checkpoints of the first versions, which profiled `init` for them."""
     names = [leaf.name for leaf in named_state(built(name)).schema.leaves if leaf.kind == "state"]
     assert [n for n in names if n != "state/step"] == json.loads(GOLDEN.read_text())[name]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", OPTAX)
+def test_what_precision_takes_for_a_moment_is_described_as_one(name: str) -> None:
+    optimizer = built(name)
+    first = First(optimizer.optimizer_def.optax_optimizer, optimizer.target)
+    for leaf, planned in zip(found(name).leaves, first.plan(identity(), moments()), strict=True):
+        role, reason = planned.choice
+        if role is not None:
+            assert role.removeprefix("slow_") == leaf.role, planned.path
+        elif leaf.role.endswith("moment"):
+            assert not reason.startswith("in no list"), planned.path
 
 
 @pytest.mark.sample(5)
