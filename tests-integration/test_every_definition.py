@@ -241,15 +241,17 @@ STEPS = [name for name in NAMES if not case_of(name).grows and name != "lookahea
 
 
 @pytest.mark.sample(8)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_changes_no_shape_dtype_or_weak_type(name: str) -> None:
-    """Of bfloat16, which Optax's numbers would promote."""
-    low = jax.tree.map(
-        lambda leaf: leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf,
+def test_a_step_changes_no_shape_dtype_or_weak_type(name: str, dtype: Any) -> None:
+    """Of bfloat16 too, which Optax's numbers would promote."""
+    params = jax.tree.map(
+        lambda leaf: leaf.update(dtype=dtype) if leaf.dtype == jnp.float32 else leaf,
         param_structs(name),
     )
-    optimizer = jax.eval_shape(definition_of(name).create, low)
-    targets = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), low)
+    optimizer = jax.eval_shape(definition_of(name).create, params)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(optimizer))
+    targets = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
     stepped = jax.eval_shape(functools.partial(training_step, name), optimizer, targets)
     assert avals(stepped.state) == avals(optimizer.state)
 
