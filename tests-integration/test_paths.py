@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -45,21 +44,15 @@ def test_checkpoints_have_the_same_names() -> None:
     assert [name for name in names if name.startswith("params/")] == [f"params/{p}" for p in PATHS]
 
 
-@pytest.mark.parametrize("path", PATHS[1:3])
-def test_errors_have_the_same_paths(path: str) -> None:
+def test_errors_have_the_same_paths() -> None:
     params = jax.tree.map(jnp.asarray, PARAMS)
-    leaves = flatten_with_paths(params)
-    [(place, leaf)] = [(n, leaf) for n, leaf in leaves if path_str(n) == path]
     grads = jax.tree.map(jnp.ones_like, params)
-    inside = grads
-    for name in place[:-1]:
-        inside = inside[name]
-    inside[place[-1]] = jnp.ones((5, *leaf.shape))
+    grads["a"]["b/c"] = jnp.ones((5, 2, 3))
     triple = opt_legacy_stax.sgd(0.1)
     steps = opt_accumulate.MultiSteps(optax.sgd(0.1), 2)
     for update in (
         lambda: triple.update_fn(0, grads, triple.init_fn(params)),
         lambda: steps.update(grads, steps.init(params), params),
     ):
-        with pytest.raises((TypeError, ValueError), match=rf"[ `]{re.escape(path)}[`:]"):
+        with pytest.raises((TypeError, ValueError), match=r"[ `]a/b~1c[`:]"):
             update()

@@ -62,10 +62,3 @@ def test_every_example_is_in_the_docs() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
     for path in (*RECIPES.glob("*.py"), *(ROOT / "examples" / "adapters").glob("*.py")):
         assert f"{{literalinclude}} ../{path.relative_to(ROOT)}\n" in page
-
-
-def test_every_recipe_says_what_to_install() -> None:
-    for path in RECIPES.glob("*.py"):
-        head = path.read_text().split('"""')[1]
-        assert "\n    python -m pip install " in head
-        assert f"\n    python examples/recipes/{path.name}\n" in head

@@ -11,12 +11,7 @@ import numpy as np
 from opt_adafactor import FactorDim
 from opt_core import Optimizer
 
-ROLES = {
-    "r": FactorDim.ROW,
-    "c": FactorDim.COLUMN,
-    "b": FactorDim.BATCH,
-    "n": FactorDim.NONE,
-}
+ROLES = {dim.name[0].lower(): dim for dim in FactorDim}
 
 
 def rule(letters: str) -> tuple[FactorDim, ...]:
