@@ -47,18 +47,10 @@ def train(
     term: str = "die",
     **cluster: Any,
 ) -> int:
-    """Goes on from the latest checkpoint, and saves every step.
+    """Goes on from the latest checkpoint, saves every step, and appends what happens to `events`.
 
-    Args:
-      directory: of the checkpoints.
-      events: a file to which what happens is appended, at once.
-      steps: to be made in all.
-      mesh: devices along `data` and `model`.
-      async_save: whether saves go on in the background.
-      optimizer: its name in `elastic_case`.
-      kill: a step, and the number of a file event while it is saved: SIGKILL at that event.
-      term: at SIGTERM `'die'`, `'leave'` at once by an exception, or `'finish'` the step.
-      **cluster: of `lm.config.Cluster`.
+    `kill` is a step, and the number of a file event while it is saved: SIGKILL at that event. At
+    SIGTERM it dies, leaves at once by an exception (`'leave'`), or finishes the step (`'finish'`).
     """
     config, processes = map(importlib.import_module, ("lm.config", "lm.processes"))
     log = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -106,13 +98,7 @@ def train(
 
 
 def damage(directory: str, events: str, **cluster: Any) -> int:
-    """Saves steps 1 to 3, of which process 0 damages the last; notes what each process finds.
-
-    Args:
-      directory: of the checkpoints.
-      events: a file, to which that is written in JSON.
-      **cluster: of `lm.config.Cluster`.
-    """
+    """Saves steps 1 to 3, of which process 0 damages the last; writes what each process finds."""
     config, processes = map(importlib.import_module, ("lm.config", "lm.processes"))
     who = config.Cluster(**cluster)
     jax.config.update("jax_platforms", "cpu")
@@ -230,7 +216,6 @@ def serve() -> dict[str, Any] | None:
 def main() -> int:
     sys.path.insert(0, str(EXAMPLES))
     importlib.import_module("lm.processes")  # once, for all jobs
-    print(json.dumps("ready"), flush=True)
     job = serve()
     if job is None:
         return 0
