@@ -275,6 +275,10 @@ def test_d6_sigterm_while_a_save_is_in_flight(
         assert steps[-1] == begun
 
 
+def until_logged(worker: Worker, run: Path, count: int) -> None:
+    worker.until(lambda: len(lines(run)) >= count)
+
+
 def start_pair(workers: Workers, program: str, *args: Any, **options: Any) -> list[Worker]:
     """Starts two processes that meet at a port of their own; those of the example write in one."""
     where = f"localhost:{free_port()}"
@@ -311,7 +315,7 @@ def test_d9_one_of_two_processes_is_killed_during_a_save(workers: Workers, tmp_p
         where = [f"--resume={run}"] if made else [f"--out={run}", data, *TINY]
         pair = start_pair(workers, "example", *where)
         victim, survivor = pair[kill % 2], pair[1 - kill % 2]
-        pair[0].until(lambda: len(lines(run)) >= made + 3)
+        until_logged(pair[0], run, made + 3)
         pause(chance, 0.1)
         victim.kill()
         assert victim.wait() == -signal.SIGKILL, victim.output()
@@ -319,7 +323,7 @@ def test_d9_one_of_two_processes_is_killed_during_a_save(workers: Workers, tmp_p
         assert latest(run) > made
         made = latest(run)
     pair = start_pair(workers, "example", f"--resume={run}", "--mesh=data=2,model=2", "--zero")
-    pair[0].until(lambda: len(lines(run)) >= made + 3)
+    until_logged(pair[0], run, made + 3)
     pair[1].kill(signal.SIGTERM)  # one of them is asked
     assert [worker.wait() for worker in pair] == [130, 130], pair[0].output()
     made = latest(run)
