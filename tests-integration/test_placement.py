@@ -259,14 +259,6 @@ def test_create_of_abstract_parameters_keeps_shardings(kind: AxisType, tmp_path:
     assert shardings(restored) == shardings(made)
 
 
-def test_a_factored_state_of_abstract_parameters_keeps_its_dimensions() -> None:
-    definition = opt.adafactor(1e-2, min_dim_size_to_factor=8)
-    plan = memory_plan(definition, jax.eval_shape(init_params), AXES, RULES, mesh_of(8))
-    found = named_state(definition.create(plan.params.shapes))
-    assert found["state/factored_rms/v_row/wi"].sharding.spec == P(None)
-    assert found["state/factored_rms/v_col/wi"].sharding.spec == P("model")
-
-
 def test_explicit_meshes_are_those_of_the_context(tmp_path: Path) -> None:
     """`eval_shape` keeps their axes, but not their devices."""
     case = CASES["definition"]
