@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,19 +161,3 @@ def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
         np.testing.assert_allclose(on.target[name], expected[name], rtol=2e-6, atol=1e-6)
     back = migrated(named_state(restored), wrapped(tx).create(params), rules=to_optax)
     assert_goes_on(back, tx, old.target, old.state.param_states)
-
-
-def test_several_changes_at_once() -> None:
-    """Groups, another parameter, a schedule, bfloat16."""
-    old = trained(opt.adam(0.1))
-    params = flax.core.freeze(make_params() | {"n": jnp.ones(2)})
-    table = (("fast", "w|n", opt.adam(SCHEDULE, mu_dtype=jnp.bfloat16)), ("slow", "e", FINE))
-    restored = migrated(
-        named_state(old),
-        groups(*table, ("stopped", "b", FROZEN)).create(params),
-        {"initialise", "drop"},
-        [("state/groups/fast/schedule/count", Rename("state/step"))],
-    )
-    on = train(restored, 2)
-    assert_same(on.target["b"], old.target["b"])
-    assert int(named_state(on)["state/groups/fast/schedule/count"]) == 5

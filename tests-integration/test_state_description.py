@@ -54,8 +54,8 @@ def test_names_stay_what_they_were(name: str) -> None:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", OPTAX)
 def test_what_precision_takes_for_a_moment_is_described_as_one(name: str) -> None:
-    optimizer = built(name)
-    first = First(optimizer.optimizer_def.optax_optimizer, optimizer.target)
+    definition: Any = built(name).optimizer_def
+    first = First(definition.optax_optimizer, built(name).target)
     for leaf, planned in zip(found(name).leaves, first.plan(identity(), moments()), strict=True):
         role, reason = planned.choice
         if role is not None:

@@ -1,8 +1,4 @@
-"""Transformations as users write them: named, attributed to parameters, restored.
-
-They have the shapes of states that are published in papers' repositories and training frameworks:
-Kronecker factors in lists, projections, histories, one record per parameter, flat vectors, classes.
-"""
+"""Transformations as users write them: named, attributed to parameters, restored."""
 
 from __future__ import annotations
 
@@ -35,17 +31,9 @@ DIMS = {"dense/bias": 1, "dense/kernel": 2, "layers/0/w": 2, "layers/1/w": 2, "s
 
 
 class Case(NamedTuple):
-    """A transformation, and what its state means.
-
-    Attributes:
-      build: makes it.
-      names: the transformations that keep its leaves, without the package of users' own.
-      follows: the parameters of leaves whose paths do not have those of their parameters.
-    """
-
     build: Callable[[], Any]
-    names: set[str]
-    follows: dict[str, str]
+    names: set[str]  # the transformations that keep its leaves, without the package of users' own
+    follows: dict[str, str]  # the parameters of leaves whose paths do not have those of theirs
 
 
 CASES: dict[str, Case] = {}
@@ -133,16 +121,6 @@ def kron() -> Any:
     return transformation(init_fn)
 
 
-@case(**{f"m/{name.replace('/', '.')}": name for name in NAMES})
-def keyed_by_joined_names() -> Any:
-    def init_fn(params: Any) -> Any:
-        flat, _ = jax.tree_util.tree_flatten_with_path(params)
-        names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in p) for p, _ in flat]
-        return {"m": {name: jnp.zeros_like(x) for name, (_, x) in zip(names, flat, strict=True)}}
-
-    return transformation(init_fn)
-
-
 @case("low_rank", "adam")
 def low_rank() -> Any:
     """Adam on what is left of each matrix."""
@@ -179,15 +157,7 @@ def sharpness() -> Any:
 
         return transformation(init_fn)
 
-    def sharpness(beta: float) -> Any:
-        inner = looks_ahead(optax.adam(beta), optax.sgd(0.1, 0.9))
-
-        def init_fn(params: Any) -> Any:
-            return inner.init(params)
-
-        return transformation(init_fn)
-
-    return sharpness(0.9)
+    return looks_ahead(optax.adam(0.1), optax.sgd(0.1, 0.9))
 
 
 @case("adam")

@@ -73,22 +73,18 @@ TREES: dict[str, tuple[Any, Callable[[], Any]]] = {
     "tuple without step": (orbax_v1, lambda: (of_optax().params, of_optax().opt_state)),
     "lists": (
         manager,
-        lambda: {"params": params_of(), "state": lists(of_optax().opt_state), "step": 2},
+        lambda: {"params": of_optax().params, "state": lists(of_optax().opt_state), "step": 2},
     ),
     "with a copy": (
         pytree,
         lambda: {
             "ema_params": jax.tree.map(jnp.zeros_like, params()),
             "opt_state": of_optax().opt_state,
-            "params": params_of(),
+            "params": of_optax().params,
         },
     ),
     "nearest": (standard, lambda: {"a": {"params": params(), "o": 1}, "b": of_flax()}),
 }
-
-
-def params_of() -> Any:
-    return of_optax().params
 
 
 @pytest.mark.sample(2)
