@@ -103,15 +103,3 @@ def test_what_moves_is_what_was_planned(spec: Any, kind: AxisType) -> None:
         tx = muon(0.1, matrices=RANK2, plan=plan, orthogonalize=F32)
         found = train(tx, PARAMS, lambda tree: jax.device_put(tree, sharding))
     assert_near(found, train(muon(0.1, matrices=RANK2, orthogonalize=F32), PARAMS), tolerance=1e-4)
-
-
-@needs_several
-@pytest.mark.parametrize("scale", [scale_by_normuon, soap], ids=["normuon", "soap"])
-def test_state_of_matrices_does_not_depend_on_the_mesh(scale: Any) -> None:
-    def train_on(count: int) -> Any:
-        mesh = mesh_of(count)
-        sharding = over(mesh, "data")
-        tx = optax.chain(scale(PARAMS, sharding.spec, mesh), optax.scale(-0.1))
-        return train(tx, PARAMS, lambda tree: jax.device_put(tree, sharding))
-
-    assert_near(train_on(COUNT), train_on(1), tolerance=1e-4)

@@ -5,24 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import opt_precision as op
 import optax
 import pytest
 from accelerator import (
     COUNT,
-    EXACT_ADAMW,
     FIRST,
-    assert_equal,
     assert_near,
     bytes_on,
-    make_grads,
     mesh_of,
     needs_several,
     normal,
     over,
 )
-from jax.sharding import AxisType, Mesh
-from opt_partition import Expected, init_sharded, memory_plan, read_collectives, verify
+from opt_partition import Expected, init_sharded, memory_plan, verify
 
 pytestmark = [pytest.mark.accelerator, needs_several]
 
@@ -87,47 +82,3 @@ def test_zero_sums_each_gradient_once_and_gathers_each_parameter_once(name: str)
 def size_of(row: Any) -> int:
     sizes: list[int] = [math.prod(shape) for shape in (row.operand_shape, row.shape)]
     return max(sizes)
-
-
-CODECS = {"dynamic8": op.dynamic8(), "log8": op.log8(), "bfloat16": op.bfloat16()}
-ROWS, COLUMNS = ("data", None), (None, "data")
-# Two leaves that are alike, and one whose devices begin in the middle of each row.
-ALIGNED: Any = {
-    "w0": ((64 * COUNT, 512), ROWS),
-    "w1": ((64 * COUNT, 512), ROWS),
-    "wide": ((64, 512 * COUNT), COLUMNS),
-}
-
-
-def coded(codec: Any, layout: Any = None) -> Any:
-    inner = op.quantize_state(EXACT_ADAMW, codec, chunk_bytes=1 << 16, layout=layout)
-    return op.stochastic_weights(inner)
-
-
-def train_codes(tx: Any, leaves: Any, place: Any = lambda tree: tree) -> tuple[Any, Any]:
-    """Three steps, and what moved between devices in each."""
-    start = {k: normal(7, *shape).astype(jnp.bfloat16) for k, (shape, _) in leaves.items()}
-    params, step = place(start), jax.jit(tx.apply)
-    state = tx.init(params)
-    moved = read_collectives(step.lower(params, state, place(make_grads(0, start))))
-    for number in range(3):
-        params, state = step(params, state, place(make_grads(number, start)))
-    return (params, state), moved
-
-
-def train_on(mesh: Mesh, codec: Any, leaves: Any) -> tuple[Any, Any]:
-    lies = {k: over(mesh, *spec) for k, (_, spec) in leaves.items()}
-    is_auto = AxisType.Auto in mesh.axis_types
-    with jax.set_mesh(mesh):
-        tx = coded(codec, lies if is_auto else None)
-        return train_codes(tx, leaves, lambda tree: jax.device_put(tree, lies))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", CODECS)
-def test_codes_and_weights_do_not_depend_on_the_mesh(name: str, kind: AxisType) -> None:
-    expected, _ = train_codes(coded(CODECS[name]), ALIGNED)
-    for count in sorted({2, COUNT}):
-        found, moved = train_on(mesh_of(count, kind), CODECS[name], ALIGNED)
-        assert_equal(found, expected)
-        assert moved == ()

@@ -221,19 +221,26 @@ def test_several_data_axes_and_accumulators_over_any_of_them(spec: PartitionSpec
 
 
 @pytest.mark.sample(1)
-def test_keys_of_rows_give_the_same_result_deferred_or_not(mesh: jax.sharding.Mesh) -> None:
-    def loss_fn(params: Tree, batch: Tree, rng: jax.Array) -> tuple[jax.Array, jax.Array]:
-        noise = jax.vmap(lambda key: jax.random.randint(key, (), 0, 3))(rng)
-        return (row_losses(params, batch) * noise.astype(jnp.float32)).sum(), noise.sum()
+def test_keys_of_rows_and_of_parts_are_all_different(mesh: jax.sharding.Mesh) -> None:
+    """Those of rows are the same deferred or not; part `d` of microbatch `i` is `d * NUM + i`."""
 
-    params, batch, key = make_params(), make_batch(), jax.random.key(5)
-    whole = accumulate_gradients(loss_fn, num_microbatches=1, rng="rows")(params, batch, rng=key)
-    deferred = accumulate_gradients(
-        loss_fn, num_microbatches=NUM, rng="rows", reduce="deferred", mesh=mesh
-    )
+    def with_draws(params: Tree, batch: Tree, rng: jax.Array) -> Tree:
+        return loss_fn(params, batch), jax.vmap(jax.random.bits)(rng) if rng.ndim else (
+            jax.random.bits(rng)
+        )
+
+    key = jax.random.key(5)
+    draws = jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n)))(jnp.arange(64))
+    rules: Any = (("rows", "concat", 64), (True, "stack", 4 * NUM))
     with use(mesh):
-        args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
-        assert_equal(jax.jit(deferred)(*args, rng=key), whole)
+        args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
+        for rng, aux, number in rules:
+            vg = accumulate_gradients(
+                with_draws, num_microbatches=NUM, has_aux=True, aux=aux, rng=rng,
+                reduce="deferred", mesh=mesh
+            )  # fmt: skip
+            (_, found), _ = jax.jit(vg)(*args, rng=key)
+            np.testing.assert_array_equal(found, draws[:number])
 
 
 @pytest.mark.sample(1)

@@ -59,16 +59,6 @@ def test_its_rules_are_the_same_in_both_files(decoder_70b: Any) -> None:
     assert read_rules(str(ROOT / "examples" / "decoder_70b.toml")) == [*decoder_70b.RULES]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", JOBS)
-def test_layers_are_looked_at_once_and_shown_once(decoder_70b: Any, name: str) -> None:
-    plan = planned(decoder_70b, name)
-    assert plan.explanation.evaluations == 2
-    assert "layers_{0..79}" in str(plan)
-    stacked = planned(decoder_70b, f"{name}_stacked")
-    assert stacked.params.bytes_per_device == plan.params.bytes_per_device
-
-
 @pytest.mark.slow
 def test_the_guide_shows_what_the_code_computes(decoder_70b: Any) -> None:
     """`UPDATE_DOCS=1` rewrites the guide."""

@@ -286,20 +286,13 @@ FAULTY: list[Program] = [
         warns=frozenset({"donation"}),
     ),
 ]
-SUMMED: dict[str, Any] = {
-    "options": {"gradients": "reduce-scatter"},
-    "finds": errors("gradient all-reduce", STATE_W),
-}
-GATHERED: dict[str, Any] = {
-    "options": {"gradients": "reduce-scatter"},
-    "finds": errors("gradient all-reduce", STATE_W, "1/0/trace/b"),
-}
-# Of these no texts are stored.
-FAULTY_ON_CPUS: list[Program] = [
-    # gradients that are gathered in full, and summed on each device
-    Program("gather_and_sum", by_hand(v.gather_and_sum, v.all_gather), **GATHERED),
-    Program("layers_summed", layers(state=COLUMNS), **SUMMED),
-]
+# Of it no text is stored.
+LAYERS_SUMMED = Program(
+    "layers_summed",
+    layers(state=COLUMNS),
+    {"gradients": "reduce-scatter"},
+    errors("gradient all-reduce", STATE_W),
+)
 WASTEFUL: list[Program] = [
     Program("not_donated", Recipe(donate=()), warns=frozenset({"donation"})),
     Program("state_not_donated", Recipe(donate=(0,)), warns=frozenset({"donation"})),

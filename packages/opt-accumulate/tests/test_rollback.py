@@ -82,17 +82,9 @@ def test_a_numpy_array_that_changes_later_does_not_change_what_is_held() -> None
 
 
 def test_anything_can_be_held() -> None:
-    good = rollback()
-    tree: dict[str, Any] = {
-        "key": jax.random.key(3),
-        "number": 3,
-        "array": np.arange(3),
-        "none": None,
-    }
+    good, tree = rollback(), {"key": jax.random.key(3), "number": 3, "array": np.arange(3)}
     assert good.take(7, tree)  # without a guard every state is good
     number, found = good.restore()
-    assert (number, found["number"], found["none"]) == (7, 3, None)
+    assert (number, found["number"]) == (7, 3)
     np.testing.assert_array_equal(found["array"], tree["array"])
-    np.testing.assert_array_equal(
-        jax.random.key_data(found["key"]), jax.random.key_data(tree["key"])
-    )
+    assert (found["key"] == tree["key"]).all()

@@ -180,19 +180,6 @@ def test_an_init_that_takes_no_large_sizes() -> None:
     assert rows == {"rows": ("embed",), "rank": (None,)}
 
 
-def test_parameters_of_one_shape_that_are_treated_unlike() -> None:
-    """Each other layer keeps the columns; nothing but its number tells them apart."""
-
-    def init(params: Any) -> Any:
-        kept = {f"p{i}": jnp.zeros(p.shape[i % 2 :][:1]) for i, p in enumerate(params.values())}
-        return {**kept, "all": jnp.zeros(sum(p.size for p in params.values()))}
-
-    params = {f"p{i}": shape(8, 8) for i in range(6)}
-    found = derive_logical_axes(init, params, dict.fromkeys(params, ("a", "b")), strict=True)
-    assert found.pop("all") == P()
-    assert [*found.values()] == [P("a"), P("b")] * 3
-
-
 class Own(NamedTuple):
     moments: Any
 
