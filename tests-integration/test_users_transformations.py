@@ -61,9 +61,6 @@ def zeros(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-# A record for each parameter.
-
-
 class LeafState(NamedTuple):
     momentum: Any
     per_row: Any
@@ -97,19 +94,14 @@ class Block:
 @case()
 def distributed_shampoo() -> Any:
     def block(p: Any) -> Any:
-        statistics = [jnp.eye(size) for size in p.shape]
         codes = jnp.zeros(p.shape, jnp.int8)
-        return Block(statistics, Quantized(codes, jnp.zeros(p.shape[:1]), p.shape))
+        quantized = Quantized(codes, jnp.zeros(p.shape[:1]), p.shape)
+        return Block([jnp.eye(size) for size in p.shape], quantized)
 
     def init_fn(params: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(params)
-        blocks = [block(leaf) for leaf in leaves]
-        return {"count": jnp.int32(0), "stats": jax.tree.unflatten(treedef, blocks)}
+        return {"count": jnp.int32(0), "stats": jax.tree.map(block, params)}
 
     return transformation(init_fn)
-
-
-# Lists, flat and grouped.
 
 
 @case(**{f"Qs/{i}/{k}": n for i, n in enumerate(NAMES) for k in range(DIMS[n])})
@@ -117,18 +109,6 @@ def kron() -> Any:
     def init_fn(params: Any) -> Any:
         factors = [[jnp.eye(size) for size in p.shape] for p in jax.tree.leaves(params)]
         return {"mu": zeros(params), "Qs": factors}
-
-    return transformation(init_fn)
-
-
-@case("low_rank", "adam")
-def low_rank() -> Any:
-    """Adam on what is left of each matrix."""
-    inner = optax.scale_by_adam()
-
-    def init_fn(params: Any) -> Any:
-        small = jax.tree.map(lambda p: p[:2], params)
-        return {"projector": zeros(params), "inner": inner.init(small)}
 
     return transformation(init_fn)
 
@@ -158,28 +138,6 @@ def sharpness() -> Any:
         return transformation(init_fn)
 
     return looks_ahead(optax.adam(0.1), optax.sgd(0.1, 0.9))
-
-
-@case("adam")
-def matrices_only() -> Any:
-    adam = optax.scale_by_adam()
-
-    def init_fn(params: Any) -> Any:
-        return adam.init(jax.tree.map(lambda p: p if p.ndim == 2 else None, params))
-
-    return transformation(init_fn)
-
-
-@case()
-def stacked() -> Any:
-    """Layers that are alike are one array."""
-
-    def init_fn(params: Any) -> Any:
-        others = {name: params[name] for name in ("dense", "scale")}
-        layers = jnp.stack([layer["w"] for layer in params["layers"]])
-        return {"stacked": jnp.zeros_like(layers), "others": zeros(others)}
-
-    return transformation(init_fn)
 
 
 def same(one: Any, other: Any) -> bool:

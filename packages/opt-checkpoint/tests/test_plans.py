@@ -120,18 +120,6 @@ def test_no_checkpoint_is_named() -> None:
 # What applying it does with arrays
 
 
-def test_the_result_can_be_donated_and_the_rest_stays() -> None:
-    old = opt.adam(0.1).create(params())
-    saved, target = named_state(old), opt.adam(0.1).create(params())
-    restored = plan_restore(saved, target).apply()
-    step = jax.jit(lambda o: o.apply_gradient(o.target), donate_argnums=0)
-    step(restored)
-    assert not any(x.is_deleted() for x in jax.tree.leaves([old, target]))
-    again = plan_restore(saved, target, rules=[(".*", "keep")]).apply()
-    step(again)
-    assert not any(x.is_deleted() for x in jax.tree.leaves([old, target]))
-
-
 def test_nothing_is_read_before_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     read, wanted = NamedState.read, list[str]()
 
