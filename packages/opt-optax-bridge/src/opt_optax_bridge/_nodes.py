@@ -120,11 +120,16 @@ class Node:
         if "name" in self.declared:
             return str(self.declared["name"])
         if not self.shares_init and self.maker:
-            return qualified(transformation_name(self.maker), origin_of(self.tx.init))
+            return self.initialised_by
         is_stateful = not (self.shares_init or self.is_stateless or _is_empty(self.tx.init))
         return "" if is_stateful else self.updated_by
 
-    @property
+    @functools.cached_property
+    def initialised_by(self) -> str:
+        """The name that its init function gives it."""
+        return qualified(transformation_name(self.maker), origin_of(self.tx.init))
+
+    @functools.cached_property
     def updated_by(self) -> str:
         """The name that its update function alone would give it."""
         return qualified(transformation_name(self.factory), origin_of(self.updates))
