@@ -228,33 +228,6 @@ def answer(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.slow
-def test_d12_litter_of_crashes(tmp_path: Path) -> None:
-    """Crashes in the middle of a save leave one temporary folder, and the next writer none."""
-    code = """
-def audit(event, args):
-    if event == "os.rename" and str(args[1]) == str(root / str(2 + int(sys.argv[2]))):
-        os.kill(os.getpid(), signal.SIGKILL)
-checkpointer = Checkpointer(root, max_to_keep=1)
-sys.addaudithook(audit)
-checkpointer.save(2 + int(sys.argv[2]), state(2)); checkpointer.wait()
-"""
-    with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
-        checkpointer.save(0, state(0))
-        save_now(checkpointer, 1, state(1))
-    for crash in range(5):
-        with child(code, tmp_path, crash) as process:
-            assert process.wait(timeout=120) == -signal.SIGKILL
-        assert len(list(tmp_path.glob("*tmp*"))) == 1
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.steps() == [1]
-        checkpointer.save(2, state(2))
-        checkpointer.wait()
-        assert list(tmp_path.glob("*tmp*")) == []
-    assert list((tmp_path / "trash").iterdir()) == []
-    check(tmp_path, 1, 1)
-
-
 @pytest.mark.sample(1)
 @MODES
 def test_d13_order_of_syncs(

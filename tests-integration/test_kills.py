@@ -1,6 +1,6 @@
 """Training that is killed at any moment, and continues from the last step that was saved.
 
-As often as `docs/checkpoint-cases.md` asks for; `test_checkpoint_faults` kills one by default.
+As often as `docs/checkpoint-cases.md` asks for.
 """
 
 from __future__ import annotations

@@ -122,22 +122,22 @@ def test_e5_what_is_no_step(tmp_path: Path) -> None:
     assert (root / "10").is_symlink()
 
 
-def test_the_next_writer_removes_what_a_killed_save_has_left(tmp_path: Path) -> None:
+def test_d12_the_next_writer_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, small_state(1))
-    leftover = tmp_path / f"2{atomicity_types.TMP_DIR_SUFFIX}"
-    shutil.copytree(tmp_path / "1", leftover)
+    leftovers = [tmp_path / f"{step}{atomicity_types.TMP_DIR_SUFFIX}" for step in range(2, 7)]
+    for leftover in leftovers:
+        shutil.copytree(tmp_path / "1", leftover)
     export = tmp_path / f"best{atomicity_types.TMP_DIR_SUFFIX}"  # of another program, in flight
     export.mkdir()
     assert Checkpointer(tmp_path, read_only=True).steps() == [1]
-    assert leftover.is_dir()
+    assert leftovers[0].is_dir()
     with Checkpointer(tmp_path) as checkpointer:
-        assert not leftover.exists()
-        later = tmp_path / f"7{atomicity_types.TMP_DIR_SUFFIX}"
-        later.mkdir()
+        assert not any(leftover.exists() for leftover in leftovers)
+        leftovers[-1].mkdir()
         checkpointer.save(2, small_state(2))
     assert export.is_dir()
-    assert later.is_dir()
+    assert leftovers[-1].is_dir()
     assert checkpointer.steps() == [1, 2]
 
 

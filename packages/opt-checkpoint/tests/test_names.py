@@ -15,7 +15,7 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import structure
 from jax.sharding import PartitionSpec
-from opt_checkpoint import Schema, errors, named_state, restore_named
+from opt_checkpoint import Schema, errors, named_state, plan_restore, restore_named
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_core.extend import read_record, record_data
 from opt_optax_bridge import OptaxWrapper
@@ -96,8 +96,11 @@ def test_parameters_of_every_kind(tree: Any) -> None:
     optimizer = wrapped(optax.chain(optax.clip(1.0), optax.adam(0.1)), tree)
     named = named_state(optimizer)
     assert len(named) == len(jax.tree.leaves(optimizer))
-    for given in (named, {name: np.asarray(leaf) for name, leaf in named.items()}):
-        restored = restore_named(optimizer, given)
+    for restored in (
+        restore_named(optimizer, named),
+        restore_named(optimizer, {name: np.asarray(leaf) for name, leaf in named.items()}),
+        plan_restore(named, optimizer, rules=[(".*", "keep")]).apply(),
+    ):
         assert structure(restored) == structure(optimizer)
         pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(optimizer), strict=True)
         for new, old in pairs:

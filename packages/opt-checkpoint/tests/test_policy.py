@@ -205,6 +205,11 @@ ASKED: dict[str, tuple[OptimizerDef, OptimizerDef, set[str]]] = {
         {"optimizer"},
     ),
     "a vector of another parameter": (vector_of("w"), vector_of("b"), {"drop", "initialise"}),
+    "numbers of all parameters, some frozen": (
+        wrapped(contrib.mechanize(optax.sgd(0.1))),
+        groups(("w", "w", wrapped(contrib.mechanize(optax.sgd(0.1)))), rest=FROZEN),
+        {"optimizer", "drop"},
+    ),
     "another order": (chained(*LEARNERS), chained(*reversed(LEARNERS)), {"optimizer"}),
     "two of a kind in another order": (
         chained(optax.scale_by_adam(), optax.scale_by_adam(b1=0.5)),
