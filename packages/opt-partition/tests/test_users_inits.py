@@ -215,6 +215,7 @@ def per_leaf(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     ("make", "size", "names"),
     [
         (jnp.squeeze, 1, ("b",)),
+        (lambda p: zeros(2, p.shape[1]) if p.shape[0] == 1 else p, 1, (None, "b")),
         (lambda p: p + jnp.ones((1, 1)), 1, ("a", "b")),
         (lambda p: zeros(3, *p.shape), 0, (None, "a", "b")),
         (lambda p: zeros(1) if p.size == 0 else p, 0, (None,)),
