@@ -18,13 +18,13 @@ import inspect
 import math
 import re
 import sys
+import textwrap
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge
 import optax
@@ -189,86 +189,18 @@ AXES = {("w",): ("embed", "mlp"), ("b",): ("mlp",)}
 
 def page() -> str:
     """Returns the tables of the page for the installed Optax."""
-    tables = {
-        "Optimizers": opt_optax_bridge.optimizer_names(),
-        "Building blocks": opt_optax_bridge.building_block_names(),
-    }
-    lines = [""]
-    for title, names in tables.items():
-        lines += [f"## {title}", "", "| constructor | takes | overrides | keeps | size |"]
-        shown = (name for name in names if name not in LEFT_OUT)
-        lines += ["|---|---|---|---|---:|", *map(row, shown), ""]
-    return "\n".join(lines)
-
-
-def _is_even(step: Any, **extra_args: Any) -> Any:
-    del extra_args
-    return step % 2 == 0
-
-
-# What Optax's other transformations need, by argument.
-BLOCK_ARGUMENTS: dict[str, Any] = {
-    "clipping": 1.0,
-    "decay": 0.9,
-    "eta": 0.1,
-    "f": lambda updates, params: jax.tree.map(lambda u, p: u - p, updates, params),
-    "gamma": 0.5,
-    "key": jax.random.key(1),
-    "l2_norm_clip": 1.0,
-    "learning_rate": bridge_testing.LEARNING_RATE,
-    "mask": bridge_testing.labels(),
-    "max_backtracking_steps": 3,
-    "max_consecutive_errors": 3,
-    "max_delta": 1.0,
-    "max_linesearch_steps": 3,
-    "max_norm": 1.0,
-    "measure": lambda updates: jax.tree.map(jnp.abs, updates),
-    "measure_name": "norm",
-    "noise_multiplier": 0.5,
-    "param_labels": bridge_testing.labels(),
-    "freeze_mask": bridge_testing.labels(),
-    "should_transform_fn": _is_even,
-    "step_size": 0.5,
-    "step_size_fn": optax.linear_schedule(1.0, 0.0, 10),
-    "sync_period": 2,
-    "threshold": 1.0,
-    "transforms": {True: optax.adam(bridge_testing.LEARNING_RATE), False: optax.set_to_zero()},
-    **dict.fromkeys(
-        ("adv_optimizer", "base_optimizer", "inner", "opt", "optimizer", "tx"),
-        optax.adam(bridge_testing.LEARNING_RATE),
-    ),
-}
-
-# Those that are not simply called with their arguments, or that do not say what they return.
-BLOCKS: dict[str, collections.abc.Callable[[], Any]] = {
-    "MultiSteps": lambda: optax.MultiSteps(
-        optax.adam(bridge_testing.LEARNING_RATE), 2, should_skip_update_fn=optax.skip_not_finite
-    ),
-    "chain": lambda: optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(1.0, 0.0, 9))),
-    "hutchinson_estimator_diag_hessian": lambda: bridge_testing.constructor_of(
-        "hutchinson_estimator_diag_hessian"
-    )(),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
-        learning_rate=optax.linear_schedule(1.0, 0.0, 10)
-    ),
-    "named_chain": lambda: optax.named_chain(
-        ("scaled", optax.scale(0.5)), ("adam", optax.adam(bridge_testing.LEARNING_RATE))
-    ),
-    "scale_by_factored_rms": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
-    "scale_by_muon": lambda: optax.masked(
-        bridge_testing.constructor_of("scale_by_muon")(
-            weight_dimension_numbers=lambda updates: jax.tree.map(
-                lambda _: bridge_testing.constructor_of("MuonDimensionNumbers")(), updates
-            )
-        ),
-        bridge_testing.labels(),
-    ),
-}
-
-LEFT_OUT = {
-    "inject_stateful_hyperparams",  # the deprecated name of `inject_hyperparams`
-    "lookahead",  # its parameters are a pair, its gradients are not
-}
+    rows = map(row, opt_optax_bridge.optimizer_names())
+    blocks = textwrap.fill(
+        f"Every other transformation of Optax is wrapped, too: "
+        f"{_code(opt_optax_bridge.building_block_names())}. The stub of the package has their "
+        "arguments and overrides.",
+        width=110,
+        break_on_hyphens=False,
+    )
+    header = ["| constructor | takes | overrides | keeps | size |", "|---|---|---|---|---:|"]
+    return "\n".join(
+        ["", "## Optimizers", "", *header, *rows, "", "## Building blocks", "", blocks, ""]
+    )
 
 
 def row(name: str) -> str:
@@ -286,16 +218,10 @@ def row(name: str) -> str:
 
 def _definition(name: str) -> Any:
     """What a constructor makes, of the arguments that the tests give it."""
-    if name in opt_optax_bridge.optimizer_names():
-        arguments = inspect.signature(bridge_testing.constructor_of(name)).parameters
-        has_rate = "learning_rate" in arguments
-        rate = {"learning_rate": bridge_testing.LEARNING_RATE} if has_rate else {}
-        return bridge_testing.definition(name, **rate)
-    if name in BLOCKS:
-        return opt_optax_bridge.OptaxWrapper(BLOCKS[name]())
-    parameters = inspect.signature(bridge_testing.constructor_of(name)).parameters.values()
-    needed = (x.name for x in parameters if x.default is x.empty or x.name == "key")
-    return getattr(opt_optax_bridge, name)(**{name: BLOCK_ARGUMENTS[name] for name in needed})
+    arguments = inspect.signature(bridge_testing.constructor_of(name)).parameters
+    has_rate = "learning_rate" in arguments
+    rate = {"learning_rate": bridge_testing.LEARNING_RATE} if has_rate else {}
+    return bridge_testing.definition(name, **rate)
 
 
 def _state(definition: Any) -> tuple[str, float]:
