@@ -192,6 +192,17 @@ def _call(function: Callable[..., Any], spec: Mapping[str, Any], api: Any) -> An
     return function(*args, **kwargs)
 
 
+def overrides(case: Case, definition: Any, t: int) -> dict[str, Any]:
+    """What was given with the gradients of a step."""
+    given = dict((case.index.get("overrides") or [{}] * len(case.grads))[t])
+    own, new = definition.hyper_params, given.get("hyper_params")
+    if isinstance(new, list):
+        given["hyper_params"] = [h.replace(**n) for h, n in zip(own, new, strict=True)]
+    elif new is not None:
+        given["hyper_params"] = own.replace(**new)
+    return given
+
+
 # State dicts, and comparing them.
 
 

@@ -70,12 +70,7 @@ def overrides(case: g.Case, optimizer: Optimizer, t: int) -> dict[str, Any]:
         return {"learning_rate": RATE}
     if rates := case.index.get("learning_rates"):
         return {"learning_rate": rates[t]}
-    given = dict((case.index.get("overrides") or [{}] * len(case.grads))[t])
-    if "hyper_params" in given:
-        own = optimizer.optimizer_def.hyper_params
-        pairs = zip(own, given["hyper_params"], strict=True)
-        given["hyper_params"] = [hyper.replace(**new) for hyper, new in pairs]
-    return given
+    return g.overrides(case, optimizer.optimizer_def, t)
 
 
 @pytest.mark.sample(2)

@@ -46,25 +46,29 @@ FIELDS = {
 }
 
 
-def in_032(name: str) -> Any:
-    """The two cases of Flax 0.3.2 describe themselves in words."""
-    kernels = {"$traversal": {"path_contains": "kernel"}}
-    biases = {"$traversal": {"path_contains": "bias"}}
-    adam = {"learning_rate": 0.01, "weight_decay": 0.1}
-    return {
-        "Adam_032": {"$call": "Adam", "kwargs": adam},
-        "Multi_kernel_bias_032": {
-            "$call": "MultiOptimizer",
-            "args": [
-                {"$pair": [kernels, {"$call": "Momentum", "kwargs": {"learning_rate": 0.05}}]},
-                {"$pair": [biases, {"$call": "Adam", "kwargs": {"learning_rate": 0.1}}]},
-            ],
-        },
-    }[name]
+def call(optimizer: str, **kwargs: float) -> dict[str, Any]:
+    return {"$call": optimizer, "kwargs": kwargs}
+
+
+def of(part: str, optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {"$pair": [{"$traversal": {"path_contains": part}}, optimizer]}
+
+
+# The two cases of Flax 0.3.2 describe themselves in words.
+IN_032 = {
+    "Adam_032": call("Adam", learning_rate=0.01, weight_decay=0.1),
+    "Multi_kernel_bias_032": {
+        "$call": "MultiOptimizer",
+        "args": [
+            of("kernel", call("Momentum", learning_rate=0.05)),
+            of("bias", call("Adam", learning_rate=0.1)),
+        ],
+    },
+}
 
 
 def definition_of(case: dict[str, Any]) -> OptimizerDef:
-    spec = in_032(case["id"]) if case["family"] == "flax_optim_032" else case["constructor"]
+    spec = IN_032.get(case["id"], case.get("constructor"))
     definition = build(spec)
     if "focus" in case:
         return MultiOptimizer((g.build({"$traversal": case["focus"]}, None), definition))
@@ -225,16 +229,6 @@ GOES_ON = [
 ]
 
 
-def overrides(entry: dict[str, Any], definition: OptimizerDef, t: int) -> dict[str, Any]:
-    given = dict((entry.get("overrides") or [{}] * entry["steps"])[t])
-    own, new = definition.hyper_params, given.get("hyper_params")
-    if isinstance(new, list):
-        given["hyper_params"] = [h.replace(**n) for h, n in zip(own, new, strict=True)]
-    elif new is not None:
-        given["hyper_params"] = own.replace(**new)
-    return given
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("entry", GOES_ON, ids=lambda e: e["id"])
 def test_training_continues_as_under_flax_optim(entry: dict[str, Any]) -> None:
@@ -245,7 +239,7 @@ def test_training_continues_as_under_flax_optim(entry: dict[str, Any]) -> None:
     optimizer = restore_legacy(definition.create(case.params), g.unflatten(flat))
     tolerance = g.BFLOAT16 if case.is_bfloat16 else g.OP_BY_OP
     for t in range(first, len(case.grads)):
-        given = overrides(entry, definition, t)
+        given = g.overrides(case, definition, t)
         optimizer = optimizer.apply_gradient(case.grads[t], **given)
         expected = {p: v for p, v in g.entry(case, t + 1).items() if p.startswith("target/")}
         found = g.flatten({"target": to_state_dict(optimizer.target)})

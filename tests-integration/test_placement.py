@@ -370,15 +370,12 @@ def test_a_pair_of_shapes_goes_where_its_optimizer_says(count: int, tmp_path: Pa
     assert nnx_shardings(restored) == placed
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_a_pair_goes_where_a_plan_of_its_state_says(as_dict: bool, tmp_path: Path) -> None:
+def test_a_pair_goes_where_a_plan_of_its_state_says(tmp_path: Path) -> None:
     """The paths of variables end in `value`, those of the pair's parameters do not."""
     before = nnx_pair(opt.adamw(1e-2), mesh_of(8))
     checkpointer = saved(tmp_path, before)
     params: Any = nnx.state(nnx.eval_shape(Model), nnx.Param)
     axes: Any = nnx.get_partition_spec(params)
-    if as_dict:
-        params, axes = nnx.to_pure_dict(params), nnx.to_pure_dict(axes)
     plan = memory_plan(opt.adamw(1e-2), params, axes, [], mesh_of(4), zero="data")
 
     def create() -> Any:

@@ -88,29 +88,3 @@ def test_stated_dimensions_are_those_that_tracing_finds(name: str) -> None:
         is_sure = row.source not in ("fallback", "scalar") and not row.is_doubted
         if leaf.parameter is not None and is_sure and row.parameter == path_str(leaf.parameter):
             assert leaf.dimensions == row.dims, (leaf, row)
-
-
-SHAPES = [(4, 4), (4, 8), (8, 4), (4, 4, 4), (8, 4, 8), (4, 8, 8), (8, 8, 4), (3, 8, 8, 5), (9,)]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_factored_dimensions_are_those_of_optax(shape: tuple[int, ...]) -> None:
-    """Sizes that are equal make ties, which Optax decides by its sort."""
-    import optax
-
-    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
-    params = {"w": jnp.ones(shape)}
-    leaves = describe_state(OptaxWrapper(tx).create(params)).leaves
-    kept = {leaf.field[0]: leaf.dimensions for leaf in leaves}
-    # One step on a gradient that differs along one dimension at a time shows what is averaged.
-    for dim in range(len(shape)):
-        line = jnp.arange(1.0, 1.0 + shape[dim])
-        grad = line.reshape([-1 if i == dim else 1 for i in range(len(shape))]) * jnp.ones(shape)
-        _, state = tx.update({"w": grad}, tx.init(params), params)
-        for field in ("v_row", "v_col", "v"):
-            statistic, dims = np.asarray(getattr(state, field)["w"]), kept[field]
-            assert dims is not None
-            if set(dims) != {None}:
-                varies = {dims[i] for i in range(statistic.ndim) if np.ptp(statistic, i).max() > 0}
-                assert varies == ({dim} & set(dims)), (field, dim)

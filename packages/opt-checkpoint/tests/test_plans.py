@@ -346,26 +346,21 @@ def test_c2_another_dtype_is_an_error_unless_every_value_fits(
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype", "fits"),
-    [
-        (np.int64(2**33 + 5), "int32", False),
-        (np.float64(0.1), "float32", True),
-    ],
-)
-def test_c3_64_bits_are_not_truncated_where_jax_has_32(value: Any, dtype: str, fits: bool) -> None:
+def test_c3_64_bits_are_not_truncated_where_jax_has_32() -> None:
     """A file of 64 bits in a process without `jax_enable_x64`: an error for what does not fit."""
-    optimizer = wrapped(optax.identity(), {"x": jnp.zeros((), dtype)})
+    optimizer = wrapped(optax.identity(), {"x": jnp.zeros((), jnp.int32)})
     named = named_state(optimizer)
-    info = next(leaf for leaf in named.schema.leaves if leaf.name == "params/x")
-    wide = dataclasses.replace(info, dtype=str(value.dtype), value=None)
-    infos = tuple(wide if leaf is info else leaf for leaf in named.schema.leaves)
-    schema = dataclasses.replace(named.schema, leaves=infos)
-    saved = NamedState({**named, "params/x": np.asarray(value)}, schema)
-    assert f"{value.dtype} -> {dtype}" in refusal(saved, optimizer)
-    plan = plan_restore(saved, optimizer, allow={"cast"})
-    if fits:
-        assert_bits(plan.apply().target["x"], value.astype(dtype))
-    else:
-        with pytest.raises(errors.LeafError, match="`params/x`: a value does not fit"):
-            plan.apply()
+    infos = tuple(
+        dataclasses.replace(leaf, dtype="int64", value=None) if leaf.name == "params/x" else leaf
+        for leaf in named.schema.leaves
+    )
+    for value in (2**31 - 1, 2**33 + 5):
+        schema = dataclasses.replace(named.schema, leaves=infos)
+        saved = NamedState({**named, "params/x": np.asarray(value)}, schema)
+        assert "int64 -> int32" in refusal(saved, optimizer)
+        plan = plan_restore(saved, optimizer, allow={"cast"})
+        if value < 2**31:
+            assert_bits(plan.apply().target["x"], np.int32(value))
+        else:
+            with pytest.raises(errors.LeafError, match="`params/x`: a value does not fit"):
+                plan.apply()
