@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,12 +65,7 @@ def groups(*rules: Any, **options: Any) -> OptimizerDef:
     return MultiOptimizer.from_rules(list(rules), **options)
 
 
-def assert_same(a: Any, b: Any) -> None:
-    before: Any = jax.tree.structure(a)
-    assert before == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+assert_same = partial(chex.assert_trees_all_equal, strict=True)
 
 
 def migrated(

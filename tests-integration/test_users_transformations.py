@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -140,11 +141,6 @@ def sharpness() -> Any:
     return looks_ahead(optax.adam(0.1), optax.sgd(0.1, 0.9))
 
 
-def same(one: Any, other: Any) -> bool:
-    pairs = zip(*map(jax.tree.leaves, (one, other)), strict=True)
-    return all(bool(jnp.all(a == b)) for a, b in pairs)
-
-
 # What is said of them
 
 
@@ -190,4 +186,4 @@ def test_they_are_restored(name: str) -> None:
     old = new.replace(state=jax.tree.map(trained, new.state))
     plan = plan_restore(named_state(old), new)
     assert plan.is_exact
-    assert same(plan.apply().state, old.state)
+    chex.assert_trees_all_equal(plan.apply().state, old.state, strict=True)

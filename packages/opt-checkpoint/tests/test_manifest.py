@@ -1,6 +1,5 @@
 import copy
 import json
-import random
 from typing import Any
 
 import pytest
@@ -50,40 +49,26 @@ def _places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def _mutated(body: Any, places: list[tuple[Any, ...]], rng: random.Random) -> Any:
-    body = copy.deepcopy(body)
-    *path, last = rng.choice(places[1:])
-    node = body
-    for key in path:
-        node = node[key]
-    if rng.randrange(2):
-        node[last] = rng.choice(_JUNK)
-    else:
-        del node[last]
-    return body
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("seed", range(10))
-def test_e12_mutated_manifests(seed: int) -> None:
-    """10,000 mutated manifests, half of them with a hash that fits: typed errors only."""
-    rng = random.Random(seed)
+def test_e12_mutated_manifests() -> None:
+    """Each entry gone or something else, with a hash that fits, and single bytes: typed errors."""
     saving = Saving.prepare(7, small_state(), None, {"tokens": 1})
     data = saving.encode(saving.sums())
     body = json.loads(data)["manifest"]
-    places = _places(body)
-    accepted = refused = 0
-    for i in range(1000):
-        if i % 2:
-            mutated = sealed(_mutated(body, places, rng))
-        else:
-            raw = bytearray(data)
-            raw[rng.randrange(len(raw))] = rng.randrange(256)
-            mutated = bytes(raw[: rng.choice([len(raw), rng.randrange(len(raw))])])
+    mutated = [data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :] for i in range(len(data))]
+    mutated += [data[:i] for i in range(0, len(data), 50)]
+    for *path, last in _places(body)[1:]:
+        for junk in (*_JUNK, Ellipsis):
+            changed = node = copy.deepcopy(body)
+            for key in path:
+                node = node[key]
+            node[last] = junk
+            if junk is Ellipsis:
+                del node[last]
+            mutated.append(sealed(changed))
+    refused = 0
+    for each in mutated:
         try:
-            decode(mutated)
-            accepted += 1
+            decode(each)
         except CheckpointError:
             refused += 1
-    assert accepted > 10  # Names and notes may be anything.
-    assert refused > 700
+    assert refused > 0.8 * len(mutated)  # names and notes may be anything

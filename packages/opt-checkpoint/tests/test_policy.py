@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -275,10 +276,7 @@ def test_both_doors_ask_for_the_same_words(name: str) -> None:
     assert [(row.leaf.name, row.action) for row in done.rows] == [
         (row.leaf.name, row.action) for row in plan.rows
     ]
-    restored = plan.apply()
-    structure: Any = jax.tree.structure(restored)
-    assert structure == jax.tree.structure(moved)
-    jax.tree.map(np.testing.assert_array_equal, restored, moved)
+    chex.assert_trees_all_equal(plan.apply(), moved, strict=True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
