@@ -43,6 +43,16 @@ def test_an_axis_that_replicates_takes_part_and_is_gathered_once() -> None:
     assert (group.choice, group.collectives) == ("all_to_all", 3)
     assert group.axes == ("y", "x")
     assert group.flops_per_device == group.ideal_flops
+    # In bfloat16: to eight devices and back, and a copy of all of them.
+    size = 256 * 512 // 4
+    assert group.bytes_per_device == 2 * (2 * 8 * size) + 2 * 16 * size
+    work = 4 * 2 * (256 * 512 + 3 * 256 * 256)
+    assert group.temp_bytes == 2 * (2 * 8 * size) + 2 * 16 * size + work
+
+
+def test_few_matrices_on_axes_that_replicate_come_back_by_a_sum_in_float32() -> None:
+    (group,) = planned(many(3, 256, 512), P(), X8).groups
+    assert (group.padding, group.bytes_per_device) == (5, 4 * 3 * 256 * 512)
 
 
 def test_whole_matrices_stay_where_they_are() -> None:
