@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -67,23 +66,13 @@ def test_a_dimension_of_the_state_is_named_after_the_one_it_moves_with(name: str
     assert disagreements(derived(explanation), axes_by_sizes(tx.init, params)) == []
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Layer:
-    kernel: Any
-    bias: Any
-    name: str = dataclasses.field(default="layer", metadata={"static": True})
-
-
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 CONTAINERS: dict[str, Tree] = {
     "FrozenDict": flax.core.freeze({"a": {"w": struct(20, 32), "b": struct(32)}}),
-    "dataclass": [Layer(struct(20, 32), struct(32)), Layer(struct(24, 36), struct(36))],
     "None": {"a": struct(20, 32), "b": None, "c": (None, struct(12))},
-    "mixed dtypes": {"a": struct(20, 32, dtype=jnp.bfloat16), "b": struct(20, 32), "c": struct(20)},
 }
 IN_CONTAINERS = ("adafactor: momentum", "sm3", "flatten", "partition", "user: in a chain")
 

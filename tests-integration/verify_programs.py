@@ -38,10 +38,6 @@ from verify_steps import (
 # Ways to move a sharded array to other devices and back, each as wasteful as the next.
 
 
-def by_gather(x: jax.Array, mesh: Mesh) -> Any:
-    return v.whole(x, mesh)
-
-
 def by_all_to_all(x: jax.Array, mesh: Mesh) -> Any:
     """To another dimension and back."""
     return laid(laid(x, mesh, None, "data"), mesh, "data")
@@ -121,7 +117,7 @@ def each_layer(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array, Mes
 
 
 MOVES: dict[str, Callable[[jax.Array, Mesh], Any]] = {
-    "gather": by_gather,
+    "gather": v.whole,
     "all_to_all": by_all_to_all,
     "ring_in_a_loop": on_shards(_ring_loop, "data"),
     "masked_sum": on_shards(_masked_sum, "data"),

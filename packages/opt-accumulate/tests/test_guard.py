@@ -99,20 +99,6 @@ def test_a_skipped_step_is_bit_equal() -> None:
     assert_bit_equal((carried[-1][0], carried[-1][1].inner), (clean[0], clean[1].inner))
 
 
-def test_update_skips_what_apply_skips() -> None:
-    tx = guarded(loss=QUICK)
-    losses = [1.0, 1.1, 0.9, 1.0, 50.0, NAN, 1.0]
-    params, state = START, tx.init(PARAMS)
-    update = jax.jit(lambda g, s, p, loss: tx.update(g, s, p, loss=loss))
-    for loss in losses:
-        updates, state = update(grads_of(1.0), state, params, loss)
-        if bool(state.was_skipped):
-            assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
-        params = optax.apply_updates(params, updates)
-    chex.assert_trees_all_close((params, state), steps_of(tx, losses)[-1], rtol=1e-6)
-    assert int(state.skipped) == 2
-
-
 def test_a_loss_that_comes_under_another_name() -> None:
     """NumPyro and Optax's `reduce_on_plateau` call it `value`; the optimizer still gets it."""
     contrib: Any = optax.contrib

@@ -274,10 +274,7 @@ def emissions(k: Any, number: int, state: Any = None) -> list[int]:
     return [index for index, update in enumerate(added) if update]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "k", [3, np.int64(3), np.array(3), jnp.uint32(3)], ids=["int", "int64", "array", "uint32"]
-)
+@pytest.mark.parametrize("k", [np.int64(3), jnp.uint32(3)])
 def test_integers_of_every_kind(k: Any) -> None:
     assert emissions(k, 7) == [2, 5]
 

@@ -1,6 +1,5 @@
 """Rules by type, and what the other sources leave to them."""
 
-import pickle
 from typing import Any, NamedTuple
 
 import jax
@@ -97,13 +96,3 @@ def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:
     axes = derive_logical_axes(init, PARAMS, AXES, rules=Rules({Outer: outer, Gram: inner}))
     assert axes.inner.gram["w"] == P("embed", None)
     assert asked == [("outer", "inner"), ("inner", "gram")]
-
-
-def test_rules_do_not_change_and_pickle() -> None:
-    assert pickle.loads(pickle.dumps(DEFAULT_RULES)).by_type == DEFAULT_RULES.by_type
-    by_type: dict[type, Any] = {Gram: lambda leaf: None}
-    rules = Rules(by_type)
-    by_type.clear()
-    assert Gram in rules.by_type
-    with pytest.raises(TypeError):
-        rules.by_type[Gram] = lambda leaf: None  # type: ignore[index]

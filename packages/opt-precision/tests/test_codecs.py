@@ -124,6 +124,16 @@ def test_updates_are_right_over_four_decades() -> None:
     assert cosine >= 0.97
 
 
+@pytest.mark.parametrize("codec", EIGHT_BITS.values(), ids=EIGHT_BITS)
+def test_second_moments_have_no_zero(codec: op.Codec) -> None:
+    """One would make the largest updates of all, divided by `eps`."""
+    form = codec.form("second_moment", (16, 256), jnp.float32)
+    assert isinstance(form, op.Format)
+    v = jnp.zeros((16, 256)).at[:, 0].set(1.0)
+    for noise in (None, jnp.zeros(v.shape, jnp.uint32)):
+        assert decode(form, *encode(form, v, noise)).min() > 0
+
+
 ROLES: tuple[Role, ...] = ("moment", "slow_moment", "second_moment")
 
 

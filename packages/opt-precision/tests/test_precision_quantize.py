@@ -284,11 +284,6 @@ def test_bad_arguments() -> None:
             "log8 second_moment",
             quantize_state(TXS["adamw"], {"second_moment": op.log8()}, op.by_path("nu/kernel")),
         ),
-        (
-            op.Precision(weights="kahan"),
-            "kahan weights",
-            master_weights(TXS["adamw"], storage="kahan"),
-        ),
     ],
 )
 def test_a_precision_is_the_wrappers_as_a_value(precision: Any, text: str, tx: Any) -> None:
