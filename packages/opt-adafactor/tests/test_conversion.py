@@ -104,3 +104,13 @@ def test_what_is_not_of_adafactor_is_left_alone() -> None:
         chex.assert_trees_all_equal(ada.from_optax_state((before, state, after)), optimizer.state)
     first: Any = optax.chain(optax.ema(0.5), optax.scale_by_factored_rms()).init(PARAMS)
     assert ada.from_optax_state(first).param_states["w"].m.shape == (1,)
+
+
+def test_schedules_of_injected_hyperparams_continue() -> None:
+    schedule = optax.linear_schedule(0.1, 0.0, 4)
+    optimizer = train(Adafactor(schedule, **SMALL).create(PARAMS), range(2))
+    tx = optax.inject_hyperparams(ada.adafactor, static_args=tuple(SMALL))(schedule, **SMALL)
+    state = ada.to_optax_state(optimizer.state, tx.init(PARAMS))
+    params, _ = train_optax(tx, optimizer.target, state, range(2, 3))
+    expected = train(optimizer, range(2, 3))
+    assert largest_difference(params, expected.target) < 1e-6

@@ -40,15 +40,15 @@ def test_axes_in_the_boxes_of_flax() -> None:
 
 
 def test_the_global_norm_of_huge_gradients() -> None:
-    def stepped(size: float, **options: Any) -> Any:
+    def stepped(size: float, threshold: float = 1.0, **options: Any) -> Any:
         grads = {"a": jnp.asarray([size, size]), "b": jnp.ones(2)}
-        definition = Adafactor(0.1, global_norm_clip_threshold=1.0, epsilon1=1e-3, **options)
+        definition = Adafactor(0.1, global_norm_clip_threshold=threshold, epsilon1=1e-3, **options)
         optimizer = definition.create({"a": jnp.ones(2), "b": jnp.ones(2)})
         return apply_compiled(optimizer, grads)
 
-    for size in (3e20, 3e38):
-        clipped = stepped(size).state.param_states["a"].v
-        assert np.allclose(clipped, 0.5 + 1e-3, rtol=1e-6)
+    for size, threshold in ((3e20, 1.0), (3e38, 1.0), (3e20, 2.0)):
+        clipped = stepped(size, threshold).state.param_states["a"].v
+        assert np.allclose(clipped, 0.5 * threshold**2 + 1e-3, rtol=1e-6)
     spoilt = stepped(np.inf, skip_nan_updates=True)
     for name in "ab":
         assert (spoilt.target[name] == 1.0).all()

@@ -54,13 +54,15 @@ def optax_can(name: str, tx: Any, grad_dtype: Any) -> bool:
     return True
 
 
-def test_what_init_makes_of_numbers_is_not_weak() -> None:
-    tx = optax.GradientTransformation(
-        lambda params: {"weak": jnp.asarray(1.0), "number": 2.0},
-        lambda updates, state, params=None: (updates, state),
-    )
+def test_what_a_transformation_makes_of_numbers_is_not_weak() -> None:
+    def weak(params: Any) -> Any:
+        return {"weak": jnp.asarray(1.0), "number": 2.0}
+
+    tx = optax.GradientTransformation(weak, lambda u, s, p=None: (u, weak(p)))
     assert is_weak(tx.init(make_params()))
-    assert not is_weak(OptaxWrapper(tx).create(make_params()))
+    optimizer = OptaxWrapper(tx).create(make_params())
+    assert not is_weak(optimizer)
+    assert not is_weak(optimizer.apply_gradient(make_params()))
 
 
 def lenient(tx: Any) -> Any:
