@@ -35,8 +35,10 @@ from verify_programs import (
 from verify_steps import (
     ADAM,
     BATCH,
+    FSDP,
     FSDP_TP,
     MOMENTUM,
+    RING,
     Meshes,
     P,
     Program,
@@ -44,6 +46,7 @@ from verify_steps import (
     Step,
     Tree,
     all_gather,
+    both,
     by_hand,
     by_shape,
     constrain,
@@ -178,6 +181,13 @@ class TestPlantedFaults:
         )
         assert "`state_gathers='any'`" in message
         assert checked(Recipe(tx=ADAM, after=gathered), state_gathers="any").ok
+
+    def test_state_sharded_like_its_parameter_is_not_moved_even_once(self) -> None:
+        """With ZeRO-1 a device needs the new parameters of the others; here it does not."""
+        rotated = on_shards(lambda part: jax.lax.ppermute(part, "data", RING), "data")
+        [error] = checked(Recipe(**both(FSDP), after=moving("w", rotated))).errors
+        assert (error.kind, error.path) == ("state gather", STATE_W)
+        assert "receives 16,384 elements per step, where 0 of the new parameter" in error.message
 
     def test_optimizers_that_need_whole_matrices(self) -> None:
         """D-Adaptation's inner products flatten what is sharded twice."""
