@@ -94,3 +94,10 @@ def test_no_axis_twice() -> None:
     optimizer = definition.create({"b": jnp.ones(4)})
     axes = definition.derive_logical_axes(optimizer, {"b": P("a")})
     assert axes.state.param_states["b"][1] == P("a", None)
+
+
+def test_converted_parameters_are_not_weak() -> None:
+    state = ours.sgd(0.1).init_fn(jnp.asarray(1.0))
+    for way in (ours.to_optimizer_def, ours.to_optax):
+        converted: Any = way(ours.sgd(0.1)).convert_state(state, 0)
+        assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(converted))
