@@ -148,6 +148,17 @@ def test_what_needs_numbers_is_left_to_provenance() -> None:
         explain(init, {"w": shape(8, 8)}, {"w": ("a", "b")}, strict=True)
 
 
+def test_what_neither_evaluates_is_undecided() -> None:
+    def init(params: Any) -> Any:
+        assert {p.shape for p in jax.tree.leaves(params)} <= {(8, 6)}, "no symbols"
+        flat = jnp.concatenate([p.ravel() for p in jax.tree.leaves(params)])
+        return {"flat": flat, "w": jnp.zeros((2, 8, 6))}
+
+    explanation = explain(init, {"w": shape(8, 6), "v": shape(8, 6)}, {"w": ("a", "b"), "v": None})
+    assert [row.source for row in explanation.rows] == ["fallback", "fallback"]
+    assert [note[:16] for note in explanation.notes] == ["no symbols: `ini", "no provenance: `"]
+
+
 def test_a_size_that_is_capped_has_no_name() -> None:
     """A projection whose rank is capped has, but does not index, the size of a dimension."""
     for rank in (64, 100):
