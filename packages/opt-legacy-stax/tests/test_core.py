@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import opt_legacy_stax as ours
 import pytest
+from jax.example_libraries import optimizers as theirs
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import RestoreError, TreeMismatchError
 from stax_testing import NAMES, assert_same, triple_of
@@ -97,7 +98,7 @@ def test_no_axis_twice() -> None:
 
 
 def test_converted_parameters_are_not_weak() -> None:
-    state = ours.sgd(0.1).init_fn(jnp.asarray(1.0))
+    state: Any = theirs.sgd(0.1).init_fn(jnp.asarray(1.0))
     for way in (ours.to_optimizer_def, ours.to_optax):
         converted: Any = way(ours.sgd(0.1)).convert_state(state, 0)
         assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(converted))
