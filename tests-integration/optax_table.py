@@ -1,8 +1,4 @@
-"""Every transformation that the installed Optax exports, and the nestings that people write.
-
-`TABLE` maps a name to a `Case`. Where a name begins with that of a constructor, as Optax exports
-it (`adamw`, `contrib.muon`), a colon and a variant may follow; other names begin with `user`.
-"""
+"""Every transformation that Optax exports, by name and variant, and nestings that users write."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The adapters for AXLearn and Haliax: against the libraries, or their protocols if not installed.
-
-They pass with AXLearn 34aed43c and Haliax 280f49fb on jax 0.10.2. No release of either installs
-beside it, so the gate has the protocols.
-"""
+"""The adapters for AXLearn (34aed43c) and Haliax (280f49fb), or for their protocols."""
 
 import dataclasses
 import importlib.util

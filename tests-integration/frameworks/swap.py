@@ -1,8 +1,4 @@
-"""A plugin of pytest that puts objects of these packages in the place of a framework's.
-
-`pytest -p swap` does what `OPT_SWAP` names, before any of the framework's code is imported, and
-writes the outcome of each test to the file that `OPT_OUTCOMES` names.
-"""
+"""Puts our objects in the place of a framework's (`OPT_SWAP`), and outcomes in `OPT_OUTCOMES`."""
 
 import functools
 import importlib

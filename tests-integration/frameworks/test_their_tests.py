@@ -1,8 +1,4 @@
-"""Frameworks' own tests: what passes with their objects passes with ours in their place.
-
-The tests come from a checkout that `TUNIX_SOURCE` and so on name. Where it has the framework's
-code too, that is what is tested; otherwise the installed release is.
-"""
+"""What passes of a checkout's tests (`TUNIX_SOURCE`) with their objects passes with ours."""
 
 import dataclasses
 import functools

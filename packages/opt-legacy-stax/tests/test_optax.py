@@ -79,16 +79,9 @@ def check(found: Any, expected: Any, *, exact: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-# Exact; with a momentum of the other sign in Optax; with rows.
-SAMPLE = {"momentum": "number", "rmsprop_momentum": "number", "sm3": "schedule"}
-SWITCHES = [
-    pytest.param(name, rate, marks=[] if SAMPLE.get(name) == rate else pytest.mark.slow)
-    for name in ARGUMENTS
-    for rate in RATES
-]
-
-
-@pytest.mark.parametrize(("name", "rate"), SWITCHES)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_run_that_switches_to_the_equivalent_and_back(name: str, rate: str) -> None:
     equivalent = ours.optax_equivalent(name, step_size=RATES[rate], **ARGUMENTS[name])
     assert equivalent.is_exact == (name in EXACT)
