@@ -1,7 +1,6 @@
 """What the accelerator tests share: devices, parameters, meshes and comparisons.
 
-Where JAX finds no accelerator, the first virtual CPU device stands in for one, and the last is the
-CPU that it is compared with: a rehearsal of the tests, run every night.
+Without an accelerator the first virtual CPU device stands in for one: a rehearsal, every night.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ needs_host_memory = pytest.mark.skipif(
     jax.__version_info__ < (0, 10, 2), reason="earlier versions return state in device memory"
 )
 
-# Compilers may join a multiplication and the addition that follows it (FMA), in one program and
-# not in another. Here each product is by a power of two, and so exact: that changes no bit, if
-# gradients have few digits.
+# Each product is by a power of two, and so exact: joined with a sum (FMA) or not, no bit changes.
 EXACT_ADAMW = optax.adamw(2.0**-10, b1=0.5, b2=0.5, weight_decay=2.0**-4)
 
 

@@ -350,11 +350,6 @@ BAD = {
 }
 
 
-PHASE = re.compile(
-    r"(Starting|Finding the text|Planning|Waiting for the other)[^.]* \.\.\.( \d+ s)?"
-)
-
-
 @pytest.fixture(scope="module")
 def bad_world(text: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the bad command lines name."""
@@ -382,10 +377,10 @@ def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     monkeypatch.chdir(bad_world)
     done = main(*([f"--data={text}", *TINY] if is_new else []), *arguments)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    *others, last = done.stderr.splitlines()
+    last = done.stderr.splitlines()[-1]
     assert last.startswith("train_lm: error: ")
     assert said in last
-    assert all(PHASE.fullmatch(line) for line in others), others
+    assert "Traceback" not in done.stderr
     assert snapshot(bad_world) == before
 
 

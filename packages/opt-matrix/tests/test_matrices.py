@@ -119,11 +119,8 @@ def test_empty_matrices_are_named(shape: tuple[int, ...]) -> None:
 )
 def test_logical_axes(axes: tuple[str, ...], shape: tuple[int, ...], dims: Dims | None) -> None:
     assert by_axes(axes, shape) == dims
-
-
-def test_heads_are_matrices_of_their_own_where_asked() -> None:
-    rules = {**DEFAULT_RULES, "heads": "batch"}
-    assert by_axes(("embed", "heads", "kv"), (2, 3, 4), rules=rules) == Dims((0,), (2,))
+    per_head = {**DEFAULT_RULES, "heads": "batch"}
+    assert by_axes(("embed", "heads", "kv"), (2, 3, 4), rules=per_head) == Dims((0,), (2,))
 
 
 def test_matrices_side_by_side() -> None:
