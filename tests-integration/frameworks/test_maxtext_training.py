@@ -260,6 +260,19 @@ def test_eight_bits_are_sharded(axis: str, tmp_path: Path) -> None:
     assert run.size < plain.size / 2.5
 
 
+def adafactor(config: Any, schedule: Any, model: Any) -> Any:
+    return optax.adafactor(schedule, min_dim_size_to_factor=8)
+
+
+def test_adafactor_over_fsdp(tmp_path: Path) -> None:
+    over_fsdp: Any = {"ici_fsdp_parallelism": 4, "shape": (1, 2)}
+    size: Any = {"base_emb_dim": 64, "base_mlp_dim": 256}
+    run = train(tmp_path, adafactor, **over_fsdp, **size)
+    print("Adafactor over fsdp", *run)
+    assert run.losses[-1] < 0.7 * run.losses[0]
+    assert run.size < 7_000
+
+
 def muon(config: Any, schedule: Any, model: Any) -> Any:
     """Of the matrices that MaxText takes for such, as Optax computes it."""
     numbers = module("utils.muon_utils").get_muon_weight_dimension_numbers(model, config)
