@@ -364,7 +364,7 @@ def test_healthy_steps_pass(program: Program) -> None:
     assert reductions(report.unjudged) == []
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("program", [*FAULTY, LAYERS_SUMMED], ids=attrgetter("name"))
 def test_faults_are_found(program: Program) -> None:
     report = checked_program(program)
