@@ -88,8 +88,8 @@ def run(tx: Any, start: Any, lies: Any = None) -> tuple[Any, str]:
 
     held = put(start)
     state = tx.init(held)
-    step = jax.jit(tx.apply)
-    text = step.lower(held, state, put(grads(0))).compile().as_text() or ""
+    step: Any = jax.jit(tx.apply).lower(held, state, put(grads(0))).compile()
+    text = step.as_text() or ""
     for number in range(2):
         held, state = step(held, state, put(grads(number)))
     return jax.tree.map(np.asarray, jax.tree.leaves((held, state))), text
@@ -110,21 +110,28 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @functools.cache
-def on_one_device(codec: Any) -> Any:
+def run_on_one_device(codec: Any) -> Any:
     return run(wrapped(codec), params())[0]
+
+
+@pytest.fixture
+def on_one_device(codec: Any) -> Any:
+    return run_on_one_device(codec)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("codec", [op.dynamic8(), op.log8()], ids=["dynamic8", "log8"])
 @pytest.mark.parametrize("number", [2, 8])
-def test_every_mesh_makes_the_same_codes(number: int, codec: Any, kind: Any) -> None:
+def test_every_mesh_makes_the_same_codes(
+    number: int, codec: Any, kind: Any, on_one_device: Any
+) -> None:
     mesh = mesh_of(number, kind)
     lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
     with jax.set_mesh(mesh):
         layout = lies if kind == AxisType.Auto else None
         found, text = run(wrapped(codec, layout), params(), lies)
-    assert_same(found, on_one_device(codec))
+    assert_same(found, on_one_device)
     assert not _COLLECTIVE.findall(text)
 
 
@@ -136,7 +143,7 @@ def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
     tx = wrapped(op.dynamic8(), lies if kind == AxisType.Auto else None)
     with jax.set_mesh(mesh), pytest.warns(UserWarning, match="blocks of moments lie on several"):
         found, _ = run(tx, params(), lies)
-    assert_same(found, on_one_device(op.dynamic8()))
+    assert_same(found, run_on_one_device(op.dynamic8()))
 
 
 @pytest.mark.slow
