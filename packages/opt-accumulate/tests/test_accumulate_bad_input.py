@@ -215,6 +215,11 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "or build `guard(tx, loss=None)`. Passed are ['value']",
     ),
     (
+        lambda: GUARDED.update(PARAMS, GUARDED.init(PARAMS), PARAMS, loss=jnp.ones(2)),
+        ValueError,
+        "`loss` must be a real scalar; found an array of shape (2,)",
+    ),
+    (
         lambda: guard(SGD, grad_norm=Spike(argument="value")),
         OptionError,
         "`grad_norm` is computed, not passed",

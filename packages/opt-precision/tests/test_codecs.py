@@ -77,6 +77,18 @@ def test_first_moments_come_down_to_nothing(codec: op.Codec) -> None:
     np.testing.assert_allclose(moment[:, ~is_dead], g[:, ~is_dead], atol=0.1 * largest)
 
 
+def test_a_slow_first_moment_in_bfloat16_does_not_stand_still() -> None:
+    """Rounded to nearest, 0.999 of a number is that number."""
+    tx, g = quantize_state(optax.ema(0.999, debias=False), op.bfloat16()), jnp.ones((16, 256))
+
+    def run() -> Any:
+        state = tx.update({"w": g}, tx.init({"w": g}))[1]
+        return jax.lax.scan(lambda s, _: (tx.update({"w": 0 * g}, s)[1], None), state, length=2000)
+
+    moment = op.decode(jax.jit(run)()[0]).inner.ema["w"]
+    assert float(moment.mean()) == pytest.approx(1e-3 * 0.999**2000, rel=0.02)
+
+
 def largest_ratios(
     codec: Any, decades: float, b1: float = 0.9, steps: int = 200
 ) -> tuple[float, float, float]:
