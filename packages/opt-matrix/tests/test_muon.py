@@ -154,6 +154,10 @@ def test_bad_arguments() -> None:
         scale_by_muon(plan=plan, orthogonalize=F32)
     with pytest.raises(PlanError, match=r"the plan was made without these leaves: \['other'\]"):
         scale_by_muon(plan=plan).init({"other": jnp.ones((2, 3))})
+    tx = scale_by_muon(plan=plan)
+    other = {name: PARAMS[name] for name in ("wo", "sq")} | {"wi": jnp.ones((6, 8))}
+    with pytest.raises(PlanError, match=r"wi: planned with the shape \(8, 6\), and is \(6, 8\)"):
+        tx.update(other, tx.init(other))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
