@@ -1,4 +1,7 @@
-"""`with_average`: an average of the parameters beside the optimizer that updates them."""
+"""An average of the parameters beside the optimizer, and the parameters to evaluate.
+
+`with_average` keeps the one; `eval_params` finds the others, wherever in a state they are.
+"""
 
 from __future__ import annotations
 

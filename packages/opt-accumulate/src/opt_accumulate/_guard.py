@@ -1,4 +1,7 @@
-"""`guard`: skips steps that spikes or non-finite values would spoil."""
+"""`guard`: skips steps that spikes or non-finite values would spoil.
+
+It keeps windows of values, in which spikes stand out, and counts of skipped steps.
+"""
 
 from __future__ import annotations
 

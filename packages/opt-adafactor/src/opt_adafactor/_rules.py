@@ -1,4 +1,7 @@
-"""Factor rules, which assign a role to each dimension of a parameter, and tables by path."""
+"""Factor rules, which assign a role to each dimension of a parameter, and tables by path.
+
+They are given, or derived from the logical axes of parameters.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from typing import Any, Self, TypeVar
 from opt_core.errors import OptimizerError
 from opt_core.extend import Rule
 
-from opt_checkpoint._folder import are_equal, foreign_steps, list_checked, sync_errors
+from opt_checkpoint._folder import foreign_steps, list_checked
+from opt_checkpoint._processes import are_equal, sync_errors
 from opt_checkpoint._step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._targets import plan_restore
 from opt_checkpoint._writer import Writer

@@ -34,7 +34,7 @@ from opt_core.extend import (
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint import _digest
-from opt_checkpoint._folder import MANIFEST, are_equal, is_first, sync_errors
+from opt_checkpoint._folder import MANIFEST
 from opt_checkpoint._manifest import (
     DTYPES,
     EXTRA,
@@ -49,6 +49,7 @@ from opt_checkpoint._manifest import (
     store_key,
     structure_of,
 )
+from opt_checkpoint._processes import are_equal, is_first, sync_errors
 from opt_checkpoint._step import SavedStep
 from opt_checkpoint._targets import plan_restore, view_of
 from opt_checkpoint.errors import LeafError, SaveError

@@ -1,4 +1,7 @@
-"""Restoring legacy checkpoints into today's optimizers."""
+"""Restoring legacy checkpoints into today's optimizers.
+
+With what Optax has changed about its states since, and how to migrate old ones.
+"""
 
 from __future__ import annotations
 

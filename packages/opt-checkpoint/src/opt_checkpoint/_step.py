@@ -18,13 +18,7 @@ from opt_core.errors import OptimizerError
 from opt_core.extend import LeafInfo, Schema, abstract, named_leaves, path_str, shown
 
 from opt_checkpoint._digest import bound, digests
-from opt_checkpoint._folder import (
-    describe_foreign,
-    is_first,
-    is_orbax,
-    item_with_manifest,
-    sync_errors,
-)
+from opt_checkpoint._folder import describe_foreign, is_orbax, item_with_manifest
 from opt_checkpoint._manifest import (
     EXTRA,
     PYTHON,
@@ -36,6 +30,7 @@ from opt_checkpoint._manifest import (
     rebuilt,
     store_key,
 )
+from opt_checkpoint._processes import is_first, sync_errors
 from opt_checkpoint._stores import (
     damaged,
     restore_args,

@@ -1,4 +1,7 @@
-"""The contract: a definition, its state, and the two together with the parameters."""
+"""The contract: a definition, its state, and the two together with the parameters.
+
+For optimizers that keep an average, also the parameters to evaluate.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from opt_legacy_stax._identity import triple_of
 from opt_legacy_stax._optimizers import Optimizer
-from opt_legacy_stax._trees import triple_of
 from opt_legacy_stax.errors import MissingExtraError
 
 if TYPE_CHECKING:

@@ -23,18 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_legacy_stax._extras import needs
+from opt_legacy_stax._identity import Identity, identity_of, triple_of
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, is_state, other_entries
-from opt_legacy_stax._trees import (
-    Identity,
-    Node,
-    differences,
-    first_lines,
-    identity_of,
-    leaf_paths,
-    nodes,
-    shown,
-    triple_of,
-)
+from opt_legacy_stax._trees import Node, differences, first_lines, leaf_paths, nodes, shown
 from opt_legacy_stax.errors import (
     DamagedFileError,
     FormatVersionError,

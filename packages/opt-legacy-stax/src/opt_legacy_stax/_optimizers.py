@@ -17,15 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey, PyTreeDef
 
-from opt_legacy_stax._trees import (
-    ATTRIBUTE,
-    Identity,
-    difference,
-    different_trees,
-    identity_of_maker,
-    leaf_paths,
-    shown,
-)
+from opt_legacy_stax._identity import ATTRIBUTE, Identity, identity_of_maker
+from opt_legacy_stax._trees import difference, different_trees, leaf_paths, shown
 from opt_legacy_stax.errors import LayoutError, StateChangedError, StepError
 
 Array = Any

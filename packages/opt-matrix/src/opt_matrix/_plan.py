@@ -1,4 +1,7 @@
-"""Which devices compute with which matrices, and what it costs: from shapes alone."""
+"""Which devices compute with which matrices, and what it costs: from shapes alone.
+
+A plan prints as a table, and is held against what a compiled program moves.
+"""
 
 from __future__ import annotations
 

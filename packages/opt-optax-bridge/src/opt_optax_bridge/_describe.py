@@ -1,4 +1,10 @@
-"""What the state of an Optax transformation means: names, parameters, dimensions, roles."""
+"""What the state of an Optax transformation means: names, parameters, dimensions, roles.
+
+Optax's containers say where they keep what. Elsewhere a nested transformation is found by what its
+own `init` makes of the parameters, or of placeholders for them: the first part of the state around
+it that has this structure is its state. Those of one structure are found in the order in which the
+function around them reads them. Leaves that no placeholder comes through to are traced.
+"""
 
 from __future__ import annotations
 

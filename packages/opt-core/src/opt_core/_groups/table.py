@@ -1,4 +1,7 @@
-"""The table of groups: how it is written, how it divides a tree, and who knows logical axes."""
+"""The table of groups: how it is written, how it divides a tree, and who knows logical axes.
+
+Which leaves belong to which group is a `Division`; the states of the groups carry it along.
+"""
 
 from __future__ import annotations
 
