@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,17 +160,33 @@ def compiled(text: Path, tmp_path_factory: pytest.TempPathFactory) -> jax.stages
 
 
 @pytest.fixture(scope="module")
-def whole(
+def trained(
     compiled: jax.stages.Compiled, text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The folder of a run that nothing interrupted; its output is in `stdout` and `stderr`."""
+) -> tuple[Path, Callable[[], None]]:
+    """The folder of a run that nothing interrupted, and what writes its report."""
     folder = tmp_path_factory.mktemp("runs") / "deep" / "whole"
+    training = load("lm.training")
+    reports: list[Callable[[], None]] = []
+
+    def keep(*args: Any, original: Any = training.write_report) -> None:
+        reports.append(functools.partial(original, *args))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load("lm.training"), "compile_step", lambda *_: compiled)
+        patch.setattr(training, "compile_step", lambda *_: compiled)
+        patch.setattr(training, "write_report", keep)
         done = main("--out", folder, "--data", text, *TINY)
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)
+    return folder, reports[0]
+
+
+@pytest.fixture(scope="module")
+def whole(trained: tuple[Path, Callable[[], None]]) -> Path:
+    """The folder with all its files; what was printed is in `stdout` and `stderr`."""
+    folder, report = trained
+    with (folder / "stdout").open("a") as out, contextlib.redirect_stdout(out):
+        report()
     return folder
 
 
@@ -193,8 +211,10 @@ def test_the_step_takes_over_the_memory_of_the_optimizer(compiled: jax.stages.Co
     assert not any(argument.donated for argument in jax.tree.leaves(others))
 
 
-def test_learning_rate_is_that_of_the_schedule(whole: Path) -> None:
-    rates = [line["learning_rate"] for line in read_metrics(whole)]
+def test_learning_rate_is_that_of_the_schedule(
+    trained: tuple[Path, Callable[[], None]],
+) -> None:
+    rates = [line["learning_rate"] for line in read_metrics(trained[0])]
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, STEPS // 20, STEPS, 4e-4)
     np.testing.assert_allclose(rates, schedule(jnp.arange(STEPS)), rtol=2e-6)
 

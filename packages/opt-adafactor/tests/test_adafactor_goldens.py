@@ -30,7 +30,7 @@ def replay(name: str) -> list[Optimizer]:
     return run
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", g.case_ids())
 def test_trajectories_op_by_op(name: str) -> None:
     case = g.load(name)
