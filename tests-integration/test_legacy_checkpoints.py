@@ -13,11 +13,11 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from opt_adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap
-from opt_checkpoint import flax_optim_equivalent, read_legacy, restore_legacy
-from opt_checkpoint.errors import EquivalenceError, LoadError
+from opt_checkpoint import read_legacy, restore_legacy
+from opt_checkpoint.errors import LoadError
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, to_state_dict
 from opt_core.errors import RestoreError
-from opt_optax_bridge import OptaxWrapper
+from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
 FLAX = [case for case in g.index(g.LEGACY)["cases"] if case["family"] != "train_state"]
 TRAIN_STATES = [case for case in g.index(g.LEGACY)["cases"] if case["family"] == "train_state"]
@@ -67,6 +67,83 @@ IN_032 = {
 }
 
 
+def decayed(scaling: Any, weight_decay: float, rate: Any) -> optax.GradientTransformation:
+    return optax.chain(scaling, optax.add_decayed_weights(weight_decay), optax.sgd(rate))
+
+
+def adafactor(
+    learning_rate: Any,
+    factored: bool = True,
+    multiply_by_parameter_scale: bool = True,
+    beta1: float | None = None,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    clipping_threshold: float | None = 1.0,
+    weight_decay_rate: float | None = None,
+    min_dim_size_to_factor: int = 128,
+    epsilon1: float = 1e-30,
+    dtype_momentum: Any = "float32",
+) -> optax.GradientTransformation:
+    return optax.adafactor(
+        learning_rate,
+        min_dim_size_to_factor,
+        decay_rate,
+        step_offset,
+        multiply_by_parameter_scale,
+        clipping_threshold,
+        beta1,
+        dtype_momentum,
+        weight_decay_rate,
+        epsilon1,
+        factored,
+    )
+
+
+# The table of `docs/legacy-checkpoints.md`, with the names and defaults of `flax.optim`.
+EQUALS: dict[str, Any] = {
+    "GradientDescent": lambda learning_rate: optax.sgd(learning_rate),
+    "Momentum": lambda learning_rate, beta=0.9, weight_decay=0.0, nesterov=False: optax.chain(
+        optax.add_decayed_weights(weight_decay), optax.sgd(learning_rate, beta, nesterov)
+    ),
+    "Adam": lambda learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0: optax.adamw(
+        learning_rate, beta1, beta2, eps, weight_decay=weight_decay
+    ),
+    "LAMB": lambda learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-6: optax.lamb(
+        learning_rate, beta1, beta2, eps, weight_decay=weight_decay
+    ),
+    "LARS": lambda learning_rate, beta=0.9, trust_coefficient=0.001, eps=0.0, nesterov=False: (
+        optax.lars(
+            learning_rate,
+            trust_coefficient=trust_coefficient,
+            eps=eps,
+            momentum=beta,
+            nesterov=nesterov,
+        )
+    ),
+    # an `eps` that only prevents a division by zero
+    "Adagrad": lambda learning_rate, eps=1e-8: optax.adagrad(
+        learning_rate, initial_accumulator_value=0.0, eps=0.0
+    ),
+    "RMSProp": lambda learning_rate, beta2=0.9, eps=1e-8, centered=False: optax.rmsprop(
+        learning_rate, beta2, eps, eps_in_sqrt=False, centered=centered
+    ),
+    # the decay is AdamW's, not that of `optax.adadelta`
+    "Adadelta": lambda learning_rate, rho=0.9, eps=1e-6, weight_decay=0.0: decayed(
+        optax.scale_by_adadelta(rho, eps), weight_decay, learning_rate
+    ),
+    "AdaBelief": lambda learning_rate, beta1=0.9, beta2=0.999, eps=1e-16, weight_decay=0.0: decayed(
+        optax.scale_by_belief(beta1, beta2, eps, eps_root=eps), weight_decay, learning_rate
+    ),
+    "Adafactor": adafactor,
+}
+
+
+def equal_of(name: str, **hyper_params: Any) -> OptimizerDef:
+    constructor = EQUALS[name]
+    constructor.__name__ = name.lower()  # what definitions call it
+    return wrap_optax_optimizer(constructor)(**hyper_params)
+
+
 def definition_of(case: dict[str, Any]) -> OptimizerDef:
     spec = IN_032.get(case["id"], case.get("constructor"))
     definition = build(spec)
@@ -88,7 +165,7 @@ def build(spec: Any) -> OptimizerDef:
                 # It has no equal; its state can go on under Optax's own rule.
                 lars: OptimizerDef = opt_optax_bridge.lars(momentum=given.pop("beta"), **given)
                 return lars
-            return flax_optim_equivalent(name, **given)
+            return equal_of(name, **given)
     raise ValueError(spec)
 
 
@@ -105,8 +182,21 @@ def bytes_of(entry: dict[str, Any]) -> bytes:
 
 
 def restore(entry: dict[str, Any], optimizer: Optimizer, source: Any) -> Optimizer:
-    """LARS with weight decay is the one target that does not say what it stands for."""
-    return restore_legacy(optimizer, source, written_by="LARS" if "LARS" in entry["id"] else None)
+    spec = IN_032.get(entry["id"], entry.get("constructor"))
+    return restore_legacy(optimizer, source, written_by=writers(spec, optimizer))
+
+
+def writers(spec: Any, optimizer: Optimizer) -> str | dict[str, str]:
+    """The class, or by the names of the groups the classes of a `MultiOptimizer`."""
+    name: str = spec["$call"]
+    definition = optimizer.optimizer_def
+    if not isinstance(definition, MultiOptimizer):
+        return name
+    groups = definition.split(optimizer)
+    if name != "MultiOptimizer":  # of a focus
+        return dict.fromkeys(groups, name)
+    names = [pair["$pair"][1]["$call"] for pair in spec["args"]]
+    return dict(zip(groups, names, strict=True))
 
 
 def last_entry(entry: dict[str, Any]) -> g.Flat:
@@ -175,7 +265,7 @@ def test_flax_optim_032_restores_bit_for_bit(entry: dict[str, Any]) -> None:
             sorted(p for p in paths(case.params) if p.endswith(e)) for e in ("kernel", "bias")
         ]
         recorded = in_one_state(recorded, groups)
-    assert_holds(restore_legacy(optimizer, bytes_of(entry)), recorded)
+    assert_holds(restore(entry, optimizer, bytes_of(entry)), recorded)
 
 
 def paths(tree: Any) -> list[str]:
@@ -195,13 +285,11 @@ def in_one_state(recorded: g.Flat, groups: list[list[str]]) -> g.Flat:
 @pytest.mark.parametrize("entry", [e for e in FLAX if e["id"] in REFUSED], ids=lambda e: e["id"])
 def test_what_has_no_equal_is_refused_with_the_reason(entry: dict[str, Any]) -> None:
     name = REFUSED[entry["id"]]
-    with pytest.raises(EquivalenceError, match=name):
-        flax_optim_equivalent(name, learning_rate=0.1)
     contents = read_legacy(bytes_of(entry))
     params = contents.get("target", {"w": np.ones(2, np.float32)})
-    optimizer = flax_optim_equivalent("Adam", learning_rate=0.1).create(params)
+    optimizer = equal_of("Adam", learning_rate=0.1).create(params)
     with pytest.raises(LoadError, match=name):
-        restore_legacy(optimizer, bytes_of(entry))
+        restore_legacy(optimizer, bytes_of(entry), written_by="Adam")
 
 
 def test_dynamic_scale_goes_where_the_message_says() -> None:
@@ -236,7 +324,7 @@ def test_training_continues_as_under_flax_optim(entry: dict[str, Any]) -> None:
     case, definition = case_of(entry), definition_of(entry)
     first = len(case.grads) // 2
     flat = g.entry(case, first) | {path: {} for path in entry.get("empty_dict_keys", [])}
-    optimizer = restore_legacy(definition.create(case.params), g.unflatten(flat))
+    optimizer = restore(entry, definition.create(case.params), g.unflatten(flat))
     tolerance = g.BFLOAT16 if case.is_bfloat16 else g.OP_BY_OP
     for t in range(first, len(case.grads)):
         given = g.overrides(case, definition, t)

@@ -35,19 +35,12 @@ from opt_core.extend import path_str as leaf_name
 from opt_core.extend import split_path as leaf_path
 
 from opt_checkpoint import errors
-from opt_checkpoint._adafactor_rules import (
-    ADAFACTOR_FROM_OPTAX,
-    ADAFACTOR_MOMENTUM_FROM_OPTAX,
-    OPTAX_FROM_ADAFACTOR,
-    OPTAX_MOMENTUM_FROM_ADAFACTOR,
-)
 from opt_checkpoint._targets import TrainingState, named_state, plan_restore, restore_named
 
 __version__ = _version("opt-checkpoint")
 
 if TYPE_CHECKING:
     from opt_checkpoint._checkpointer import Checkpointer
-    from opt_checkpoint._flax_optim import flax_optim_equivalent
     from opt_checkpoint._foreign import open_foreign
     from opt_checkpoint._handler import OptimizerHandler, OptimizerRestore, OptimizerSave
     from opt_checkpoint._read_legacy import read_legacy
@@ -55,10 +48,6 @@ if TYPE_CHECKING:
     from opt_checkpoint._step import SavedStep, StepReport, open_step
 
 __all__ = [
-    "ADAFACTOR_FROM_OPTAX",
-    "ADAFACTOR_MOMENTUM_FROM_OPTAX",
-    "OPTAX_FROM_ADAFACTOR",
-    "OPTAX_MOMENTUM_FROM_ADAFACTOR",
     "Checkpointer",
     "LeafInfo",
     "Map",
@@ -79,7 +68,6 @@ __all__ = [
     "TrainingState",
     "Unstack",
     "errors",
-    "flax_optim_equivalent",
     "leaf_name",
     "leaf_path",
     "named_state",
@@ -96,7 +84,6 @@ _LATER = {
     "_foreign": ["open_foreign"],
     "_handler": ["OptimizerHandler", "OptimizerRestore", "OptimizerSave"],
     "_step": ["SavedStep", "StepReport", "open_step"],
-    "_flax_optim": ["flax_optim_equivalent"],
     "_read_legacy": ["read_legacy"],
     "_restore_legacy": ["restore_legacy"],
 }

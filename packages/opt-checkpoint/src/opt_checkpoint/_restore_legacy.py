@@ -18,15 +18,9 @@ from opt_core.errors import RestoreError
 from opt_core.extend import Names, children, flatten_with_paths, listed, path_str
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._flax_optim import (
-    DYNAMIC_SCALE,
-    entries_of,
-    is_per_parameter,
-    optax_state,
-    writer_of,
-)
+from opt_checkpoint._flax_optim import entries_of, is_per_parameter, optax_state
 from opt_checkpoint._read_legacy import is_elsewhere, read_legacy, sequence_of
-from opt_checkpoint.errors import EquivalenceError, LoadError, VersionError
+from opt_checkpoint.errors import LoadError, VersionError
 
 Saved = Mapping[str, Any]
 
@@ -141,7 +135,7 @@ def restore_legacy(
 
     It reads the checkpoints of T5X, of `flax.optim` (before and since 0.3.3), and of Flax's
     `TrainState`, and states of Optax whose fields have changed since. The state of `flax.optim`'s
-    optimizers goes where their equals in Optax keep it, see `flax_optim_equivalent`.
+    optimizers goes where their equals in Optax keep it.
 
     A file with states of Optax does not say which optimizer wrote it, nor how long a window of
     `MultiSteps` was. States of the same fields and shapes, such as those of Adam, AdaBelief, Yogi,
@@ -150,32 +144,30 @@ def restore_legacy(
     Args:
       optimizer: the optimizer to go on with; determines containers, shapes, dtypes, shardings.
       source: the bytes of a checkpoint, the path of a file, or what `read_legacy` returned.
-      written_by: which optimizer of `flax.optim` wrote it, by the class's name, where `optimizer`
-        was not built by `flax_optim_equivalent`; of groups a mapping from their names. An error
-        if it is not needed: the file is not of `flax.optim`, or nothing in `optimizer` is wrapped
-        Optax.
+      written_by: which optimizer of `flax.optim` wrote it, by the class's name, such as `'Adam'`;
+        of groups a mapping from their names. An error if it is not needed: the file is not of
+        `flax.optim`, or nothing in `optimizer` is wrapped Optax.
 
     Returns:
       The restored optimizer. No array of `source` is aliased.
 
     Raises:
       LoadError: it is not a legacy checkpoint, or its state does not fit this optimizer, or it was
-        saved in a window of `MultiSteps` that could not end in this one; says what.
-      EquivalenceError: nothing says which optimizer of `flax.optim` wrote it, or `written_by` is
-        wrong, or does not apply to the file.
+        saved in a window of `MultiSteps` that could not end in this one; says what. Or `written_by`
+        is missing or wrong, or does not apply to the file.
       VersionError: it was written by an Optax whose state meant something else.
       opt_core.errors.RestoreError: something is missing, extra, or of another shape or dtype;
         lists every path.
 
     Examples:
       >>> import flax.serialization, jax.numpy as jnp
-      >>> from opt_checkpoint import flax_optim_equivalent
+      >>> import opt_optax_bridge as opt
       >>> moments = {'grad_ema': jnp.ones(2), 'grad_sq_ema': jnp.ones(2)}
       >>> data = flax.serialization.msgpack_serialize({
       ...     'target': {'w': jnp.zeros(2)},
       ...     'state': {'step': 7, 'param_states': {'w': moments}}})
-      >>> optimizer = flax_optim_equivalent('Adam', learning_rate=0.1).create({'w': jnp.ones(2)})
-      >>> restored = restore_legacy(optimizer, data)
+      >>> optimizer = opt.adamw(0.1, weight_decay=0.0).create({'w': jnp.ones(2)})
+      >>> restored = restore_legacy(optimizer, data, written_by='Adam')
       >>> int(restored.state.step), restored.state.param_states[0].mu['w'].tolist()
       (7, [1.0, 1.0])
     """
@@ -204,7 +196,7 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
     if wrapped and is_per_parameter(entries_of(target, states)):
         writers = written_by if isinstance(written_by, Mapping) else {}
         if unknown := sorted(writers.keys() - wrapped.keys()):
-            raise EquivalenceError(
+            raise LoadError(
                 f"`written_by`: {listed(unknown)} is not a group of wrapped Optax that trains: "
                 f"{listed(filter(None, wrapped), 'this optimizer has no groups; pass one name')}."
             )
@@ -215,14 +207,13 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
             if name in wrapped:
                 who = writers.get(name) if isinstance(written_by, Mapping) else written_by
                 where = f" (group `{name}`)" if name else ""
-                equal = writer_of(wrapped[name], who, where, entries)
-                placed[name] = optax_state(group, equal, entries, step)
+                placed[name] = optax_state(group, who, where, entries, step)
             else:
                 kept = {path: entry for path, entry in entries.items() if entry is not None}
                 placed[name] = unflatten_dict(kept)
         states = placed.get("", placed)
     elif written_by is not None:
-        raise EquivalenceError(
+        raise LoadError(
             "`written_by` is for restoring the state of `flax.optim` into wrapped Optax. Here the "
             "optimizer decides what the state in the file is: leave it out."
         )
@@ -285,7 +276,11 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unknown(contents: Mapping[str, Any]) -> str:
     if set(contents) == {"fin_steps", "scale"}:
-        return f"this is a `flax.optim.DynamicScale`: {DYNAMIC_SCALE}."
+        return (
+            "this is a `flax.optim.DynamicScale`, which is not an optimizer. It lives on as "
+            "`flax.training.dynamic_scale.DynamicScale`, which takes its file: "
+            "`flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`."
+        )
     keys = ", ".join(sorted(contents)[:10]) or "nothing"
     return (
         "expected the keys `target` and `state` (`flax.optim`), `params`, `opt_state` and `step` "

@@ -13,7 +13,6 @@ from opt_core.errors import LeafError, OptimizerError, SurgeryError
 __all__ = [
     "CheckpointError",
     "DamagedError",
-    "EquivalenceError",
     "ForeignError",
     "LeafError",
     "LoadError",
@@ -31,10 +30,6 @@ class CheckpointError(OptimizerError):
 
 class DamagedError(CheckpointError, ValueError):
     """Bytes are not those that were written: a digest differs, or a file is cut or missing."""
-
-
-class EquivalenceError(CheckpointError, ValueError):
-    """Optax has no equal of an optimizer of another library; says why."""
 
 
 class ForeignError(CheckpointError, ValueError):
