@@ -19,12 +19,12 @@ and an `Optimizer` is the two together with the parameters: one pytree that goes
 from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
-from opt_core._describe import describe_state
 from opt_core._description import (
     Bearing,
     LeafDescription,
     StateDescription,
     TransformationDescription,
+    describe_state,
 )
 from opt_core._gradients import check_gradients
 from opt_core._groups.describe import (

@@ -263,7 +263,7 @@ class OptimizerDef:
         Raises:
           TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
         """
-        from opt_core._describe import derive_by_description
+        from opt_core._description import derive_by_description
 
         target, param_states = derive_by_description(optimizer, param_axes)
         return Optimizer(self, OptimizerState(None, param_states), target)
@@ -275,7 +275,7 @@ class OptimizerDef:
         the result, which must depend only on the definition, the containers, the shapes and the
         dtypes; leaves may be tracers or `jax.ShapeDtypeStruct`s.
         """
-        from opt_core._describe import describe_by_types
+        from opt_core._description import describe_by_types
 
         return describe_by_types(self, params, state)
 

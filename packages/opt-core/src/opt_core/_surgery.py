@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Except, Group, Rest, pattern_str, positions_of
 from opt_core._optimizer import Optimizer, OptimizerDef, Params, leaf_groups
-from opt_core._plan.leaves import HeldState, View, named_view
+from opt_core._plan.leaves import HeldState, Side, View, named_view, source_side
 from opt_core._plan.match import make_plan
-from opt_core._plan.pairing import Side, source_side
 from opt_core._plan.plan import Plan, Request, Schedules, check_allowances
 from opt_core._plan.rules import Rule
 from opt_core._trees import Names, listed, named_leaves, path_str

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 
-from opt_core._describe import axes_of_leaves, describe_state
 from opt_core._description import (
     LeafDescription,
     StateDescription,
     TransformationDescription,
+    axes_of_leaves,
+    describe_state,
 )
 from opt_core._gradients import gradient_leaves
 from opt_core._groups.table import (

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from opt_core._describe import describe_state
+from opt_core._description import describe_state
 from opt_core._optimizer import Optimizer, OptimizerState, leaf_groups
 from opt_core._plan.leaves import (
     HeldState,

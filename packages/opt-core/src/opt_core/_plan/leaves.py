@@ -1,22 +1,22 @@
-"""The leaves of an optimizer by names that say what they mean: what a source holds."""
+"""The leaves of a source or a target, by names that say what they mean."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from opt_core._describe import describe_state
-from opt_core._description import TransformationDescription, TransformationKey
+from opt_core._description import TransformationDescription, TransformationKey, describe_state
 from opt_core._optimizer import Optimizer, leaf_groups
-from opt_core._trees import Names, committed_sharding, named_leaves, path_str
+from opt_core._trees import Names, committed_sharding, named_leaves, path_str, split_path
 from opt_core.errors import LeafError
 from opt_core.protocols import Storage
 
@@ -444,3 +444,259 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
         # no group can have this name: `~` is escaped in the names of groups
         groups["frozen" if "frozen" not in groups else "~frozen"] = tuple(frozen)
     return groups
+
+
+# A source or a target: the leaves of its transformations, and what they say of one another.
+
+
+TRAINED: Final = frozenset(
+    {"moment", "second_moment", "accumulator", "params_copy", "factored", "statistic"}
+)
+"""Roles of leaves whose values training determines."""
+
+
+# A raw PRNG key has up to four words, a typed one is a scalar.
+_FEW: Final = 4
+
+
+class Side:
+    """The source of a plan, or its target: what the leaves of transformations are.
+
+    Args:
+      source: what holds the leaves.
+      leaves: those of transformations.
+      transformations: in the order in which they act.
+      paths: where the leaves are in `param_states`, of a target.
+      origins: of a target the parameters of the source that each of its own is computed from, where
+        these are others.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        leaves: Sequence[LeafInfo],
+        transformations: Sequence[TransformationDescription],
+        paths: Sequence[Names] = (),
+        origins: Mapping[Names, Sequence[Names]] | None = None,
+    ) -> None:
+        self.source, self.leaves, self.paths = source, leaves, paths
+        self.transformations, self._origins = transformations, origins or {}
+        self.names = [leaf.name for leaf in leaves]
+        self.owners = _owners(source.schema)
+        self._positions: dict[TransformationKey, list[int]] = {}
+        self._index: dict[Any, int] = {}
+        self._groups: dict[Any, dict[Names, None]] = {}
+        for i, leaf in enumerate(leaves):
+            name, parameter = leaf.kept_by.name, leaf.parameter
+            self._positions.setdefault(leaf.kept_by, []).append(i)
+            self._index[(*leaf.kept_by, leaf.field, parameter)] = i
+            for what in ((name, parameter), (name,), (parameter,)):
+                self._groups.setdefault(what, {})[leaf.group] = None
+        self._by_key = {transformation.key: transformation for transformation in transformations}
+        self._alike: dict[Any, list[TransformationDescription]] = {}
+        for x in sorted(transformations, key=lambda x: x.number):
+            self._alike.setdefault((x.group, x.name), []).append(x)
+
+    def same(self, positions: Sequence[int]) -> bool | None:
+        """Whether leaves have the same value bit for bit; `None` if that needs reading arrays."""
+        # Counts are in the schema; the source compares others of up to four elements.
+        if len(positions) == 1:
+            return True
+        leaves = [self.leaves[i] for i in positions]
+        values = {leaf.value for leaf in leaves}
+        if None not in values:
+            return len(values) == 1
+        if len({(leaf.shape, leaf.dtype) for leaf in leaves}) > 1:
+            return False
+        if any(leaf.parameter is not None or math.prod(leaf.shape) > _FEW for leaf in leaves):
+            return None
+        return self.source.same([leaf.name for leaf in leaves])
+
+    def find(self, leaf: LeafInfo, group: Names, number: int) -> int | None:
+        """Returns the position of the corresponding leaf in a group, whatever its dimensions."""
+        return self._index.get((group, leaf.kept_by.name, number, leaf.field, leaf.parameter))
+
+    def groups(self, *what: Any) -> Sequence[Names]:
+        """Returns the groups in which a transformation, a parameter, or both, have leaves."""
+        return list(self._groups.get(what, ()))
+
+    def alike(self, group: Names, name: str) -> Sequence[TransformationDescription]:
+        """Returns the transformations of one name in a group, by number."""
+        return self._alike.get((group, name), ())
+
+    def keeper(self, leaf: LeafInfo) -> TransformationDescription:
+        """Returns the transformation that keeps a leaf."""
+        return self.transformation(leaf.kept_by)
+
+    def transformation(self, key: TransformationKey) -> TransformationDescription:
+        """Returns a transformation; only its name if it is not described."""
+        return self._by_key.get(key) or TransformationDescription(key.name, key.number, key.group)
+
+    def before(self, key: TransformationKey) -> Sequence[TransformationDescription]:
+        """Returns the transformations before one, in enclosing and nested groups too."""
+        earlier: list[TransformationDescription] = []
+        for transformation in self.transformations:
+            if transformation.key == key:
+                return earlier
+            if is_around(transformation.group, key.group):
+                earlier.append(transformation)
+        return []
+
+    def leaves_of(self, key: TransformationKey) -> Sequence[int]:
+        """Returns the positions of a transformation's leaves."""
+        return self._positions.get(key, ())
+
+    def followed(self, key: TransformationKey) -> Sequence[Names]:
+        """Returns the parameters that leaves of a transformation follow."""
+        params = (self.leaves[i].parameter for i in self.leaves_of(key))
+        return list(dict.fromkeys(param for param in params if param is not None))
+
+    def came_from(self, param: Names) -> Sequence[Names]:
+        """Returns the parameters of the source that one is computed from."""
+        return self._origins.get(param, (param,))
+
+    def is_recorded(self, leaf: LeafInfo) -> bool:
+        """Whether a leaf is a setting recorded in the state, rather than a result of training."""
+        # Of a transformation that nobody has described, a number may be learnt whatever its name.
+        is_number = leaf.parameter is None and leaf.role == "other"
+        keeper = self.keeper(leaf)
+        return is_number and keeper.source != "types" and leaf.field[-1] in keeper.settings
+
+    def holds_parameters(self, leaf: LeafInfo) -> bool:
+        """Whether a leaf belongs to parameters by their order; entries of a list may."""
+        is_unknown = leaf.parameter is None and leaf.role == "other"
+        is_entry = is_unknown and leaf.field[-1:] != () and leaf.field[-1].isdigit()
+        return is_concatenated(leaf) or (is_entry and self.keeper(leaf).source == "types")
+
+    def counts_updates(self, leaf: LeafInfo) -> bool:
+        """Whether a leaf counts the updates emitted by a window of mini-steps."""
+        bearings = self.keeper(leaf).bearing.values()
+        windows = {bearing.count for bearing in bearings if bearing.effect == "window"}
+        is_count = leaf.parameter is None and leaf.role == "count"
+        return bool(windows) and is_count and leaf.field not in windows
+
+
+def is_around(group: Names, other: Names) -> bool:
+    """Whether groups are the same, or one of them is inside of the other."""
+    shared = min(len(group), len(other))
+    return group[:shared] == other[:shared]
+
+
+def is_concatenated(leaf: LeafInfo) -> bool:
+    """Whether a leaf is a vector of all parameters, as in `optax.flatten`."""
+    is_array = bool(leaf.dimensions) and leaf.role in TRAINED and leaf.role != "statistic"
+    return leaf.parameter is None and is_array
+
+
+def has_window(transformation: TransformationDescription) -> bool:
+    """Whether it holds partial results until the end of a window or a cycle."""
+    return any(bearing.effect == "window" for bearing in transformation.bearing.values())
+
+
+def source_side(source: Source, like: Schema) -> Side:
+    """Returns the side of a source; leaves of no known transformation are those of their names."""
+    leaves = []
+    for leaf in source.schema.leaves:
+        known = like.by_name.get(leaf.name)
+        if leaf.kind == "state" and leaf.transformation:
+            leaves.append(leaf)
+        elif leaf.kind == "state" and known is not None:
+            leaves.append(
+                dataclasses.replace(known, shape=leaf.shape, dtype=leaf.dtype, value=leaf.value)
+            )
+    return Side(source, leaves, source.schema.transformations)
+
+
+def _owners(schema: Schema) -> dict[Names, Names]:
+    """The group of every parameter that is trained."""
+    if not schema.groups:
+        return {leaf.path[1:]: () for leaf in schema.leaves if leaf.kind == "params"}
+    return {param: group for param, groups in _training(schema).items() for group in groups}
+
+
+def _training(schema: Schema) -> dict[Names, set[Names]]:
+    """The groups of every parameter in which transformations act; none of a frozen one."""
+    acting = {t.group[:n] for t in schema.transformations for n in range(1, len(t.group) + 1)}
+    groups: dict[Names, set[Names]] = {}
+    for name, params in schema.groups.items():
+        for param in params:
+            groups.setdefault(param, set()).update({split_path(name)} & acting)
+    return groups
+
+
+def frozen(schema: Schema) -> set[Names]:
+    """Returns the parameters known not to be trained: `FROZEN`, or `set_to_zero`."""
+    last = {transformation.group: transformation.name for transformation in schema.transformations}
+    groups = _training(schema)
+    for leaf in schema.leaves:
+        if leaf.kind == "state" and leaf.parameter is not None and leaf.group:
+            groups.setdefault(leaf.parameter, set()).add(leaf.group)
+    # `optax.partition` does not say which parameters are in a group without state for each.
+    unknown = {group for group in last if group} - set().union(*groups.values())
+    idle = {param for param, training in groups.items() if not training}
+    for leaf in schema.leaves:
+        if leaf.kind == "params":
+            training = groups.get(leaf.path[1:]) or unknown
+            if {last[group] for group in training if group in last} == {"set_to_zero"}:
+                idle.add(leaf.path[1:])
+    return idle
+
+
+UPDATE: Final = "update"
+"""The setting that names the factory of the update function if another one created the state."""
+
+
+def like_numbers(
+    old: Side, new: Side, name: str, was: Names, now: Names
+) -> tuple[Mapping[int, int], bool]:
+    """Returns, for each number of a transformation in `new`, the matching number in `old`."""
+    # Equal settings are matched first, then the rest in order. Of several the first that acts on a
+    # common parameter is taken: a chain around groups has one `adam` for each. Also returned is
+    # whether the matching is unambiguous.
+    before, after = old.alike(was, name), new.alike(now, name)
+    is_one = len(before) == len(after) == 1
+    free, numbers, is_clear = list(before), dict[int, int](), True
+    for is_like in (_is_same, is_alike, None):
+        left = [x for x in after if x.number not in numbers]
+        if is_like is None:
+            is_clear = not (left and free) or len(left) == len(free)
+        for one in left:
+            # Different functions may update states of one `init`.
+            update, may_differ = one.settings.get(UPDATE), is_like is None and is_one
+            like = [x for x in free if may_differ or x.settings.get(UPDATE) == update]
+            like = [x for x in like if is_like is None or is_like(x, one)]
+            if like:
+                params = _acted_on(new, one)
+                best = next((x for x in like if params & _acted_on(old, x)), like[0])
+                numbers[one.number] = best.number
+                free.remove(best)
+    return numbers, is_clear
+
+
+def _acted_on(side: Side, transformation: TransformationDescription) -> set[Names]:
+    return {*side.followed(transformation.key), *(transformation.parameters or ())}
+
+
+def shared_settings(
+    old: TransformationDescription, new: TransformationDescription
+) -> Sequence[str]:
+    """Returns the settings that both have; the writer of a checkpoint may have known fewer."""
+    return sorted(old.settings.keys() & new.settings.keys())
+
+
+def setting_text(value: Any) -> str:
+    """Returns a setting as a short text."""
+    if isinstance(value, Mapping) and "function" in value:
+        held = ", ".join(f"{k}={setting_text(x)}" for k, x in value.items() if k != "function")
+        value = f"{value['function']}({held})" if held else value["function"]
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_same(old: TransformationDescription, new: TransformationDescription) -> bool:
+    return dict(old.settings) == dict(new.settings)
+
+
+def is_alike(old: TransformationDescription, new: TransformationDescription) -> bool:
+    """Whether the settings that both have are equal."""
+    return all(old.settings[name] == new.settings[name] for name in shared_settings(old, new))

@@ -6,30 +6,32 @@ import dataclasses
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
 
-from opt_core._describe import describe_state
-from opt_core._description import TransformationDescription, TransformationKey
+from opt_core._description import (
+    TransformationDescription,
+    TransformationKey,
+    describe_state,
+    dimensions_text,
+)
 from opt_core._plan.apply import unlike_initial, with_placement
 from opt_core._plan.leaves import (
     LeafInfo,
     NamedState,
+    Side,
     Source,
     View,
-    named_view,
-    state_path,
-)
-from opt_core._plan.pairing import (
-    STEP,
-    Pair,
-    Pairing,
-    Side,
     frozen,
+    is_alike,
     is_concatenated,
+    like_numbers,
+    named_view,
+    setting_text,
     source_side,
+    state_path,
 )
 from opt_core._plan.plan import Plan, Problem, Request, Row, fitted
 from opt_core._plan.policy import (
@@ -425,3 +427,256 @@ def _suggestion(old: TransformationDescription, new: TransformationDescription) 
         f"`{now[-1]}` may be the former `{was[-1]}`: their states look the same. If so, say: "
         f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
     )
+
+
+# Which leaf of the source each leaf of a state continues, by their descriptions.
+
+
+STEP: Final = "step"
+"""Stands for the optimizer's own count of steps among the sources of schedules."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The source of one leaf of the new state."""
+
+    # positions in the old state; several if groups agree, none if it is new
+    sources: tuple[int, ...] = ()
+    note: str = ""  # why it is new, or a remark
+    # for a new leaf, the position of an old leaf of the same name but another meaning
+    lookalike: int | None = None
+    # for a schedule's new count, the leaf that it continues from
+    counts: int | Literal["step"] | None = None
+
+
+@dataclasses.dataclass
+class Pairing:
+    """The source of every leaf of a new state: `pairs`; what is `reinitialised`, or `unclear`."""
+
+    old: Side
+    new: Side
+    ruled: Mapping[int, Sequence[int]]  # sources that rules of the caller decide, by position
+
+    def __post_init__(self) -> None:
+        self._numbers: dict[tuple[Names, Names, str], Mapping[int, int]] = {}
+        self.unclear: list[str] = []
+        leaves = self.new.leaves
+        free = [i for i in range(len(leaves)) if i not in self.ruled]
+        pairs = {i: self._of_parameter(leaves[i]) for i in free if leaves[i].parameter is not None}
+        pairs |= {i: Pair(tuple(places)) for i, places in self.ruled.items()}
+        self._pairs = pairs
+        shared = {i: self._shared(leaves[i]) for i in free if leaves[i].parameter is None}
+        self.reinitialised = dict(self._reinitialised(shared))
+        for i in free:
+            pairs[i] = self._decided(leaves[i], pairs.get(i), shared.get(i, ()))
+        self._give_keys_once(shared)
+        for i, leaf in enumerate(leaves):
+            if leaf.role == "schedule_count" and not pairs[i].sources and i in shared:
+                pairs[i] = dataclasses.replace(pairs[i], counts=self._updates(i))
+        self.pairs = list(self._with_notes([pairs[i] for i in range(len(leaves))]))
+
+    def _decided(self, leaf: LeafInfo, own: Pair | None, shared: Sequence[int]) -> Pair:
+        is_free = leaf.role in ("schedule_count", "key")
+        if own is None and self.new.is_recorded(leaf):
+            return self._recorded(leaf, shared)
+        if own is None and leaf.role == "schedule_count":
+            return self._agreed(shared, leaf)
+        if not is_free and (why := self.reinitialised.get(leaf.kept_by, "")):
+            return Pair(note=why)
+        if own is None and shared and self._holds_others(leaf, self.old.leaves[shared[0]]):
+            return Pair(note="it concatenates parameters, and these are not the same")
+        return Pair(tuple(shared)) if own is None else own
+
+    def _of_parameter(self, leaf: LeafInfo) -> Pair:
+        """The old leaf for one that follows a parameter."""
+        sources = self.old.groups(leaf.kept_by.name, leaf.parameter)
+        if leaf.group not in sources and len(sources) > 1:
+            return Pair(note="several groups have one")
+        group = leaf.group if leaf.group in sources else next(iter(sources), None)
+        position = None if group is None else self._in(group, leaf)
+        if position is None:
+            is_other = leaf.group in sources and self._number(leaf.group, leaf) is None
+            return Pair(note="no other has its settings" if is_other else "")
+        source = self.old.leaves[position]
+        is_same = source.dimensions == leaf.dimensions
+        if None in (source.dimensions, leaf.dimensions):
+            # Their dimensions are not known: only equal settings ensure equal dimensions.
+            is_same = is_alike(self.old.keeper(source), self.new.keeper(leaf))
+        was, now = (dimensions_text(x.dimensions) for x in (source, leaf))
+        why = f"had the dimensions {was} of its parameter, has {now}"
+        return Pair((position,)) if is_same else Pair(note=why, lookalike=position)
+
+    def _in(self, group: Names, leaf: LeafInfo) -> int | None:
+        number = self._number(group, leaf)
+        return None if number is None else self.old.find(leaf, group, number)
+
+    def _number(self, group: Names, leaf: LeafInfo) -> int | None:
+        """The old number of the transformation of a leaf."""
+        name = leaf.kept_by.name
+        key = group, leaf.group, name
+        if key not in self._numbers:
+            before, after = self.old.alike(group, name), self.new.alike(leaf.group, name)
+            if not before:  # they are not described
+                return leaf.kept_by.number
+            self._numbers[key], is_clear = like_numbers(self.old, self.new, name, group, leaf.group)
+            if not is_clear:
+                many = f"{len(before)} `{name}` the {len(after)} are"
+                self.unclear.append(f"it is not clear which of {many}")
+        return self._numbers[key].get(leaf.kept_by.number)
+
+    def _shared(self, leaf: LeafInfo) -> Sequence[int]:
+        """The leaves of old groups that may be the source of a leaf of no parameter."""
+        positions = (self._in(group, leaf) for group in self._group_sources(leaf))
+        return [i for i in positions if i is not None]
+
+    def _group_sources(self, leaf: LeafInfo) -> Sequence[Names]:
+        """The groups of the old state with a source for a leaf of no parameter."""
+        having = self.old.groups(leaf.kept_by.name)
+        where, leaves = leaf.kept_by, self.new.leaves
+        own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
+        sources = {self.old.leaves[k].group for i in own for k in self._pairs[i].sources}
+        if own and not sources:
+            params = [o for param in self.new.followed(where) for o in self.new.came_from(param)]
+            sources = {g for param in params for g in self.old.groups(leaf.kept_by.name, param)}
+        elif not own:
+            # The members of a group within one definition are not always known; its name suffices.
+            if leaf.group in having and leaf.group not in self.old.owners.values():
+                return [leaf.group]
+            params = [o for p in _params(self.new, leaf) for o in self.new.came_from(p)]
+            known = [set(self._groups_of(o, having)) for o in params if o in self.old.owners]
+            is_whole = bool(known) and all(leaf.group in groups for groups in known)
+            sources = {leaf.group} if is_whole else set().union(*known)
+        return [group for group in having if group in sources]
+
+    def _holds_others(self, leaf: LeafInfo, source: LeafInfo) -> bool:
+        """Whether a leaf concatenates other parameters, or these in another order."""
+        if not self.new.holds_parameters(leaf):
+            return False
+        now = [list(self.new.came_from(param)) for param in _params(self.new, leaf)]
+        return now != [[param] for param in _params(self.old, source)]
+
+    def _groups_of(self, param: Names, having: Sequence[Names]) -> Iterator[Names]:
+        """The groups of the old state that a parameter is, or may be, in."""
+        owner = self.old.owners[param]
+        inner = self.old.groups(param)
+        for group in having:
+            if group == owner[: len(group)] or group in inner:
+                yield group
+            elif group[: len(owner)] == owner and not any(len(g) > len(owner) for g in inner):
+                yield group  # one inside of a definition, that keeps nothing per parameter
+
+    def _reinitialised(
+        self, shared: Mapping[int, Sequence[int]]
+    ) -> Iterator[tuple[TransformationKey, str]]:
+        """The transformations of groups that must be reinitialised, with the reason."""
+        # The first of several reasons counts.
+        for i, positions in reversed(list(shared.items())):
+            leaf = self.new.leaves[i]
+            where = leaf.kept_by
+            is_free = leaf.role in ("schedule_count", "key")
+            if is_free or not positions or self.new.is_recorded(leaf):
+                continue
+            if why := self._unlike(positions, leaf):
+                yield where, f"reinitialised: {why}"
+
+    def _unlike(self, positions: Sequence[int], leaf: LeafInfo) -> str:
+        """Returns how the groups that a leaf comes from disagree; empty if they agree."""
+        is_same = self.old.same(positions) if positions else True
+        if is_same:
+            return ""
+        field = "/".join(leaf.field)
+        if is_same is None:
+            return f"nothing says whether its groups agree about `{field}`"
+        known = [x for i in positions if (x := self.old.leaves[i]).value is not None]
+        groups = [f"`{'/'.join(x.group)}`" if x.group else "no group" for x in known]
+        values = ", ".join(f"{group} {x.value}" for group, x in zip(groups, known, strict=True))
+        return f"its groups do not agree about `{field}`{f': {values}' if values else ''}"
+
+    def _recorded(self, leaf: LeafInfo, positions: Sequence[int]) -> Pair:
+        """A value that was set at run time continues, unless the setting has changed."""
+        name = leaf.field[-1]
+        setting = self.new.keeper(leaf).settings.get(name)
+        before = [self.old.keeper(self.old.leaves[i]).settings for i in positions]
+        if not all(name in settings for settings in before):
+            return Pair(tuple(positions), f"saved; nothing says what the code gave as `{name}`")
+        for was in (settings[name] for settings in before):
+            if was != setting:
+                changed = f"`{name}` was {setting_text(was)}, is {setting_text(setting)}"
+                return Pair(note=f"{changed} in the code, which acts")
+        return self._agreed(positions, leaf)
+
+    def _agreed(self, positions: Sequence[int], leaf: LeafInfo) -> Pair:
+        why = self._unlike(positions, leaf)
+        return Pair(note=why) if why else Pair(tuple(positions))
+
+    def _give_keys_once(self, shared: Mapping[int, Sequence[int]]) -> None:
+        """Each key is used once: groups with copies of one would draw the same random numbers."""
+        leaves = self.new.leaves
+        keys = [i for i in shared if leaves[i].role == "key" and self._pairs[i].sources]
+        used: set[int] = set()
+
+        def moves(i: int) -> bool:
+            sources = self._pairs[i].sources
+            return all(self.old.leaves[k].group != leaves[i].group for k in sources)
+
+        for i in sorted(keys, key=moves):  # first those that stay in their group
+            free = [k for k in self._pairs[i].sources if k not in used]
+            # Any of several keys will do.
+            taken = free if len(free) > 1 and self.old.same(free) else free[:1]
+            self._pairs[i] = Pair(
+                tuple(taken), "" if taken else "its key continues in another group"
+            )
+            used.update(taken)
+
+    def _updates(self, schedule: int) -> int | Literal["step"]:
+        """The count of updates that drives a new schedule."""
+        for i, leaf in enumerate(self.new.leaves):
+            if not _counts_around(self.new, i, schedule):
+                continue
+            what = leaf.transformation, leaf.field
+            olds = enumerate(self.old.leaves)
+            like = (k for k, x in olds if (x.transformation, x.field) == what)
+            sources = self._pairs[i].sources or tuple(like)
+            if sources and self.old.same(sources):
+                return sources[0]
+        return STEP
+
+    def _with_notes(self, pairs: Sequence[Pair]) -> Iterator[Pair]:
+        """Adds notes on changed numbers, and on settings without effect, to continued leaves."""
+        for i, (pair, leaf) in enumerate(zip(pairs, self.new.leaves, strict=True)):
+            notes = [pair.note] if pair.note else []
+            if pair.sources and i not in self.ruled:
+                source = self.old.leaves[pair.sources[0]]
+                if source.group == leaf.group and source.transformation != leaf.transformation:
+                    notes.append(f"was `{source.kept_by._replace(group=())}`, by its settings")
+            if pair.sources and leaf.role not in ("count", "schedule_count", "key"):
+                notes += self._without_effect(leaf, self.old.leaves[pair.sources[0]])
+            yield dataclasses.replace(pair, note=", ".join(notes))
+
+    def _without_effect(self, leaf: LeafInfo, source: LeafInfo) -> Iterator[str]:
+        one, other = self.old.keeper(source), self.new.keeper(leaf)
+        for name, bearing in other.bearing.items():
+            if bearing.effect == "initial" and name in one.settings:
+                was, now = one.settings[name], other.settings.get(name)
+                if was != now:
+                    yield f"`{name}` was {was}, is {now}: no effect on the saved state"
+
+
+def _counts_around(side: Side, i: int, inner: int) -> bool:
+    """Whether a leaf counts the updates of a window of mini-steps around another."""
+    leaf, other = side.leaves[i], side.leaves[inner]
+    place: Names = side.paths[i][: len(side.paths[i]) - len(leaf.field)]
+    return (
+        side.counts_updates(leaf)
+        and side.paths[inner][: len(place)] == place
+        and other.transformation != leaf.transformation
+        and leaf.group == other.group[: len(leaf.group)]
+    )
+
+
+def _params(side: Side, leaf: LeafInfo) -> Sequence[Names]:
+    """The parameters of the transformation of a leaf, or else of its group."""
+    if (known := side.keeper(leaf).parameters) is not None:
+        return known
+    inside = [p for p in side.owners if leaf.group in side.groups(p)]
+    return inside or [p for p, owner in side.owners.items() if owner == leaf.group[: len(owner)]]

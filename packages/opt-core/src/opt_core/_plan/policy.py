@@ -40,8 +40,7 @@ from opt_core._description import (
     TransformationDescription,
     TransformationKey,
 )
-from opt_core._plan.leaves import state_path
-from opt_core._plan.pairing import (
+from opt_core._plan.leaves import (
     TRAINED,
     UPDATE,
     Side,
@@ -50,6 +49,7 @@ from opt_core._plan.pairing import (
     like_numbers,
     setting_text,
     shared_settings,
+    state_path,
 )
 from opt_core._plan.plan import Problem, Setting
 from opt_core._trees import Names, listed, path_str
