@@ -129,8 +129,9 @@ def test_deviations_have_the_path_in_the_dict() -> None:
         kernels = states["kernels"] if prefix else states
         kernels["a"]["kernel"] = np.zeros((3, 2), np.float32)
         states["other"] = 1
-        report = optimizer.check_state_dict(written)
-        assert {(m.path, m.kind.value) for m in report.mismatches} == {
+        with pytest.raises(RestoreError) as caught:
+            optimizer.restore_state(written)
+        assert {(m.path, m.kind) for m in caught.value.mismatches} == {
             (f"state/param_states/{prefix}a/kernel", "shape"),
             ("state/param_states/other", "extra"),
         }
@@ -151,12 +152,10 @@ class WritesUnderAName(Momentum):
         momenta = {"momenta": written["state"]["param_states"]}
         return {**written, "state": {**written["state"], "param_states": momenta}}
 
-    def restore_state(
-        self, opt_target: Any, opt_state: Any, state_dict: Any, *, strict: bool = True
-    ) -> Any:
+    def restore_state(self, opt_target: Any, opt_state: Any, state_dict: Any) -> Any:
         momenta = state_dict["state"]["param_states"]["momenta"]
         unnamed = {**state_dict, "state": {**state_dict["state"], "param_states": momenta}}
-        return super().restore_state(opt_target, opt_state, unnamed, strict=strict)
+        return super().restore_state(opt_target, opt_state, unnamed)
 
 
 def test_definitions_write_and_read_their_own_part() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,6 @@ from flax import serialization
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec
 from opt_core import (
-    MismatchKind,
     Optimizer,
     OptimizerDef,
     OptimizerState,
@@ -105,9 +103,8 @@ def test_a_step_below_0_is_no_step() -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
     state_dict = optimizer.state_dict()
     state_dict["state"]["step"] = np.int64(-1)
-    [mismatch] = optimizer.check_state_dict(state_dict).mismatches
-    found = (mismatch.path, mismatch.kind, mismatch.found)
-    assert found == ("state/step", MismatchKind.VALUE, "-1")
+    with pytest.raises(RestoreError, match=r"state/step: value: .*, found -1"):
+        optimizer.restore_state(state_dict)
 
 
 # State dicts.
@@ -125,31 +122,20 @@ def test_state_dict_round_trip(make: Make) -> None:
         serialization.msgpack_restore(data) | {"flax_mutables": {"batch_stats": 1}},
     ]
     for found in given:
-        assert fresh.check_state_dict(found).ok
         assert_same(fresh.restore_state(found), optimizer)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(fresh))
     assert avals(optimizer) == avals(fresh)  # of a strong int32 step, too
     assert not any(weak for _, _, weak in avals(fresh))
 
 
-def test_deviations_are_an_error_or_what_fits_is_restored(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_deviates_leaves_everything_as_it_was() -> None:
     reference = Momentum().create({"a": jnp.ones(2), "b": [jnp.ones(2)]})
     before = jax.tree.map(np.array, reference)
-    saved = advanced(reference)
-    state_dict = to_numpy(saved.state_dict())
+    state_dict = to_numpy(advanced(reference).state_dict())
     state_dict["target"]["a"] = np.ones((2, 1), np.float32)
-    state_dict["state"]["step"] = "x"
-    with pytest.raises(RestoreError) as caught:
+    with pytest.raises(RestoreError):
         reference.restore_state(state_dict)
-    report = caught.value.report
-    assert reference.check_state_dict(state_dict) == report
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING, logger="opt_core"):
-        restored = reference.restore_state(state_dict, strict=False)
-    assert [(r.name, r.getMessage()) for r in caplog.records] == [("opt_core", str(report))]
     assert_same(jax.tree.map(np.array, reference), before)
-    assert_same(restored.target, {"a": reference.target["a"], "b": saved.target["b"]})
-    assert_same(restored.state, saved.state.replace(step=reference.state.step))
 
 
 # Memory.

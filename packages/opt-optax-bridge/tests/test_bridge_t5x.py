@@ -52,7 +52,6 @@ def test_parameters_may_come_back_in_another_precision() -> None:
     restored = optimizer.restore_state(saved)
     assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.bfloat16)}
     assert_same_bits(restored.state, optimizer.state)
-    assert optimizer.check_state_dict(saved).ok
     plain = OptaxWrapper(optax.adam(0.1)).create(make_params())
     with pytest.raises(RestoreError, match="target/w: dtype"):  # in the package itself
         plain.restore_state({**plain.state_dict(), "target": saved["target"]})

@@ -5,7 +5,6 @@ With what Optax has changed about its states since, and how to migrate old ones.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -176,8 +175,7 @@ def restore_legacy(
     try:
         restored = optimizer.restore_state(_todays(optimizer, part, written_by))
     except RestoreError as error:
-        report = dataclasses.replace(error.report, advice=f"Restore into {_THEN_CHANGE}")
-        raise RestoreError(report) from None
+        raise RestoreError(error.mismatches, f"Restore into {_THEN_CHANGE}") from None
     _check_windows(restored)
     return restored
 

@@ -40,13 +40,7 @@ from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Group, GroupStates
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._plan.plan import Plan
-from opt_core._state_dict import (
-    Mismatch,
-    MismatchKind,
-    RestoreReport,
-    restore_state_dict,
-    to_state_dict,
-)
+from opt_core._state_dict import Mismatch, restore_state_dict, to_state_dict
 from opt_core._surgery import freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")
@@ -62,13 +56,11 @@ __all__ = [
     "GroupTable",
     "LeafDescription",
     "Mismatch",
-    "MismatchKind",
     "MultiOptimizer",
     "Optimizer",
     "OptimizerDef",
     "OptimizerState",
     "Plan",
-    "RestoreReport",
     "StateDescription",
     "TransformationDescription",
     "check_gradients",

@@ -6,7 +6,6 @@ For optimizers that keep an average, also the parameters to evaluate.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
@@ -17,13 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._closures import fingerprint
-from opt_core._state_dict import (
-    Mismatch,
-    MismatchKind,
-    RestoreReport,
-    restore_state_dict,
-    to_state_dict,
-)
+from opt_core._state_dict import Mismatch, restore_state_dict, to_state_dict
 from opt_core._trees import (
     Names,
     children,
@@ -105,8 +98,6 @@ def _conflict(one: str, other: str) -> EvaluationError:
         "average is neither."
     )
 
-
-logger = logging.getLogger("opt_core")
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -333,12 +324,7 @@ class OptimizerDef:
         return {"target": to_state_dict(target), "state": to_state_dict(state)}
 
     def restore_state(
-        self,
-        opt_target: Any,
-        opt_state: OptimizerState,
-        state_dict: Mapping[str, Any],
-        *,
-        strict: bool = True,
+        self, opt_target: Any, opt_state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[Any, OptimizerState]:
         """Returns parameters and state with the leaves of a state dict.
 
@@ -347,8 +333,6 @@ class OptimizerDef:
           opt_state: reference state.
           state_dict: what `state_dict` returned. Only `target` and `state` are read: other keys
             belong to the caller, like `flax_mutables` in T5X.
-          strict: whether a deviation is an error. Otherwise everything that fits is restored, the
-            rest is taken from the reference, and the report is logged as a warning.
 
         Returns:
           The restored `(target, state)`; no NumPy array of `state_dict` is aliased.
@@ -357,12 +341,14 @@ class OptimizerDef:
           RestoreError: something is missing, extra, or has another shape, dtype or container; lists
             every path. Nothing is restored.
         """
-        (target, state), report = self._match(opt_target, opt_state, state_dict)
-        if not report.ok:
-            if strict:
-                raise RestoreError(report)
-            logger.warning("%s", report)
-        return target, state
+        target, state = self.restore_reference(opt_target, opt_state, state_dict)
+        reference, entries = {"target": target, "state": state}, state_dict
+        if isinstance(state_dict, Mapping):
+            entries = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
+        restored = unalias(restore_state_dict(reference, entries))
+        if (step := _negative(restored["state"].step)) is not None:
+            raise RestoreError([Mismatch("state/step", "value", "a non-negative count", str(step))])
+        return restored["target"], restored["state"]
 
     def restore_reference(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
@@ -372,22 +358,6 @@ class OptimizerDef:
         Those of the optimizer, in the containers of a state dict; T5X's facades are more lenient.
         """
         return target, state
-
-    def _match(
-        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
-    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        like, like_state = self.restore_reference(target, state, state_dict)
-        reference = {"target": like, "state": like_state}
-        entries: Any = state_dict
-        if isinstance(state_dict, Mapping):
-            entries = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
-        restored, report = restore_state_dict(reference, entries)
-        if (step := _negative(restored["state"].step)) is not None:
-            mismatch = Mismatch("state/step", MismatchKind.VALUE, "a non-negative count", str(step))
-            report = dataclasses.replace(report, mismatches=(*report.mismatches, mismatch))
-            restored["state"] = restored["state"].replace(step=state.step)
-        restored = unalias(restored)
-        return (restored["target"], restored["state"]), report
 
     def _identity(self) -> Any:
         """The value by which definitions are compared; by default every attribute."""
@@ -527,26 +497,17 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         """Returns everything but the definition as nested dicts; see `OptimizerDef.state_dict`."""
         return self.optimizer_def.state_dict(self.target, self.state)
 
-    def restore_state(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> Self:
+    def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
         """Returns this optimizer with the leaves of a state dict.
 
         Args:
           state_dict: what `state_dict` returned, e.g. out of a checkpoint.
-          strict: see `OptimizerDef.restore_state`.
 
         Raises:
           RestoreError: the dict does not fit; lists every path, nothing is restored.
         """
-        options = {} if strict else {"strict": False}  # old definitions do not know the option
-        target, state = self.optimizer_def.restore_state(
-            self.target, self.state, state_dict, **options
-        )
+        target, state = self.optimizer_def.restore_state(self.target, self.state, state_dict)
         return self.replace(target=target, state=state)
-
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> RestoreReport:
-        """Returns the deviations that `restore_state` would report, restoring nothing."""
-        _, report = self.optimizer_def._match(self.target, self.state, state_dict)
-        return report
 
 
 def leaf_groups(optimizer: Optimizer) -> Iterator[tuple[Names, Optimizer]]:

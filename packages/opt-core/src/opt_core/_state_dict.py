@@ -6,9 +6,8 @@ Each level of the pytree is one level of the dict. Keys are not joined, so they 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,85 +21,34 @@ from opt_core._trees import (
     path_str,
     strip_weak_type,
 )
-from opt_core.errors import StateDictError
+from opt_core.errors import RestoreError, StateDictError
 
 _ABSENT: Any = object()
 _LISTED_KEYS = 20
 _TOO_DEEP = "the tree is nested too deeply for Python: some 300 levels are possible"
 _SCALARS = (bool, int, float, complex)
 
-
-class MismatchKind(enum.Enum):
-    """How a path of a state dict deviates from the reference."""
-
-    MISSING = "missing"
-    EXTRA = "extra"
-    CONTAINER = "container"
-    SHAPE = "shape"
-    DTYPE = "dtype"
-    VALUE = "value"
+Kind: TypeAlias = Literal["missing", "extra", "container", "shape", "dtype", "value"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """One deviation.
+    """One deviation of a state dict from the reference.
 
     Attributes:
       path: `/`-joined names from the root of the state dict.
-      kind: how it deviates.
+      kind: how it deviates: `'missing'`, `'extra'`, `'container'`, `'shape'`, `'dtype'`, `'value'`.
       expected: the value in the reference, as text.
       found: the value in the state dict, as text.
     """
 
     path: str
-    kind: MismatchKind
+    kind: Kind
     expected: str
     found: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.kind.value}: expected {self.expected}, found {self.found}"
-
-
-@dataclasses.dataclass(frozen=True)
-class RestoreReport:
-    """Every deviation of a state dict from the reference it is restored into.
-
-    Attributes:
-      mismatches: in the order of the reference, extra paths after their siblings.
-      matched: number of leaves that fit.
-      state_matched: number of those that belong to the optimizer's own state, without `step`.
-      advice: what to do, in place of the advice for `restore_state`.
-    """
-
-    mismatches: tuple[Mismatch, ...]
-    matched: int
-    state_matched: int = 0
-    advice: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the state dict fits exactly."""
-        return not self.mismatches
-
-    @property
-    def _is_other_optimizer(self) -> bool:
-        kinds = {m.kind for m in self.mismatches if m.path.startswith("state/param_states")}
-        same_layout = kinds <= {MismatchKind.SHAPE, MismatchKind.DTYPE}
-        return not same_layout and not self.state_matched
-
-    def __str__(self) -> str:
-        if self.ok:
-            return f"the state dict fits: {self.matched} leaves"
-        n = len(self.mismatches)
-        head = f"the state dict does not fit the optimizer: {n} deviation{'s' * (n > 1)}"
-        if self._is_other_optimizer:
-            head += "; nothing under `state/param_states` fits: another optimizer's state, or none"
-        advice = self.advice or (
-            "Restore into an optimizer built as the saved one was, correct the dict, or pass "
-            "`strict=False` to take the "
-            f"{self.matched} leaves that fit and keep the rest as they are."
-        )
-        return "\n".join([head, *(f"  {m}" for m in self.mismatches), advice])
+        return f"{self.path}: {self.kind}: expected {self.expected}, found {self.found}"
 
 
 def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
@@ -149,13 +97,13 @@ def _write(tree: Any, names: tuple[str, ...], keep_empty: bool) -> Any:
     return result
 
 
-def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreReport]:
-    """Returns `reference` with the leaves of `state_dict`, and every deviation.
+def restore_state_dict(reference: Any, state_dict: Any) -> Any:
+    """Returns `reference` with the leaves of `state_dict`.
 
-    The reference decides containers, shapes and dtypes. A leaf that deviates or is missing is taken
-    from the reference. Empty containers and leaves that are `None` may be absent. A Python number
-    fits a scalar of its kind. NumPy arrays are copied. An array moves to the devices of the
-    reference leaf if that is committed; a JAX array that is there already is used as is.
+    The reference decides containers, shapes and dtypes. Empty containers and leaves that are `None`
+    may be absent. A Python number fits a scalar of its kind. NumPy arrays are copied. An array
+    moves to the devices of the reference leaf if that is committed; a JAX array that is there
+    already is used as is.
 
     Dtypes are compared as JAX holds them: without `jax_enable_x64` a float64 array of NumPy fits
     float32, and is rounded. If a value does not survive that (an integer out of range, a number
@@ -165,23 +113,22 @@ def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreRep
       reference: any pytree; leaves may be arrays, tracers or `jax.ShapeDtypeStruct` leaves.
       state_dict: nested mappings.
 
-    Returns:
-      The restored tree and the report; deviations are not errors: the caller decides.
-
     Raises:
+      RestoreError: the state dict does not fit; lists every deviation.
       StateDictError: the trees are nested too deeply.
 
     Examples:
-      >>> tree, report = restore_state_dict({'w': np.zeros(2)}, {'w': np.ones(2), 'b': 1})
-      >>> tree['w'].tolist(), report.mismatches[0].path
-      ([1.0, 1.0], 'b')
+      >>> restore_state_dict({'w': np.zeros(2)}, {'w': np.ones(2)})['w'].tolist()
+      [1.0, 1.0]
     """
     reader = _Reader()
     try:
         restored = reader.read(reference, state_dict, ())
     except RecursionError:
         raise StateDictError(_TOO_DEEP) from None
-    return restored, RestoreReport(tuple(reader.mismatches), reader.matched, reader.state_matched)
+    if reader.mismatches:
+        raise RestoreError(reader.mismatches)
+    return restored
 
 
 class _Reader:
@@ -189,10 +136,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self.mismatches: list[Mismatch] = []
-        self.matched = 0
-        self.state_matched = 0
 
-    def _note(self, names: tuple[str, ...], kind: MismatchKind, want: str, got: str) -> None:
+    def _note(self, names: tuple[str, ...], kind: Kind, want: str, got: str) -> None:
         self.mismatches.append(Mismatch(path_str(names), kind, want, got))
 
     def read(self, reference: Any, value: Any, names: tuple[str, ...]) -> Any:
@@ -204,12 +149,12 @@ class _Reader:
         if not isinstance(value, Mapping):
             names_in = _keys(name for name, _ in node.children)
             want = f"a mapping ({type(reference).__name__}) with {names_in}"
-            self._note(names, MismatchKind.CONTAINER, want, _describe(value))
+            self._note(names, "container", want, _describe(value))
             return reference
         entries = {str(key): child for key, child in value.items()}
         if len(entries) < len(value):
             want = "keys with different names"
-            self._note(names, MismatchKind.CONTAINER, want, _keys(map(repr, value)))
+            self._note(names, "container", want, _keys(map(repr, value)))
             return reference
         restored = [
             self.read(child, entries.pop(name, _ABSENT), (*names, name))
@@ -224,36 +169,32 @@ class _Reader:
             for name, child in value.items():
                 self._extra(child, (*names, str(name)))
         else:
-            self._note(names, MismatchKind.EXTRA, "nothing", _describe(value))
+            self._note(names, "extra", "nothing", _describe(value))
 
     def _leaf(self, reference: Any, value: Any, names: tuple[str, ...]) -> Any:
         if value is _ABSENT and reference is not None:
-            self._note(names, MismatchKind.MISSING, _describe(reference), "nothing")
+            self._note(names, "missing", _describe(reference), "nothing")
             return reference
         if reference is None:
             restored, deviation = _fit_none(value)
         elif isinstance(value, Mapping):
-            restored, deviation = None, (MismatchKind.CONTAINER, _describe(value))
+            restored, deviation = None, ("container", _describe(value))
         elif _is_array(reference):
             restored, deviation = _fit_array(reference, value)
         else:
             restored, deviation = _fit_other(reference, value)
         if deviation is not None:
             self._note(names, deviation[0], _describe(reference), deviation[1])
-            return reference
-        self.matched += 1
-        is_state = reference is not None and names[:2] == ("state", "param_states")
-        self.state_matched += is_state
         return restored
 
 
-_Fit = tuple[Any, tuple[MismatchKind, str] | None]
+_Fit = tuple[Any, tuple[Kind, str] | None]
 
 
 def _fit_none(value: Any) -> _Fit:
     if value is None or value is _ABSENT:
         return None, None
-    return None, (MismatchKind.VALUE, _describe(value))
+    return None, ("value", _describe(value))
 
 
 def _fit_other(reference: Any, value: Any) -> _Fit:
@@ -266,7 +207,7 @@ def _fit_other(reference: Any, value: Any) -> _Fit:
         item = np.asarray(value).item()
         if type(item) is type(reference):
             return item, None
-    return None, (MismatchKind.VALUE, _describe(value))
+    return None, ("value", _describe(value))
 
 
 def _fit_array(reference: Any, value: Any) -> _Fit:
@@ -275,17 +216,17 @@ def _fit_array(reference: Any, value: Any) -> _Fit:
     if not _is_abstract(reference) and hasattr(value, "__array__") and not _is_known(value):
         value = np.asarray(value)  # a lazy array of a checkpoint library
     if problem := _problem(reference, value):
-        return None, (MismatchKind.VALUE, problem)
+        return None, ("value", problem)
     wanted = reference
     if _is_key(reference) and not _is_key(value):
         wanted = jax.eval_shape(jax.random.key_data, _abstract(reference))
     if tuple(value.shape) != tuple(wanted.shape):
-        return None, (MismatchKind.SHAPE, _describe(value))
+        return None, ("shape", _describe(value))
     if held_dtype(value) != held_dtype(wanted):
-        return None, (MismatchKind.DTYPE, _describe_held(wanted, value))
+        return None, ("dtype", _describe_held(wanted, value))
     value, problem = _as_held(wanted, value)
     if problem:
-        return None, (MismatchKind.VALUE, problem)
+        return None, ("value", problem)
     if wanted is not reference:
         return _wrap_key(reference, value), None
     return _place(reference, value), None
@@ -338,9 +279,9 @@ def _fit_scalar(reference: Any, value: Any) -> _Fit:
     kinds = {bool: np.bool_, int: np.integer, float: jnp.floating, complex: jnp.complexfloating}
     kind = kinds.get(type(value))
     if kind is None or reference.shape != () or not jnp.issubdtype(dtype, kind):
-        return None, (MismatchKind.VALUE, _describe(value))
+        return None, ("value", _describe(value))
     if not _is_in_range(value, dtype):
-        return None, (MismatchKind.VALUE, f"{value}, which does not fit {dtype}")
+        return None, ("value", f"{value}, which does not fit {dtype}")
     return _place(reference, np.asarray(value, dtype)), None
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opt_core._plan.plan import Plan
-    from opt_core._state_dict import RestoreReport
+    from opt_core._state_dict import Mismatch
 
 __all__ = [
     "DescriptionError",
@@ -64,20 +65,25 @@ class StateDictError(OptimizerError, ValueError):
 
 
 class RestoreError(OptimizerError, ValueError):
-    """A state dict does not fit the optimizer it is restored into.
-
-    Nothing has been restored. Not raised under `strict=False`, where the same report is logged.
+    """A state dict does not fit the optimizer it is restored into. Nothing has been restored.
 
     Attributes:
-      report: every deviation, with its path, what was expected and what was found.
+      mismatches: every deviation, with its path, what was expected and what was found.
+      advice: what to do.
     """
 
-    def __init__(self, report: RestoreReport) -> None:
-        self.report = report
-        super().__init__(str(report))
+    def __init__(
+        self,
+        mismatches: Iterable[Mismatch],
+        advice: str = "Restore into an optimizer built as the saved one was, or correct the dict.",
+    ) -> None:
+        self.mismatches, self.advice = tuple(mismatches), advice
+        count = len(self.mismatches)
+        head = f"the state dict does not fit: {count} deviation{'s' * (count > 1)}"
+        super().__init__("\n".join([head, *(f"  {m}" for m in self.mismatches), advice]))
 
-    def __reduce__(self) -> tuple[type[RestoreError], tuple[RestoreReport]]:
-        return RestoreError, (self.report,)
+    def __reduce__(self) -> tuple[type[RestoreError], tuple[tuple[Mismatch, ...], str]]:
+        return RestoreError, (self.mismatches, self.advice)
 
 
 class StateChangedError(OptimizerError, TypeError):

@@ -46,7 +46,7 @@ from opt_core._optimizer import (
     hyper_param_names,
     increment_step,
 )
-from opt_core._state_dict import RestoreReport, to_state_dict
+from opt_core._state_dict import to_state_dict
 from opt_core._trees import Names, listed, named_leaves
 from opt_core.errors import GroupError, HyperParamError
 
@@ -481,14 +481,15 @@ class MultiOptimizer(OptimizerDef):
         )
         return {"target": to_state_dict(target), "state": written}
 
-    def _match(
-        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
-    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        optimizer = Optimizer(self, state, target)
-        like = OptimizerState(state.step, to_layout(optimizer))
-        (target, restored), report = super()._match(target, like, state_dict)
+    def restore_state(
+        self, opt_target: Any, opt_state: OptimizerState, state_dict: Mapping[str, Any]
+    ) -> tuple[Any, OptimizerState]:
+        """Returns parameters and state with the leaves of a state dict."""
+        optimizer = Optimizer(self, opt_state, opt_target)
+        like = OptimizerState(opt_state.step, to_layout(optimizer))
+        target, restored = super().restore_state(opt_target, like, state_dict)
         states = from_layout(optimizer, restored.param_states)
-        return (target, OptimizerState(restored.step, states)), report
+        return target, OptimizerState(restored.step, states)
 
 
 def _zero() -> jax.Array:
