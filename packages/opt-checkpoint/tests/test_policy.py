@@ -13,7 +13,7 @@ import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import EVERYTHING
-from opt_checkpoint import Plan, Rename, named_state, plan_restore
+from opt_checkpoint import Plan, named_state, plan_restore
 from opt_core import (
     FROZEN,
     MultiOptimizer,
@@ -380,32 +380,3 @@ def test_one_of_that_name_does_not_continue_as_optaxs_nor_the_other_way(
         assert not any(leaf.any() for leaf in jax.tree.leaves(plan.apply().state.param_states))
     names = {leaf.transformation for leaf in describe_state(Trace({}).create(PARAMS)).leaves}
     assert names == {f"{MINE}.trace"}
-
-
-def momentum() -> Any:
-    def init_fn(tree: Any) -> Any:
-        return {"m": jax.tree.map(jnp.ones_like, tree)}
-
-    return optax.GradientTransformation(init_fn, squares)
-
-
-def velocity() -> Any:
-    def init_fn(tree: Any) -> Any:
-        return {"m": jax.tree.map(jnp.zeros_like, tree)}
-
-    return optax.GradientTransformation(init_fn, squares)
-
-
-def test_a_rename_is_suggested_where_there_is_one_choice() -> None:
-    def suggestions(plan: Plan[Any]) -> list[str]:
-        return [note for note in plan.notes if "may be the former" in note]
-
-    saved, target = (named_state(wrapped(momentum()).create(PARAMS)), wrapped(velocity()))
-    (told,) = suggestions(plan_restore(saved, target.create(PARAMS)))
-    rule = (rf"state/{MINE}\.velocity/(.*)", Rename(rf"state/{MINE}.momentum/\1"))
-    assert f"rules=[(r'{rule[0]}', Rename(r'{rule[1].source}'))]" in told
-    renamed = plan_restore(saved, target.create(PARAMS), rules=[rule])
-    assert renamed.is_ok
-    assert not suggestions(renamed)
-    two = chained(velocity(), velocity()).create(PARAMS)
-    assert not suggestions(plan_restore(saved, two))

@@ -26,7 +26,7 @@ from opt_core._plan.leaves import (
     shown,
 )
 from opt_core._plan.plan import Plan, Row
-from opt_core._plan.rules import Conversion, Mapped, Padded, function_name
+from opt_core._plan.rules import Conversion, Padded
 from opt_core._plan.stored import PlainOptimizer, PlainSource
 from opt_core._plan.values import copies_parameter
 from opt_core._trees import (
@@ -75,7 +75,7 @@ def _from_source(
     growing: dict[int, Any] = {}
     checks: list[tuple[Any, Row]] = []
     for i, (row, value) in enumerate(zip(plan.target_rows, values, strict=True)):
-        leaves.append(_leaf(row, value, arrays, places[i], checks, plan.allow))
+        leaves.append(_leaf(row, value, arrays, places[i], checks))
         if _grows(row):
             growing[i] = arrays[row.sources[0]]
         for name in row.sources:
@@ -141,7 +141,6 @@ def _leaf(
     arrays: Mapping[str, Any],
     sharding: Any,
     checks: list[tuple[Any, Row]],
-    allow: frozenset[str],
 ) -> Any:
     """The leaf of the target, `None` where `init` makes it or a part of it."""
     if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
@@ -160,12 +159,7 @@ def _leaf(
         return None
     if row.how is None and not set(row.kinds) & {"cast", "reshape"}:
         return placed(sources[0], sharding)
-    if isinstance(row.how, Mapped) and row.how.is_opaque:
-        array, fits = _called(row, row.how, sources, allow)
-        checks.append((fits, row))
-    else:
-        array = _converted(row, sources, sharding, checks)
-    return placed(array, sharding)
+    return placed(_converted(row, sources, sharding, checks), sharding)
 
 
 def _grows(row: Row) -> bool:
@@ -188,28 +182,6 @@ def _converted(
     array, fits = _paced(convert(arrays))
     checks.append((fits, row))
     return array
-
-
-def _called(row: Row, by: Mapped, sources: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
-    """The result of a function that needs values: nothing of it was known before."""
-    leaf, name = row.leaf, function_name(by.fn)
-    try:
-        result = by.fn(*sources)
-    except Exception as error:
-        raise LeafError(
-            f"`{leaf.name}`: `{name}` raises {type(error).__name__}: {error}"
-        ) from error
-    is_array = isinstance(result, jax.Array | np.ndarray | np.generic)
-    text = shown(result) if is_array else type(result).__name__
-    may_cast = "cast" in allow and not leaf.is_key
-    is_right = is_array and result.shape == leaf.shape
-    if not is_right or (str(result.dtype) != leaf.dtype and not may_cast):
-        raise LeafError(f"`{leaf.name}`: `{name}` returns {text}, expected one array {shown(leaf)}")
-    if leaf.is_key:
-        return result, True
-    with np.errstate(all="ignore"):
-        array = result.astype(jnp.dtype(leaf.dtype))
-        return jnp.asarray(array), all_survive(result, array)
 
 
 @functools.lru_cache(maxsize=1024)

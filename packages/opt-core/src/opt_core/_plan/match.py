@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jax
 import numpy as np
 
 from opt_core._description import (
-    TransformationDescription,
     TransformationKey,
     describe_state,
     dimensions_text,
@@ -31,7 +29,6 @@ from opt_core._plan.leaves import (
     named_view,
     setting_text,
     source_side,
-    state_path,
 )
 from opt_core._plan.plan import Plan, Problem, Request, Row, fitted
 from opt_core._plan.policy import (
@@ -77,7 +74,7 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     return Plan(
         rows=tuple(rows),
         refused_changes=tuple(refused),
-        notes=tuple(dict.fromkeys((*admitted, *structural, *settings, *suggested_renames(move)))),
+        notes=tuple(dict.fromkeys((*admitted, *structural, *settings))),
         is_same_optimizer=not structural and not changes,
         allow=request.allow,
         source=source,
@@ -390,43 +387,6 @@ def _check_rules(request: Request, rows: Sequence[Row], source: Source) -> None:
                 f"`rules`: {pattern.pattern!r} matches no leaf of the {side}, which has names like "
                 f"{', '.join(f'`{name}`' for name in where[:3])}"
             )
-
-
-def suggested_renames(move: Move) -> Iterator[str]:
-    """Yields the `Rename` that would keep a state instead of dropping and initialising it."""
-    # Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
-    # Two known transformations are not the same: Adam's moments are not Adamax's.
-    initial = {j for j, sources in enumerate(move.sources) if not sources and j not in move.ruled}
-    gone, new = _looks(move.old, move.dropped), _looks(move.new, initial)
-    for after, look in new.items():
-        like = [old for old, other in gone.items() if other == look and old.group == after.group]
-        is_one = len(like) == 1 and [*new.values()].count(look) == 1
-        is_renamed = is_one and (like[0].name, like[0].number) != (after.name, after.number)
-        if is_renamed and "stated" not in (like[0].source, after.source):
-            yield _suggestion(like[0], after)
-
-
-def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
-    """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
-    by_transformation = {}
-    for transformation in side.transformations:
-        own = side.leaves_of(transformation.key)
-        if own and all(i in chosen for i in own):
-            looks = (
-                (side.leaves[i].field, side.leaves[i].parameter, side.leaves[i].shape) for i in own
-            )
-            by_transformation[transformation] = frozenset(looks)
-    return by_transformation
-
-
-def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:
-    was, now = state_path(old.key), state_path(new.key)
-    pattern = re.escape(path_str(now)).replace("\\#", "#") + "/(.*)"
-    source = path_str(was).replace("\\", "\\\\") + "/\\1"
-    return (
-        f"`{now[-1]}` may be the former `{was[-1]}`: their states look the same. If so, say: "
-        f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
-    )
 
 
 # Which leaf of the source each leaf of a state continues, by their descriptions.

@@ -371,7 +371,7 @@ def fitted(
         else:
             problem = f"expected {list(leaf.shape)}, found {list(source.shape)}"
     dtype = source.dtype if dtype is None else dtype
-    casts, wrong = cast_kinds(dtype, leaf.dtype) if dtype else ((), "")
+    casts, wrong = cast_kinds(dtype, leaf.dtype)
     if casts:
         notes.append(f"{dtype} -> {leaf.dtype}")
     kinds, problem = (*kinds, *casts), problem or wrong
@@ -396,7 +396,7 @@ def fitted(
 def _is_free_cast(leaf: LeafInfo, source: str) -> bool:
     """Whether state that is computed from updates goes on in another float dtype."""
     dtypes = [source, leaf.dtype]
-    if not leaf.transformation or "" in dtypes or any(x.startswith("key<") for x in dtypes):
+    if not leaf.transformation or any(x.startswith("key<") for x in dtypes):
         return False
     kinds = (jnp.floating, jnp.complexfloating)
     return any(all(jnp.issubdtype(jnp.dtype(x), kind) for x in dtypes) for kind in kinds)

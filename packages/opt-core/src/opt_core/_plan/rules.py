@@ -76,7 +76,7 @@ class Map:
     Attributes:
       source: the name in the checkpoint, or several; `\1`, `\2`, ... are the groups of the pattern.
       fn: takes the arrays in the order of `source` and returns one, of the shape of the leaf in the
-        target. It is compiled where JAX can trace it; otherwise it gets concrete arrays.
+        target. JAX traces and compiles it: write it with `jax.numpy`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -287,7 +287,6 @@ class Mapped(Conversion):
     """What a function makes of the sources."""
 
     fn: Callable[..., Any]  # takes them one by one
-    is_opaque: bool = False  # whether it needs values, so nothing is known of its result
 
     def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
         return self.fn(*sources)

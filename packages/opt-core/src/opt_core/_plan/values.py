@@ -148,12 +148,9 @@ class RuledRows:
             note = f", which makes {dims(kept)} of its parameter"
         result = _result_of(action.fn, sources)
         note = f"`{function_name(action.fn)}` of {_listed(sources)}{note}"
-        how = Mapped("map", action.fn, is_opaque=result is None)
-        if result is None:
-            note += "; checked when it is applied"
-            return self._converted(row, sources, how, note=note, dtype="")
         if result.shape != leaf.shape:
             raise Refused(f"{note} is {list(result.shape)}, expected {list(leaf.shape)}")
+        how = Mapped("map", action.fn)
         return self._converted(row, sources, how, note=note, dtype=str(result.dtype))
 
     def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
@@ -287,8 +284,8 @@ class Refused(Exception):  # noqa: N818 - becomes the problem of a row
     """Why a rule cannot make a leaf."""
 
 
-def _result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
-    """The shape and dtype of a function's result, `None` if computing it needs values."""
+def _result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a function's result."""
     shapes = [abstract(source) for source in sources]
     for source, leaf in zip(sources, shapes, strict=True):
         if not source.is_key and is_wide(leaf.dtype):
@@ -298,8 +295,9 @@ def _result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.Shape
     name = function_name(fn)
     try:
         result = jax.eval_shape(fn, *shapes)
-    except _NEED_VALUES:
-        return None
+    except _NEED_VALUES as error:
+        what = f"`{name}` of {_listed(sources)}"
+        raise Refused(f"{what} needs values: write it with `jax.numpy`, for tracers") from error
     except Exception as error:  # whatever a user's function raises
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise Refused(f"`{name}` of {_listed(sources)} raises {text}") from error
