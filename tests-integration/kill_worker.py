@@ -24,7 +24,7 @@ import numpy as np
 from elastic_case import abstract, compile_step, create, make_mesh
 from jax.experimental import multihost_utils
 from opt_checkpoint import Checkpointer, plan_restore
-from opt_checkpoint.errors import LeafError
+from opt_checkpoint.errors import DamagedError, LeafError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FILE_EVENTS = frozenset(
@@ -147,12 +147,20 @@ def damage(directory: str, events: str, **cluster: Any) -> int:
             for one, other in pairs
             for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True)
         )
-        reports = [reader.validate(step, level="digests") for step in (1, 2, 3)]
-        found["ok"] = [report.ok for report in reports]
+        found["ok"] = [is_valid(reader, step) for step in (1, 2, 3)]
         latest = reader.latest_valid(level="digests")
         found["latest_valid"] = latest and latest.step
         Path(events).write_text(json.dumps(found))
     return 0
+
+
+def is_valid(reader: Checkpointer, step: int) -> bool:
+    """Whether every bit is as it was written."""
+    try:
+        reader.validate(step)
+    except DamagedError:
+        return False
+    return True
 
 
 def flip_a_bit(step: Path) -> None:

@@ -116,7 +116,8 @@ def test_two_optimizers_and_a_manager_that_knows_the_handler(tmp_path: Path) -> 
         found = manager.item_metadata(1)["critic"]
         assert isinstance(found, SavedStep)
         assert plan_restore(found, jax.eval_shape(of_optax)).is_exact
-        assert (found.step, found.validate().ok) == (1, True)
+        found.validate()
+        assert found.step == 1
     with pytest.raises(errors.ForeignError, match=r"holds several optimizers: .*`actor`, `critic`"):
         open_foreign(tmp_path / "1")
     assert plan_restore(open_foreign(tmp_path / "1/actor"), of_core()).is_exact

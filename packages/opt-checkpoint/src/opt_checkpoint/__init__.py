@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from opt_checkpoint._handler import OptimizerHandler, OptimizerRestore, OptimizerSave
     from opt_checkpoint._read_legacy import read_legacy
     from opt_checkpoint._restore_legacy import restore_legacy
-    from opt_checkpoint._step import SavedStep, StepReport, open_step
+    from opt_checkpoint._step import SavedStep, open_step
 
 __all__ = [
     "Checkpointer",
@@ -64,7 +64,6 @@ __all__ = [
     "Schema",
     "Source",
     "Stack",
-    "StepReport",
     "TrainingState",
     "Unstack",
     "errors",
@@ -83,7 +82,7 @@ _LATER = {
     "_checkpointer": ["Checkpointer"],
     "_foreign": ["open_foreign"],
     "_handler": ["OptimizerHandler", "OptimizerRestore", "OptimizerSave"],
-    "_step": ["SavedStep", "StepReport", "open_step"],
+    "_step": ["SavedStep", "open_step"],
     "_read_legacy": ["read_legacy"],
     "_restore_legacy": ["restore_legacy"],
 }

@@ -8,21 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from opt_core.errors import OptimizerError
 from opt_core.extend import Rule
 
 from opt_checkpoint._folder import foreign_steps, list_checked
 from opt_checkpoint._processes import are_equal, sync_errors
-from opt_checkpoint._step import Level, SavedStep, StepReport, open_step
+from opt_checkpoint._step import Level, SavedStep, open_step
 from opt_checkpoint._targets import plan_restore
 from opt_checkpoint._writer import Writer
-from opt_checkpoint.errors import (
-    DamagedError,
-    ForeignError,
-    LoadError,
-    MissingError,
-    SaveError,
-)
+from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
 _Target = TypeVar("_Target")
@@ -90,9 +83,11 @@ class Checkpointer:
         self._interval = save_interval_steps
         self._alone = threading.RLock()  # Threads save one after the other.
         self._writer: Writer | None = None
-        self._state = "open for reading: make a `Checkpointer` without `read_only=True` to save"
-        if not read_only and not self._is_foreign():
-            self._writer = Writer(self.directory, async_save=async_save, **steps)
+        if not read_only:
+            foreign = foreign_steps(self.directory)
+            self._check_equal(foreign)
+            if not foreign:  # else no lock is taken there
+                self._writer = Writer(self.directory, async_save=async_save, **steps)
 
     def save(self, step: int, target: Any, *, metadata: Any = None, extras: Any = None) -> None:
         """Saves a step, or raises an error: no step is skipped silently.
@@ -143,7 +138,7 @@ class Checkpointer:
                     self._writer.close()
                 finally:
                     if self._writer.is_closed:
-                        self._writer, self._state = None, "closed"
+                        self._writer = None
 
     def __enter__(self) -> Self:
         return self
@@ -181,8 +176,8 @@ class Checkpointer:
             raise MissingError(f"`{self.directory}` has no step {step}; it has {steps or 'none'}")
         return open_step(self.directory / str(step), step=step)
 
-    def validate(self, step: int, *, level: Level = "digests") -> StepReport:
-        """Checks a step and reports what is wrong.
+    def validate(self, step: int, *, level: Level = "digests") -> None:
+        """Checks a step.
 
         Args:
           step: the step to check.
@@ -190,19 +185,16 @@ class Checkpointer:
             dtype; cheap. `'digests'`: every bit is read too.
 
         Raises:
+          DamagedError: it has changed since it was written; says what.
           MissingError: the step does not exist.
+          VersionError: a newer version wrote it.
         """
-        return self._look(step, level)[1]
+        self._open(step).validate(level=level)
 
-    def _look(self, step: int, level: Level) -> tuple[SavedStep | None, StepReport]:
-        try:
-            with sync_errors():
-                saved = self.at(step)
-        except (ForeignError, MissingError):
-            raise
-        except OptimizerError as error:
-            return None, StepReport(step, level, error=str(error))
-        return saved, saved.validate(level=level)
+    def _open(self, step: int) -> SavedStep:
+        """Opens a step in all processes, or in none."""
+        with sync_errors():
+            return self.at(step)
 
     def latest_valid(self, *, level: Level = "manifest") -> SavedStep | None:
         """Opens the latest step that is valid; logs a warning for each that is not.
@@ -217,15 +209,15 @@ class Checkpointer:
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
           MissingError: there are steps, but none is valid.
+          VersionError: a newer version wrote the latest step.
         """
 
-        def look(step: int) -> SavedStep:
-            saved, report = self._look(step, level)
-            if saved is None or not report.ok:
-                raise DamagedError(report.error or "")
+        def check(step: int) -> SavedStep:
+            saved = self._open(step)
+            saved.validate(level=level)
             return saved
 
-        return self._newest(look)
+        return self._newest(check)
 
     def restore(
         self,
@@ -245,23 +237,16 @@ class Checkpointer:
           rules: for single leaves.
           placement: where leaves go that the target does not place.
 
-        Returns:
-          The restored target.
-
         Raises:
           DamagedError: a leaf has changed since it was written.
           LeafError: nothing says where a leaf goes that was sharded: see `Plan.apply`.
           MissingError: the step does not exist.
           PlanError: the step does not fit the target as it is.
         """
-        return self._restore(step, target, allow=allow, rules=rules, placement=placement)[0]
-
-    def _restore(self, step: int, target: _Target, **options: Any) -> tuple[_Target, SavedStep]:
-        with sync_errors():
-            saved = self.at(step)
-        restored = plan_restore(saved, target, **options).apply()
-        self.restored_step = saved.step
-        return restored, saved
+        plan = plan_restore(self._open(step), target, allow=allow, rules=rules, placement=placement)
+        restored = plan.apply()
+        self.restored_step = step
+        return restored
 
     def restore_latest(
         self,
@@ -282,9 +267,6 @@ class Checkpointer:
           allow: as `rules` and `placement`, see `plan_restore`.
           rules: for single leaves.
           placement: where leaves go that the target does not place.
-
-        Returns:
-          The restored target.
 
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
@@ -308,17 +290,19 @@ class Checkpointer:
         """
         options: Any = {"allow": tuple(allow), "rules": tuple(rules), "placement": placement}
 
-        def restore(step: int) -> tuple[_Target]:
-            restored, saved = self._restore(step, target, **options)
+        def restore(step: int) -> tuple[int, _Target]:
+            saved = self._open(step)
+            restored = plan_restore(saved, target, **options).apply()
             saved.check_extras()
-            return (restored,)
+            return step, restored
 
         self.restored_step = None
         self.wait()
-        result = self._newest(restore)
-        if result is None:
+        newest = self._newest(restore)
+        if newest is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
-        return result[0]
+        self.restored_step, restored = newest
+        return restored
 
     def delete(self, step: int) -> None:
         """Deletes a step: it is renamed first, so that it is never partly there.
@@ -373,14 +357,6 @@ class Checkpointer:
             raise MissingError(f"`{self.directory}`: none of the steps {steps} is valid")
         return None
 
-    def _is_foreign(self) -> bool:
-        """Whether the folder holds another program's steps: then a writer takes no lock there."""
-        names = foreign_steps(self.directory)
-        self._check_equal(names)
-        if names:
-            self._state = "not written to: it held another program's checkpoints when it was opened"
-        return bool(names)
-
     def _check_equal(self, steps: Sequence[object]) -> None:
         if not are_equal(repr(steps).encode()):
             raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
@@ -388,5 +364,6 @@ class Checkpointer:
     def _open_writer(self) -> Writer:
         if self._writer is None:
             self.steps()  # raises a `ForeignError` if that is why there is no writer
-            raise SaveError(f"`{self.directory}` is {self._state}")
+            reading = "open for reading: make a `Checkpointer` without `read_only=True` to save"
+            raise SaveError(f"`{self.directory}` is {reading if self.read_only else 'closed'}")
         return self._writer

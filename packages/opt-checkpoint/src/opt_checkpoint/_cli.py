@@ -29,13 +29,7 @@ from opt_checkpoint._folder import foreign_steps, is_orbax, item_with_manifest, 
 from opt_checkpoint._foreign import ForeignStep, open_foreign, open_tree
 from opt_checkpoint._step import SavedStep, open_step
 from opt_checkpoint._targets import plan_restore
-from opt_checkpoint.errors import (
-    CheckpointError,
-    DamagedError,
-    ForeignError,
-    LoadError,
-    MissingError,
-)
+from opt_checkpoint.errors import CheckpointError, ForeignError, LoadError, MissingError
 
 _OK, _REFUSED, _WRONG = 0, 1, 2
 _LONG = 600  # of an error that lists every leaf
@@ -154,8 +148,8 @@ def _verify(options: argparse.Namespace) -> int:
             if isinstance(source, ForeignStep):
                 for leaf in source.schema.leaves:  # they may be larger than memory together
                     source.read({leaf.name: abstract(leaf)})
-            elif error := source.validate().error:
-                raise DamagedError(error)
+            else:
+                source.validate()
         except MissingError:
             raise
         except CheckpointError as error:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from opt_core.errors import OptimizerError
 from opt_core.extend import LeafInfo, Schema, abstract, named_leaves, path_str, shown
 
 from opt_checkpoint._digest import bound, digests
@@ -43,28 +42,6 @@ from opt_checkpoint.errors import DamagedError, ForeignError, LeafError, Missing
 
 Level = Literal["manifest", "digests"]
 _BATCH_BYTES = 512 * 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """The result of checking a step.
-
-    Attributes:
-      step: its number.
-      level: how thoroughly it was checked.
-      leaves: their number.
-      error: what is wrong, if anything.
-    """
-
-    step: int
-    level: Level
-    leaves: int = 0
-    error: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return self.error is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,21 +142,14 @@ class SavedStep:
         leaves = [read[path_str(path)] for path, _ in flat]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
-    def validate(self, *, level: Level = "digests") -> StepReport:
-        """Checks the step; see `Checkpointer.validate`."""
-        report = StepReport(self.step, level, leaves=len(self.schema.leaves))
-        try:
-            with sync_errors():
-                if is_first():
-                    self._check_stored_shapes()
-            if level == "digests":
-                for batch in _batches(self.schema.leaves):
-                    self._read_stored(batch)
-        except MissingError:
-            raise
-        except OptimizerError as error:
-            return dataclasses.replace(report, error=str(error))
-        return report
+    def validate(self, *, level: Level = "digests") -> None:
+        """Raises an error unless the step is as it was written; see `Checkpointer.validate`."""
+        with sync_errors():
+            if is_first():
+                self._check_stored_shapes()
+        if level == "digests":
+            for batch in _batches(self.schema.leaves):
+                self._read_stored(batch)
 
     def check_extras(self) -> None:
         """Reads what was saved as `extras` and compares the digests."""
