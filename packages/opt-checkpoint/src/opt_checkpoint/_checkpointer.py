@@ -10,12 +10,12 @@ from typing import Any, Self, TypeVar
 
 from opt_core.extend import Rule
 
-from opt_checkpoint._folder import foreign_steps, list_checked
+from opt_checkpoint._manifest import foreign_steps, list_checked
 from opt_checkpoint._processes import are_equal, sync_errors
 from opt_checkpoint._step import Level, SavedStep, open_step
 from opt_checkpoint._targets import plan_restore
 from opt_checkpoint._writer import Writer
-from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
+from opt_checkpoint.errors import DamagedError, LoadError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
 _Target = TypeVar("_Target")

@@ -25,8 +25,8 @@ from opt_core.extend import (
     record_data,
 )
 
-from opt_checkpoint._folder import foreign_steps, is_orbax, item_with_manifest, list_steps
 from opt_checkpoint._foreign import ForeignStep, open_foreign, open_tree
+from opt_checkpoint._manifest import foreign_steps, is_orbax, item_with_manifest, list_steps
 from opt_checkpoint._step import SavedStep, open_step
 from opt_checkpoint._targets import plan_restore
 from opt_checkpoint.errors import CheckpointError, ForeignError, LoadError, MissingError

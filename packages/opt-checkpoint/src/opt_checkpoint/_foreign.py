@@ -32,10 +32,10 @@ from opt_core.extend import (
     update_counts,
 )
 
-from opt_checkpoint._folder import foreign_steps, is_orbax, item_with_manifest
+from opt_checkpoint._manifest import foreign_steps, is_orbax, item_with_manifest
 from opt_checkpoint._processes import sync_errors
-from opt_checkpoint._step import SavedStep, known_leaves, open_step
-from opt_checkpoint._stores import Store, Stored, open_store, to_leaf
+from opt_checkpoint._step import SavedStep, known_leaves, open_step, to_leaf
+from opt_checkpoint._stores import Store, Stored, open_store
 from opt_checkpoint._targets import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
 

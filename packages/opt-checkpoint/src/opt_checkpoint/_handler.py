@@ -26,6 +26,7 @@ from opt_core.extend import (
     Schema,
     View,
     count_of,
+    key_kind,
     named_leaves,
     named_view,
     path_str,
@@ -34,17 +35,16 @@ from opt_core.extend import (
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint import _digest
-from opt_checkpoint._folder import MANIFEST
 from opt_checkpoint._manifest import (
     DTYPES,
     EXTRA,
+    MANIFEST,
     PYTHON,
     Manifest,
     encode,
     is_scalar,
     is_stored,
     json_copy,
-    key_impl,
     nest,
     store_key,
     structure_of,
@@ -366,7 +366,7 @@ def _to_store(info: LeafInfo, leaf: Any) -> Any:
     if isinstance(leaf, np.ma.MaskedArray):
         raise LeafError(f"`{info.name}`: a masked array loses its mask. Save `.data` and `.mask`")
     if info.is_key:
-        key_impl(info.dtype)  # a `LeafError` of keys that could not be read again
+        key_kind(info.dtype)  # a `LeafError` of keys that could not be read again
         return _to_save(jax.random.key_data(leaf))
     if not isinstance(leaf, jax.Array | np.ndarray):
         leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)

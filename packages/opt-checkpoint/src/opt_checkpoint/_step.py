@@ -1,47 +1,69 @@
-"""One step on disk, open for reading."""
+"""One step on disk, open for reading, and reading arrays that Orbax wrote.
+
+Each device reads its own share. Errors of Orbax and TensorStore are typed.
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from opt_core.extend import LeafInfo, Schema, abstract, named_leaves, path_str, shown
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+from opt_core.errors import OptimizerError
+from opt_core.extend import (
+    LeafInfo,
+    Names,
+    Schema,
+    abstract,
+    is_wide,
+    key_kind,
+    named_leaves,
+    path_str,
+    shown,
+)
 
 from opt_checkpoint._digest import bound, digests
-from opt_checkpoint._folder import describe_foreign, is_orbax, item_with_manifest
 from opt_checkpoint._manifest import (
     EXTRA,
     PYTHON,
     Manifest,
+    describe_foreign,
+    is_orbax,
     is_scalar,
     is_stored,
+    item_folder,
+    item_with_manifest,
     nest,
     read_manifest,
     rebuilt,
     store_key,
 )
 from opt_checkpoint._processes import is_first, sync_errors
-from opt_checkpoint._stores import (
-    damaged,
-    restore_args,
-    restore_arrays,
-    saved_shardings,
-    to_leaf,
-    tree_metadata,
-)
 from opt_checkpoint.errors import DamagedError, ForeignError, LeafError, MissingError
 
 Level = Literal["manifest", "digests"]
 _BATCH_BYTES = 512 * 2**20
+_T = TypeVar("_T")
+_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,3 +314,99 @@ def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
         like = f"{dtype}{list(np.shape(leaf))}"
         raise LeafError(f"`{info.name}`: expected {like} as in `like`, found {shown(info)}")
     return abstract(info, getattr(leaf, "sharding", None))
+
+
+# Arrays that Orbax wrote
+
+
+def restore_arrays(folder: Path, item: Any, restore_args: Any, *, is_partial: bool = True) -> Any:
+    """Reads arrays as `restore_args` say; of a partial `item`, a nested dict, only those in it."""
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=is_partial)
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:  # after a failure it cannot be reused
+        return tried(folder, lambda: handler.restore(item_folder(folder), args=args))
+
+
+def tree_metadata(folder: Path) -> Any:
+    """Returns Orbax's metadata of every array of a step, in its tree."""
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
+        return tried(folder, lambda: handler.metadata(item_folder(folder)).tree)
+
+
+def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
+    """Returns how to read what is stored of a leaf; a dtype of `None` is that of the store."""
+    if dtype is not None and is_wide(dtype):
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    # Of PRNG keys, whose words are one more dimension, the sharding leaves that dimension together.
+    place = sharding or default_device()
+    return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype)
+
+
+def default_device() -> Sharding:
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def to_leaf(info: LeafInfo, stored: Any, sharding: Sharding | None) -> Any:
+    """Returns the leaf of what is stored of it: words become PRNG keys, and numbers arrays."""
+    if info.is_key:
+        if jnp.issubdtype(stored.dtype, jax.dtypes.prng_key):
+            return stored
+        return jax.random.wrap_key_data(jnp.asarray(stored), impl=key_kind(info.dtype)[0])
+    if isinstance(stored, jax.Array) and str(stored.dtype) == info.dtype:
+        return stored
+    array = np.asarray(stored).astype(jnp.dtype(info.dtype), copy=False)
+    if is_wide(array.dtype):  # JAX cannot hold it
+        return array
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+
+
+def saved_shardings(folder: Path, keys: Mapping[_Key, Names]) -> dict[_Key, Sharding]:
+    """Returns where arrays were on a mesh, by their keys in the store."""
+    # Orbax's own reader opens every array, and this file once for each (Orbax 0.12).
+    file = item_folder(folder) / "_sharding"
+
+    def read() -> dict[_Key, Sharding]:
+        texts: dict[str, str] = json.loads(file.read_bytes()) if file.is_file() else {}
+        saved = {text: json.loads(text) for text in set(texts.values()) if text}
+        places = {
+            text: _sharding(ocp.metadata.NamedShardingMetadata.from_deserialized_dict(data))
+            for text, data in saved.items()
+            if data["sharding_type"] == "NamedSharding"
+        }
+        by_name = {base64.urlsafe_b64decode(x).decode(): places.get(texts[x]) for x in texts}
+        shardings = {key: by_name.get(".".join(names)) for key, names in keys.items()}
+        return {key: place for key, place in shardings.items() if place is not None}
+
+    return tried(folder, read)
+
+
+def _sharding(saved: Any) -> NamedSharding:
+    """A sharding of Orbax's metadata; on devices that are not here, of an `AbstractMesh`."""
+    # of JSON, which has no tuples
+    entries = (x if x is None or isinstance(x, str) else tuple(x) for x in saved.partition_spec)
+    spec = PartitionSpec(*entries)
+    try:
+        return NamedSharding(saved.to_jax_sharding().mesh, spec)
+    except ValueError:  # Orbax: the available devices are different
+        sizes = tuple(int(size) for size in saved.shape)
+        types = {} if saved.axis_types is None else {"axis_types": tuple(saved.axis_types)}
+        return NamedSharding(AbstractMesh(sizes, tuple(saved.axis_names), **types), spec)
+
+
+def tried(folder: Path, read: Callable[[], _T]) -> _T:
+    """Makes errors of Orbax and TensorStore typed, unless they say nothing of the checkpoint."""
+    try:
+        return read()
+    except (MemoryError, OptimizerError):
+        raise
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        if "RESOURCE_EXHAUSTED" in text:
+            raise
+        raise damaged(folder, f"cannot be read: {text}") from error
+
+
+def damaged(folder: Path, what: str) -> OptimizerError:
+    """Returns the error of a checkpoint that is damaged, or was deleted meanwhile."""
+    if not folder.is_dir():
+        return MissingError(f"`{folder}` has been deleted while it was read")
+    return DamagedError(f"`{folder}`: {what}")

@@ -25,8 +25,8 @@ from opt_core.errors import OptimizerError
 from orbax.checkpoint.path import atomicity_types
 from orbax.checkpoint.path import step as step_lib
 
-from opt_checkpoint._folder import ITEM, list_checked, list_steps
 from opt_checkpoint._handler import OptimizerHandler, OptimizerSave, Origin, Saving
+from opt_checkpoint._manifest import ITEM, list_checked, list_steps
 from opt_checkpoint._processes import is_first, sync_errors
 from opt_checkpoint.errors import LockError, MissingError, SaveError
 
