@@ -22,7 +22,7 @@ from opt_checkpoint import (
     Rename,
     SavedStep,
     TrainingState,
-    _stores,
+    _step,
     named_state,
     open_step,
 )
@@ -226,7 +226,7 @@ def test_the_latest_step_is_restored_and_read_once(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    original = _stores.restore_arrays
+    original = _step.restore_arrays
 
     def counted(folder: Path, item: Any, restore_args: Any) -> Any:
         read.append(folder.name)
