@@ -18,7 +18,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from opt_checkpoint import Schema, TrainingState, named_state, plan_restore, restore_named
+from opt_checkpoint import Schema, TrainingState, named_state, plan_restore
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef
 from opt_core.extend import read_record, record_data
 from opt_optax_bridge import OptaxWrapper
@@ -170,12 +170,12 @@ def test_every_optimizer_comes_back_by_its_names(name: str) -> None:
     plan = plan_restore(named, abstract)
     assert plan.is_exact
     assert_same(plan.apply(), optimizer)
-    assert_same(restore_named(abstract, dict(named)), optimizer)
+    assert_same(plan_restore(dict(named), abstract).apply(), optimizer)
     tx, state = getattr(definition_of(name), "optax_optimizer", None), optimizer.state
     if isinstance(tx, optax.GradientTransformation):  # what nothing wraps has the same names
         plain = TrainingState(tx, optimizer.target, state.param_states, state.step)
         assert_same(dict(named_state(plain)), dict(named))
-        assert_same(restore_named(plain, named), plain)
+        assert_same(plan_restore(named, plain).apply(), plain)
 
 
 @pytest.mark.sample(5)

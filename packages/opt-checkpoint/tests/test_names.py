@@ -15,7 +15,7 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import structure
 from jax.sharding import PartitionSpec
-from opt_checkpoint import Schema, errors, named_state, plan_restore, restore_named
+from opt_checkpoint import Schema, errors, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_core.extend import read_record, record_data
 from opt_optax_bridge import OptaxWrapper
@@ -97,8 +97,8 @@ def test_parameters_of_every_kind(tree: Any) -> None:
     named = named_state(optimizer)
     assert len(named) == len(jax.tree.leaves(optimizer))
     for restored in (
-        restore_named(optimizer, named),
-        restore_named(optimizer, {name: np.asarray(leaf) for name, leaf in named.items()}),
+        plan_restore(named, optimizer).apply(),
+        plan_restore({name: np.asarray(leaf) for name, leaf in named.items()}, optimizer).apply(),
         plan_restore(named, optimizer, rules=[(".*", "keep")]).apply(),
     ):
         assert structure(restored) == structure(optimizer)

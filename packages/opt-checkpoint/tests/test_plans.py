@@ -21,7 +21,6 @@ from opt_checkpoint import (
     errors,
     named_state,
     plan_restore,
-    restore_named,
 )
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
@@ -277,14 +276,14 @@ def test_b7_a_rule_that_matches_nothing_is_an_error() -> None:
 
 
 def test_b11_what_the_target_has_no_place_for_is_an_error() -> None:
-    """An extra leaf in the checkpoint is refused by default, by a plan and by `restore_named`."""
+    """An extra leaf in the checkpoint is refused by default, with a schema and without."""
     extra = named_state(numbered(wrapped(optax.adam(0.1), params() | {"old": jnp.ones(2)})))
     target = wrapped(optax.adam(0.1))
     told = refusal(extra, target)
     for name in ("params/old", "state/adam/mu/old", "state/adam/nu/old"):
         assert f"!- {name} float32[2]" in told
     with pytest.raises(errors.PlanError, match="params/old"):
-        restore_named(target, dict(extra))
+        plan_restore(dict(extra), target).apply()
     restored = plan_restore(extra, target, rules=[(".*/old", "drop")]).apply()
     assert set(restored.target) == {"b", "w"}
 

@@ -21,7 +21,6 @@ from opt_checkpoint import (
     TrainingState,
     named_state,
     plan_restore,
-    restore_named,
 )
 from opt_core import OptimizerState
 
@@ -57,7 +56,7 @@ def test_every_kind_comes_back_as_what_it_was(kind: str, is_abstract: bool, tmp_
         checkpointer.save(2, saved)
         checkpointer.wait()
         restored = plan_restore(checkpointer.at(2), target).apply()
-    assert type(restored) is type(target) is type(restore_named(target, named_state(saved)))
+    assert type(restored) is type(target) is type(plan_restore(named_state(saved), target).apply())
     assert same(named_state(restored), named_state(saved))
 
 
@@ -81,7 +80,7 @@ def test_a_train_state_keeps_what_is_not_its_optimizers(
     stats = {"mean": jnp.ones(3)}
     state = of_flax(State, freeze(params()), batch_stats=stats)
     assert list(named_state(state)) == NAMES
-    restored = restore_named(state, named_state(state))
+    restored = plan_restore(named_state(state), state).apply()
     assert type(restored) is State
     assert isinstance(restored.params, FrozenDict)
     assert restored.apply_fn is len
@@ -104,7 +103,7 @@ def test_a_train_state_keeps_what_is_not_its_optimizers(
 def test_a_pair_is_new_and_goes_on_as_the_old_one() -> None:
     model, optimizer = of_nnx()
     b, step = model.b[...], optimizer.step[...]
-    again, new = restore_named((model, optimizer), named_state((model, optimizer)))
+    again, new = plan_restore(named_state((model, optimizer)), (model, optimizer)).apply()
     assert again is not model
     assert new is not optimizer
     assert new.tx == optimizer.tx  # the same functions; Flax 0.12.0 makes a new tuple of them
@@ -126,9 +125,9 @@ def test_a_training_state_is_a_pytree_whose_step_stays_what_it_was() -> None:
     assert jax.tree.leaves(state)[:3] == jax.tree.leaves(state.params)
     moved = jax.jit(lambda state: state)(state)
     assert (moved.tx, int(moved.step)) == (state.tx, 2)
-    assert type(restore_named(state, named_state(state)).step) is int
+    assert type(plan_restore(named_state(state), state).apply().step) is int
     array = dataclasses.replace(state, step=jnp.uint32(2))
-    assert restore_named(array, named_state(state)).step.dtype == jnp.uint32
+    assert plan_restore(named_state(state), array).apply().step.dtype == jnp.uint32
     with pytest.raises(AttributeError):
         state.step = 3
 
@@ -143,7 +142,7 @@ def test_a_step_of_none_is_what_the_state_counts() -> None:
     state = dataclasses.replace(of_optax(), step=None)
     assert int(named_state(state)["state/step"]) == 2
     for target in (state, jax.eval_shape(lambda: state)):
-        assert int(restore_named(target, named_state(state)).step) == 2
+        assert int(plan_restore(named_state(state), target).apply().step) == 2
     sgd = optax.sgd(0.1)
     counts_nothing = TrainingState(sgd, params(), sgd.init(params()), None)
     assert int(named_state(counts_nothing)["state/step"]) == 0

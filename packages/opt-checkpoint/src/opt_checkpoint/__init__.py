@@ -35,7 +35,7 @@ from opt_core.extend import path_str as leaf_name
 from opt_core.extend import split_path as leaf_path
 
 from opt_checkpoint import errors
-from opt_checkpoint._targets import TrainingState, named_state, plan_restore, restore_named
+from opt_checkpoint._targets import TrainingState, named_state, plan_restore
 
 __version__ = _version("opt-checkpoint")
 
@@ -75,7 +75,6 @@ __all__ = [
     "plan_restore",
     "read_legacy",
     "restore_legacy",
-    "restore_named",
 ]
 
 _LATER = {

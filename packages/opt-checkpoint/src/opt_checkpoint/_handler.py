@@ -252,7 +252,7 @@ class Saving:
             leaves = [target[info.name] for info in schema.leaves]
         else:
             view = view_of(target)
-            _warn_unsaved(target, view.unsaved, extras, is_item=step is None)
+            _warn_unsaved(target, view.unsaved, extras)
             leaves = view.leaves()
             origin = _origin(view, previous)
             schema = origin[1]
@@ -312,14 +312,14 @@ class Saving:
             )
 
 
-def _warn_unsaved(target: Any, unsaved: Sequence[str], extras: Any, *, is_item: bool) -> None:
+def _warn_unsaved(target: Any, unsaved: Sequence[str], extras: Any) -> None:
     saved = extras if isinstance(extras, Mapping) else {}
     if missing := [name for name in unsaved if name not in saved]:
         fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
         _log.warning(
-            "%s: `%s` is not saved, because it is not the optimizer's: %s",
-            *(type(target).__name__, "`, `".join(missing)),
-            "save it as another item" if is_item else f"give `extras={{{fields}}}`",
+            "%s: `%s` is not saved, because it is not the optimizer's: give `extras={%s}`, or save "
+            "it as another item",
+            *(type(target).__name__, "`, `".join(missing), fields),
         )
 
 

@@ -112,7 +112,7 @@ def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
 
 
 def plan_restore(
-    checkpoint: Source,
+    checkpoint: Source | Mapping[str, Any],
     target: _Target,
     *,
     allow: Iterable[str] = (),
@@ -126,7 +126,8 @@ def plan_restore(
     from agree about it; otherwise that transformation is reinitialised in the group.
 
     Args:
-      checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
+      checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`; or leaves by
+        name alone, each of which is taken for what the target has under its name.
       target: the optimizer to restore, of any kind that `named_state` takes; its leaves may be
         `jax.ShapeDtypeStruct`s with shardings. Parameters that the checkpoint lacks need arrays.
       allow: what has to be asked for, as in `opt_core.regroup`: `'initialise'`, moments that begin
@@ -167,6 +168,8 @@ def plan_restore(
       !- state/adam/nu/w float32[2]
        - state/adam/count int32[]
     """
+    if isinstance(checkpoint, Mapping) and not isinstance(checkpoint, NamedState):
+        checkpoint = _without_schema(checkpoint)
     if not isinstance(checkpoint, Source):
         raise TypeError(
             "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
@@ -177,37 +180,8 @@ def plan_restore(
     return plan
 
 
-def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:
-    """Returns an optimizer with the leaves that `named_state` returned.
-
-    Args:
-      target: of any kind that `named_state` takes; determines containers, shapes, dtypes and
-        shardings; its leaves may be abstract.
-      named: the leaves by name; the schema of a `NamedState` is compared too.
-
-    Returns:
-      An optimizer of the same kind; it shares no buffer with `named`.
-
-    Raises:
-      PlanError: a name is missing or unknown, a shape or dtype differs, or the optimizer is another
-        one; `plan_restore` admits changes.
-      TypeError: `target` is of another kind.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import opt_optax_bridge as opt
-      >>> optimizer = opt.adam(1e-3).create({'w': jnp.ones(2)})
-      >>> again = restore_named(optimizer, named_state(optimizer))
-      >>> bool((again.target['w'] == optimizer.target['w']).all())
-      True
-    """
-    if not isinstance(named, NamedState):
-        named = _without_schema(named)
-    return plan_restore(named, target).apply()
-
-
 def _without_schema(named: Mapping[str, Any]) -> NamedState:
-    """Leaves without a schema: each is what the target has under its name."""
+    """Leaves by name as a source: what they follow and mean is not known."""
     infos = (
         leaf_info(leaf, path := split_path(name), "params" if path[0] == "params" else "state")
         for name, leaf in named.items()
