@@ -110,7 +110,7 @@ def test_like_transformations_are_told_apart_by_their_settings(
 
 def test_no_checkpoint_is_named() -> None:
     optimizer = opt.sgd(0.1).create({"w": jnp.ones(2)})
-    wrong: list[Any] = [None, "path", {}, optimizer]
+    wrong: list[Any] = [None, "path", [], optimizer]
     for checkpoint in wrong:
         with pytest.raises(TypeError, match=r"`checkpoint` must be a step .* or a `NamedState`"):
             plan_restore(checkpoint, optimizer)

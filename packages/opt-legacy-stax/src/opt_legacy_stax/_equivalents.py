@@ -99,8 +99,8 @@ class OptaxEquivalent:
       is_exact: whether both perform the same operations, so that a float32 run (parameters,
         gradients and step sizes; `jax_enable_x64` off) continues bit for bit after switching. If
         not, results differ in the last digits: Optax multiplies by `rsqrt(x)` where the triple
-        divides by `sqrt(x)`, or scales by the step size at a different point. For other dtypes see
-        `is_exact_for`.
+        divides by `sqrt(x)`, or scales by the step size at a different point. In other dtypes
+        Optax rounds elsewhere.
     """
 
     name: str
@@ -108,35 +108,6 @@ class OptaxEquivalent:
     transformation: optax.GradientTransformation
     is_exact: bool
     _recipe: _Recipe = dataclasses.field(repr=False)
-    _arguments: Mapping[str, Any] = dataclasses.field(repr=False)
-
-    def is_exact_for(self, params: Any, grads: Any = None) -> bool:
-        """Whether a run with parameters and gradients of these dtypes continues bit for bit.
-
-        The triple computes in the widest dtype involved and rounds the result back; Optax casts the
-        step size to the dtype of the gradient and keeps its averages in that dtype. Results are
-        therefore exact only for a single dtype: float32 throughout without `jax_enable_x64`, or any
-        dtype shared by parameters and gradients if all arguments are Python numbers.
-
-        Args:
-          params: pytree of arrays or `jax.ShapeDtypeStruct` leaves.
-          grads: the gradients, if their dtypes differ from those of `params`.
-
-        Examples:
-          >>> equivalent = optax_equivalent('sgd', step_size=np.float32(0.1))
-          >>> equivalent.is_exact_for(jnp.ones(2)), equivalent.is_exact_for(jnp.ones(2, 'bfloat16'))
-          (True, False)
-        """
-        if not self.is_exact:
-            return False
-        leaves = (jax.tree.leaves(params), jax.tree.leaves(params if grads is None else grads))
-        before, after = ([jnp.result_type(leaf) for leaf in each] for each in leaves)
-        if before != after or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in before):
-            return False
-        if all(type(value) in (bool, int, float) for value in self._arguments.values()):
-            return True
-        is_64_bit = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-        return all(dtype == jnp.float32 for dtype in before) and not is_64_bit
 
     def convert_state(self, state: OptimizerState, i: Any) -> tuple[Any, Any]:
         """Returns the parameters and Optax state that continue from the triple's before update `i`.
@@ -208,8 +179,7 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
     schedule = step_size if callable(step_size) else optax.constant_schedule(step_size)
     rate = optax.scale_by_schedule(lambda count: -1 * schedule(count))
     transformation = optax.chain(*recipe.build(rate, *others))
-    values = dict(arguments.arguments)
-    return OptaxEquivalent(name, triple, transformation, recipe.is_exact, recipe, values)
+    return OptaxEquivalent(name, triple, transformation, recipe.is_exact, recipe)
 
 
 def _no_equivalent(name: str, reason: str) -> NoEquivalentError:

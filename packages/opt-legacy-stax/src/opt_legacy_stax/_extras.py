@@ -89,10 +89,9 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
 
     Returns:
       An object with `transformation`, an `optax.GradientTransformation`; `triple`, the triple;
-      `is_exact`, whether both perform the same operations in float32;
-      `is_exact_for(params, grads)`, the same for other dtypes; `convert_state(state, i)`, which
-      returns the parameters and Optax state that continue from a triple state before update `i`;
-      and `convert_state_back(params, opt_state)`, its inverse.
+      `is_exact`, whether both perform the same operations in float32; `convert_state(state, i)`,
+      which returns the parameters and Optax state that continue from a triple state before update
+      `i`; and `convert_state_back(params, opt_state)`, its inverse.
 
     Raises:
       NoEquivalentError: no Optax transformation implements the same update rule.
