@@ -214,7 +214,7 @@ def test_64_bits_need_the_mode() -> None:
         (np.ma.MaskedArray([1.0], [True]), "`x, leaf 0` is a MaskedArray; leaves"),
         (2**64, "`x, leaf 0` has dtype object, which the format cannot hold exactly."),
         (np.array(["a"]), "`x, leaf 0` has dtype <U1, which the format cannot hold exactly."),
-        (jax.ShapeDtypeStruct((2,), jnp.float32), "`x, leaf 0` is abstract (ShapeDtypeStruct)."),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "`x, leaf 0` is a ShapeDtypeStruct; leaves"),
     ],
     ids=["object", "masked", "integer", "text", "abstract"],
 )
@@ -233,9 +233,9 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(
 def test_states_that_cannot_be_saved() -> None:
     donated = jnp.ones(2)
     donated.delete()
-    with pytest.raises(errors.SaveError, match="the buffer of `x, leaf 0` has been donated or del"):
+    with pytest.raises(errors.SaveError, match=r"`x, leaf 0` has no values .* been deleted"):
         save(io.BytesIO(), as_state(donated))
-    with pytest.raises(errors.SaveError, match="is abstract"):
+    with pytest.raises(errors.SaveError, match=r"`x, leaf 0` has no values .* on traced array"):
         jax.jit(lambda s: save(io.BytesIO(), s))(as_state(jnp.ones(2)))
     for keys, words in (
         (("0", 0), "the name `0`"),

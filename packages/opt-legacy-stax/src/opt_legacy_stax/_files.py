@@ -121,30 +121,16 @@ def encode(state: Any, optimizer: Identity | None) -> bytes:
 
 def _array(leaf: Any, name: str) -> np.ndarray:
     """Returns the values of a leaf as a contiguous array, of a key its data."""
-    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-        raise SaveError(
-            f"`{name}` is abstract ({type(leaf).__name__}). Call `save` outside of `jit`, "
-            "`eval_shape` and other transformations."
-        )
     if not (isinstance(leaf, jax.Array | np.generic) or type(leaf) in _PLAIN):
         raise SaveError(
             f"`{name}` is a {shown(type(leaf).__name__)}; leaves of a saved state must be arrays "
             "or numbers."
         )
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise SaveError(
-                f"the buffer of `{name}` has been donated or deleted. Save the state that the "
-                "update returned."
-            )
-        if not leaf.is_fully_addressable:
-            raise SaveError(
-                f"`{name}` is not fully addressable by this process. Gather it first "
-                "(`jax.experimental.multihost_utils.process_allgather`)."
-            )
-        if is_key(leaf):
-            leaf = jax.random.key_data(leaf)
-    array = np.asarray(leaf)
+    try:
+        array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    except (TypeError, RuntimeError) as error:
+        # It is traced, has been donated, or is distributed over processes.
+        raise SaveError(f"`{name}` has no values that can be saved here: {error}") from error
     if not is_number(array.dtype):
         raise SaveError(
             f"`{name}` has dtype {array.dtype}, which the format cannot hold exactly. Convert it "
@@ -343,7 +329,14 @@ def load(
             "on with `jax.config.update('jax_enable_x64', True)`."
         )
     if found.optimizer is None or identity is None:
-        warnings.warn(_not_compared(found.optimizer, identity), UnnamedStateWarning, stacklevel=2)
+        theirs = "no optimizer" if found.optimizer is None else f"`{shown(found.optimizer)}`"
+        ours = "none" if identity is None else f"`{shown(identity.name)}`"
+        warnings.warn(
+            f"the file names {theirs}, this call {ours}: they were not compared, and others may "
+            "keep states of the same structure. Pass `optimizer`, to `save` too.",
+            UnnamedStateWarning,
+            stacklevel=2,
+        )
     are_ints = [leaf.dtype == "int" for leaf in found.leaves]
     state: OptimizerState = jax.tree.unflatten(
         jax.tree.structure(reference), list(map(_leaf, arrays, likes, are_ints))
@@ -416,21 +409,6 @@ def _leaf(array: np.ndarray, like: Any, is_int: bool) -> Any:
 def _needs_64_bits(like: Any) -> bool:
     is_array = isinstance(like, jax.Array | jax.ShapeDtypeStruct) and not is_key(like)
     return is_array and bool(jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype)
-
-
-def _not_compared(found: str | None, expected: Identity | None) -> str:
-    if found is None:
-        assumed = f"a state of `{shown(expected.name)}`" if expected else "the expected one"
-        return (
-            f"the file does not name the optimizer of its state. It was loaded as {assumed}, as "
-            "tree structure, shapes and dtypes match; other optimizers may have the same. If that "
-            "is correct, save it again with `save(..., optimizer=...)`."
-        )
-    return (
-        f"the file holds a state of `{shown(found)}`, which was not compared because the "
-        "expected optimizer is not known. Pass `optimizer` (in addition to `like`, if given), or a "
-        "name if the triple has none."
-    )
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
