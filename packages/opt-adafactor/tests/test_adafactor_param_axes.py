@@ -95,25 +95,22 @@ def shapes_after(optimizer: Optimizer, grads: Any, **overrides: Any) -> Optimize
     return stepped
 
 
-def test_a_second_model_does_not_clobber_the_first() -> None:
+def test_a_second_model_needs_a_definition_of_its_own() -> None:
     definition = make()
     definition.set_param_axes(AXES)
     first = definition.create(PARAMS)
-    hyper_params = definition.hyper_params
-    other = {"wi": jnp.ones((6, 3, 8))}
-    definition.set_param_axes({"wi": P("layers", "embed", "mlp")})
-    second = definition.create(other)
+    for captured in (definition.hyper_params, make().hyper_params):  # after, and before
+        shapes_after(first, PARAMS, hyper_params=captured)
+    axes = {"wi": P("layers", "embed", "mlp")}
+    with pytest.raises(
+        HyperParamError, match=r"before with different axes\. Use `with_param_axes`"
+    ):
+        definition.set_param_axes(axes)
+    second = definition.with_param_axes(axes).create({"wi": jnp.ones((6, 3, 8))})
     assert second.state.param_states["wi"].v_row.shape == (6, 3)
     assert second.state.param_states["wi"].v_col.shape == (6, 8)
     stepped = shapes_after(first, PARAMS)
     assert stepped.state.param_states["wi"].v_col.shape == (3, 8)
-    for captured in (hyper_params, make().hyper_params):  # as they were then, and before
-        shapes_after(first, PARAMS, hyper_params=captured)
-    assert shapes_after(second, other).state.param_states["wi"].v_col.shape == (6, 8)
-    definition.set_param_axes(AXES)
-    assert definition.hyper_params.factor_map.keys() == AXES.keys()
-    with pytest.raises(HyperParamError, match=r"rule of `wi` was .*, now .*Use `with_param_axes`"):
-        definition.set_param_axes({"wi": P("embed", "layers", "mlp")})
 
 
 def test_without_rules() -> None:

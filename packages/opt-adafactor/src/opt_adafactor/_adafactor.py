@@ -21,12 +21,7 @@ from opt_core.extend import split_path
 
 from opt_adafactor._factoring import Plan, heuristic_dims, make_plan, parse_rule, warn_ignored
 from opt_adafactor._hyper_params import _AdafactorHyperParams, check_hyper_params, check_overrides
-from opt_adafactor._rules import (
-    FactorRule,
-    HParamMap,
-    convert_logical_rules,
-    factor_rules_from_axes,
-)
+from opt_adafactor._rules import HParamMap, convert_logical_rules, factor_rules_from_axes
 from opt_adafactor._state import (
     FLOAT32,
     _AdafactorParamState,
@@ -36,8 +31,6 @@ from opt_adafactor._state import (
     init_states,
 )
 from opt_adafactor._update import decay_rate_pow, learning_rate_of, update_tree
-
-AxisRules = Mapping[str, FactorRule]
 
 
 class Adafactor(OptimizerDef):
@@ -178,7 +171,6 @@ class Adafactor(OptimizerDef):
         super().__init__(hyper_params)
         self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
         self._own_map = factor_map
-        self._axis_rules: tuple[AxisRules, ...] = ()
 
     def with_param_axes(self, param_axes: Any) -> Self:
         """Returns a definition whose factor rules are derived from logical axes.
@@ -208,36 +200,31 @@ class Adafactor(OptimizerDef):
                 "dimensions. Pass `standard_logical_factor_rules()` or your own to `Adafactor`."
             )
         definition = copy.copy(self)
-        definition._set_axis_rules((self._rules_of(param_axes),))
+        definition.hyper_params = self._with_rules_of(param_axes)
         return definition
 
     def set_param_axes(self, param_axes: Any) -> None:
-        """Sets the logical axes of a model in place, as T5X's trainer does.
+        """Sets the logical axes of the model in place, as T5X's trainer does.
 
-        Prefer `with_param_axes`. Axes of several models can be set; the ones whose paths match the
-        parameters are used. Does nothing without `logical_factor_rules`.
+        Prefer `with_param_axes`. Does nothing without `logical_factor_rules`.
 
         Args:
           param_axes: see `with_param_axes`.
 
         Raises:
-          HyperParamError: different axes were set before for the same parameters.
+          HyperParamError: different axes were set before.
           UnknownNameError: see `with_param_axes`.
           FactorRuleError: see `with_param_axes`.
         """
         if self.hyper_params.logical_factor_rules is None:
             return
-        rules = self._rules_of(param_axes)
-        others = tuple(known for known in self._axis_rules if known != rules)
-        for known in others:
-            if known.keys() == rules.keys():
-                path = next(path for path in rules if rules[path] != known[path])
-                raise HyperParamError(
-                    "`set_param_axes` was called before with different axes for the same "
-                    f"parameters: the rule of `{path}` was {known[path]}, now {rules[path]}. Use "
-                    "`with_param_axes`, which returns a new definition for each model."
-                )
-        self._set_axis_rules((*others, rules))
+        hyper_params = self._with_rules_of(param_axes)
+        if self.hyper_params.factor_map not in (self._own_map, hyper_params.factor_map):
+            raise HyperParamError(
+                "`set_param_axes` was called before with different axes. Use `with_param_axes`, "
+                "which returns a new definition for each model."
+            )
+        self.hyper_params = hyper_params
 
     def init_state(self, params: Any) -> OptimizerState:
         """Returns the initial state, all zeros; see `OptimizerDef.init_state`.
@@ -361,36 +348,27 @@ class Adafactor(OptimizerDef):
         )
         return _at(new, path), _at(new_state.param_states, path)
 
-    def _rules_of(self, param_axes: Any) -> AxisRules:
-        return factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
-
-    def _set_axis_rules(self, axis_rules: tuple[AxisRules, ...]) -> None:
-        self._axis_rules = axis_rules
-        self.hyper_params = self.hyper_params.replace(factor_map=dict(axis_rules[-1]))
+    def _with_rules_of(self, param_axes: Any) -> _AdafactorHyperParams:
+        rules = factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
+        return self.hyper_params.replace(factor_map=rules)
 
     def _plan(self, params: Any) -> Plan:
-        if self._axis_rules and self.hyper_params.factor_map != self._axis_rules[-1]:
-            raise HyperParamError(
-                "`hyper_params.factor_map` was changed after `set_param_axes`, which does not "
-                "change the rules of this definition. Change `logical_factor_rules` or the axes, "
-                "or pass a `factor_map` to `Adafactor`."
-            )
-        return make_plan(params, self.hyper_params, self._axis_rules)
+        return make_plan(params, self.hyper_params)
 
     def _init_plan(self, params: Any) -> Plan:
         plan = self._plan(params)
         respecting = self.hyper_params.replace(respect_rank2_rules=True)
-        warn_ignored(plan, make_plan(params, respecting, self._axis_rules))
+        warn_ignored(plan, make_plan(params, respecting))
         return plan
 
     def _check_overrides(self, hyper_params: Any) -> None:
         # The caller's may be from before `set_param_axes`.
-        if hyper_params.factor_map in (self._own_map, *self._axis_rules):
+        if hyper_params.factor_map == self._own_map:
             hyper_params = hyper_params.replace(factor_map=self.hyper_params.factor_map)
         check_overrides(self.hyper_params, hyper_params)
 
     def _identity(self) -> Any:
-        return self.hyper_params, self.dtype_momentum, self._own_map, self._axis_rules
+        return self.hyper_params, self.dtype_momentum
 
 
 def _nest(path: str, leaf: Any) -> Any:

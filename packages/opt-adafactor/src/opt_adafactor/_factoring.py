@@ -18,6 +18,7 @@ from opt_adafactor._rules import (
     FactorDim,
     FactorRule,
     HeuristicRule,
+    HParamMap,
     check_covers,
     factor_name_to_factordim,
     show,
@@ -84,13 +85,8 @@ class Plan(NamedTuple):
         return [jnp.asarray(leaf) for leaf in self.treedef.flatten_up_to(tree)]
 
 
-def make_plan(
-    params: Any, hyper_params: Any, axis_rules: tuple[Mapping[str, FactorRule], ...]
-) -> Plan:
-    """Returns the plan of a tree, or raises where a rule is missing or does not fit.
-
-    `axis_rules`, derived from logical axes, one map per model, take precedence over `factor_map`.
-    """
+def make_plan(params: Any, hyper_params: Any) -> Plan:
+    """Returns the plan of a tree, or raises where a rule is missing or does not fit."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(params)
     shapes: dict[str, tuple[int, ...]] = {}
     for keys, leaf in keyed:
@@ -103,11 +99,12 @@ def make_plan(
             )
         shapes[path] = np.shape(leaf)
     rules: Mapping[str, FactorRule] = dict.fromkeys(shapes, HEURISTIC_RULE)
-    if hyper_params.factored and axis_rules:
-        rules = _select(axis_rules, shapes.keys())
+    factor_map = hyper_params.factor_map if hyper_params.factored else None
+    if isinstance(factor_map, HParamMap):
+        rules = {path: factor_map[path] for path in shapes}
+    elif factor_map is not None:  # of logical axes, by path
+        rules = factor_map
         _check_axis_rules(rules, shapes)
-    elif hyper_params.factored and hyper_params.factor_map is not None:
-        rules = {path: hyper_params.factor_map[path] for path in shapes}
     factorings = [parse_rule(rules[p], shape, p, hyper_params) for p, shape in shapes.items()]
     has_momentum = hyper_params.beta1 is not None
     kept = [factoring.kept_dims(has_momentum=has_momentum) for factoring in factorings]
@@ -184,15 +181,6 @@ def _dims(rule: Any, shape: tuple[int, ...], path: str) -> tuple[FactorDim, ...]
             f"{shape} has {len(shape)}. Give one `FactorDim` per dimension."
         )
     return dims
-
-
-def _select(
-    axis_rules: tuple[Mapping[str, FactorRule], ...], paths: Any
-) -> Mapping[str, FactorRule]:
-    """Returns the rules of the model with exactly these parameters, else of one that has them."""
-    same = [rules for rules in axis_rules if rules.keys() == paths]
-    larger = [rules for rules in axis_rules if rules.keys() >= paths]
-    return (same or larger or axis_rules)[-1]
 
 
 def _check_axis_rules(
