@@ -14,7 +14,7 @@ from opt_adafactor import t5x
 
 ROW, COLUMN, BATCH, NONE = t5x.FactorDim.ROW, t5x.FactorDim.COLUMN, t5x.FactorDim.BATCH, None
 RULES = {**t5x.standard_logical_factor_rules(), "expert": BATCH, "expert_mlp": COLUMN}
-PARAMS = {
+PARAMS: Any = {
     "expert": {"wi": {"kernel": jnp.ones((4, 6, 8))}},
     "mlp": {"wi": {"kernel": jnp.ones((6, 8)), "bias": jnp.ones(8)}},
     "gate": jnp.ones((1,)),

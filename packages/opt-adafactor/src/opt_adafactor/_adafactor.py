@@ -348,7 +348,7 @@ class Adafactor(OptimizerDef):
         )
         return _at(new, path), _at(new_state.param_states, path)
 
-    def _with_rules_of(self, param_axes: Any) -> _AdafactorHyperParams:
+    def _with_rules_of(self, param_axes: Any) -> Any:
         rules = factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
         return self.hyper_params.replace(factor_map=rules)
 
