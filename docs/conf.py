@@ -169,6 +169,7 @@ def _site_links(app: Any, path: Any, page: str, source: list[str]) -> None:
     if path.name == "README.md":
         text = re.sub(r"\]\(packages/(opt-[\w-]+)\)", r"](/reference/\1.md)", source[0])
         text = re.sub(r"`docs/([\w/-]+\.md)`", r"[](/\1)", text)  # by its title
+        text = re.sub(r" \(?(?:in|of) the repository\)?", "", text)
         text = text.replace("[CONTRIBUTING.md](CONTRIBUTING.md)", "`CONTRIBUTING.md`")
         text = re.sub(r'^<img src="docs/_static/mark.*\n', "", text)  # the site has it already
         source[0] = text.replace('src="docs/', 'src="')
