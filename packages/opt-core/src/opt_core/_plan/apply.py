@@ -277,12 +277,14 @@ def _initial_leaves(
             meshed = [
                 x if isinstance(x := places[of_part[k]], NamedSharding) else None for k in chosen
             ]
-            leaves = _made(part, chosen, meshed, stored)
+            leaves = _created(part, chosen, meshed, stored)
             initial |= {of_part[k]: leaf for k, leaf in zip(chosen, leaves, strict=True)}
     return initial
 
 
-def _made(part: Optimizer, chosen: Sequence[int], places: Sequence[Any], stored: Any) -> list[Any]:
+def _created(
+    part: Optimizer, chosen: Sequence[int], places: Sequence[Any], stored: Any
+) -> list[Any]:
     def make(params: Any) -> list[Any]:
         leaves = _plain_leaves(part.optimizer_def.create(params).state.param_states, stored)
         return [leaves[k] for k in chosen]
@@ -462,7 +464,7 @@ def _put(leaf: Any, sharding: Sharding | None, kind: str, names: Names) -> Any:
 
 def places_of(plan: Plan[Any]) -> list[Any]:
     """Returns where each leaf of the target goes, in the order of rows; `None` leaves it to JAX."""
-    rows, places = plan.target_rows, _own(plan.view.leaves())
+    rows, places = plan.target_rows, _target_places(plan.view.leaves())
     left = [i for i, place in enumerate(places) if place is None or _is_abstract(place)]
     if not left:
         return places
@@ -482,8 +484,8 @@ def places_of(plan: Plan[Any]) -> list[Any]:
     return places
 
 
-def _own(values: Sequence[Any]) -> list[Any]:
-    """Where the target says that its leaves lie."""
+def _target_places(values: Sequence[Any]) -> list[Any]:
+    """The shardings that the target states for its leaves."""
     if jax.device_count() == 1 and all(isinstance(value, jax.Array) for value in values):
         return [value.sharding for value in values]  # there is nowhere else to be
     return [committed_sharding(value) for value in values]

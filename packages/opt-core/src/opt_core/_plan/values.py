@@ -61,7 +61,9 @@ class RuledRows:
             if not names and isinstance(action, Stack):
                 raise Refused(f"has no axis {action.axis} to stack")
             if isinstance(action, Rename):
-                return fitted(leaf, self._given(names), ("rename",), "", self._allow, by=action)
+                return fitted(
+                    leaf, self._saved_leaves(names), ("rename",), "", self._allow, by=action
+                )
             if self.kept.is_placeholder(leaf):
                 return self._placeholder(row)
             if isinstance(action, Stack):
@@ -73,7 +75,7 @@ class RuledRows:
             present = names if all(name in self._saved for name in names) else ()
             return dataclasses.replace(row, sources=present, problem=str(why))
 
-    def _given(self, names: Iterable[str]) -> list[LeafInfo]:
+    def _saved_leaves(self, names: Iterable[str]) -> list[LeafInfo]:
         for name in names:
             if name not in self._saved:
                 raise Refused(f"the checkpoint has no `{name}`, as a rule says")
@@ -81,7 +83,7 @@ class RuledRows:
 
     def _placeholder(self, row: Row) -> Row:
         """What stands in for a factor that does not exist: only zeros are lost."""
-        sources = self._given(row.sources)
+        sources = self._saved_leaves(row.sources)
         for source in sources:
             if not self.had.is_placeholder(source):
                 what = f"`{source.name}` {list(source.shape)} is not"
@@ -96,7 +98,7 @@ class RuledRows:
             raise _refused_as(leaf, kept, f"not dimension {axis}, along which a rule stacks")
         at = kept.index(axis)
         before = tuple(i if i is None or i < axis else i - 1 for i in (*kept[:at], *kept[at + 1 :]))
-        sources = self._given(row.sources)
+        sources = self._saved_leaves(row.sources)
         note = ""
         if is_following:
             sources, note = self._keeping(sources, before)
@@ -105,7 +107,7 @@ class RuledRows:
 
     def _sliced(self, row: Row, action: Unstack, text: str, is_following: bool) -> Row:
         leaf = row.leaf
-        (source,) = self._given(row.sources)
+        (source,) = self._saved_leaves(row.sources)
         rank = len(source.shape)
         if is_following and leaf.parameter is not None:
             rank = len(self.kept.shapes[leaf.parameter]) + 1
@@ -139,7 +141,7 @@ class RuledRows:
 
     def _mapped(self, row: Row, action: Map) -> Row:
         leaf = row.leaf
-        sources = self._given(row.sources)
+        sources = self._saved_leaves(row.sources)
         kept = self.kept.of(leaf)
         note = ""
         if leaf.kind == "state" and leaf.parameter is not None and not self.kept.is_whole(leaf):
