@@ -171,7 +171,8 @@ def check_folder(folder: Path, expected: Callable[[int], Mapping[str, Any]]) -> 
     steps = checkpointer.steps()
     for step in steps:
         assert_same_bits(read_step(folder, step), expected(step))
-    latest = checkpointer.latest_valid(level="digests")
+        checkpointer.validate(step)
+    latest = checkpointer.latest_valid()
     assert (latest.step if latest else None) == (steps[-1] if steps else None)
     return steps
 
@@ -357,7 +358,7 @@ def test_two_processes_resume_past_damage(workers: Workers, tmp_path: Path) -> N
     for i in range(2):
         found = json.loads((tmp_path / f"found-{i}").read_text())
         assert "the processes would save different things" in found["different"]
-        assert found["restored"] == found["latest_valid"] == 2
+        assert found["restored"] == 2
         assert {warning.partition(":")[0] for warning in found["warnings"]} == {
             "step 3 is passed over"
         }

@@ -185,7 +185,6 @@ def test_names_are_printed_with_escapes(cli: Cli, tmp_path: Path) -> None:
         ),
         (("show", "ROOT@9"), "has no step 9; it has [0, 1]"),
         (("show", __file__), "is a file, not a folder: read a msgpack file by"),
-        (("shw", "ROOT"), "--help`)"),
     ],
 )
 def test_wrong_input_is_one_line(

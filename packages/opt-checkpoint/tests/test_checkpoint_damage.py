@@ -157,9 +157,8 @@ def test_validate_sees_arrays_that_the_manifest_has_not(step: Path, tmp_path: Pa
     shutil.rmtree(step / "leaves")
     shutil.copytree(tmp_path / "other/1/leaves", step / "leaves")
     (step / "leaves/manifest.json").write_bytes(manifest)
-    words = r"`params/w`: expected float32\[64, 32\], found nothing"
-    with pytest.raises(DamagedError, match=words):
-        open_step(step).validate(level="manifest")
+    with pytest.raises(DamagedError, match="`params/w` is missing"):
+        open_step(step).validate()
 
 
 def test_b10_released_formats(tmp_path: Path) -> None:
@@ -250,12 +249,9 @@ def test_e4_latest_is_damaged(run: Path, caplog: pytest.LogCaptureFixture) -> No
         assert same(named_state(restored), named_state(trained(1)))
         assert checkpointer.restored_step == 1
         assert warned(caplog) == ["step 3 is passed over", "step 2 is passed over"]
-        for valid, expected in (
-            (checkpointer.latest_valid(), 3),
-            (checkpointer.latest_valid(level="digests"), 1),
-        ):
-            assert valid is not None
-            assert valid.step == expected
+        valid = checkpointer.latest_valid()
+        assert valid is not None
+        assert valid.step == 3  # only arrays are damaged
         assert checkpointer.latest_step() == 3
         for call in (lambda: checkpointer.restore(3, abstract()), lambda: checkpointer.at(2)):
             with pytest.raises(DamagedError):

@@ -12,7 +12,7 @@ from opt_core.extend import Rule
 
 from opt_checkpoint._manifest import foreign_steps, list_checked
 from opt_checkpoint._processes import are_equal, sync_errors
-from opt_checkpoint._step import Level, SavedStep, open_step
+from opt_checkpoint._step import SavedStep, open_step
 from opt_checkpoint._targets import plan_restore
 from opt_checkpoint._writer import Writer
 from opt_checkpoint.errors import DamagedError, LoadError, MissingError, SaveError
@@ -176,32 +176,26 @@ class Checkpointer:
             raise MissingError(f"`{self.directory}` has no step {step}; it has {steps or 'none'}")
         return open_step(self.directory / str(step), step=step)
 
-    def validate(self, step: int, *, level: Level = "digests") -> None:
-        """Checks a step.
-
-        Args:
-          step: the step to check.
-          level: `'manifest'`: the manifest is intact and every array exists with its shape and
-            dtype; cheap. `'digests'`: every bit is read too.
+    def validate(self, step: int) -> None:
+        """Reads every bit of a step and compares the digests.
 
         Raises:
           DamagedError: it has changed since it was written; says what.
           MissingError: the step does not exist.
           VersionError: a newer version wrote it.
         """
-        self._open(step).validate(level=level)
+        self._open(step).validate()
 
     def _open(self, step: int) -> SavedStep:
         """Opens a step in all processes, or in none."""
         with sync_errors():
             return self.at(step)
 
-    def latest_valid(self, *, level: Level = "manifest") -> SavedStep | None:
-        """Opens the latest step that is valid; logs a warning for each that is not.
+    def latest_valid(self) -> SavedStep | None:
+        """Opens the latest step whose manifest is intact; logs a warning for each that is not.
 
-        Args:
-          level: how thoroughly to check: see `validate`. `'manifest'` does not notice a damaged
-            array, but whatever reads it does: `restore_latest` reads once and falls back.
+        It does not notice a damaged array, but whatever reads it does: `restore_latest` reads once
+        and falls back.
 
         Returns:
           The step; `None` if there are no steps.
@@ -211,13 +205,7 @@ class Checkpointer:
           MissingError: there are steps, but none is valid.
           VersionError: a newer version wrote the latest step.
         """
-
-        def check(step: int) -> SavedStep:
-            saved = self._open(step)
-            saved.validate(level=level)
-            return saved
-
-        return self._newest(check)
+        return self._newest(self._open)
 
     def restore(
         self,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 from opt_core.errors import OptimizerError
@@ -161,15 +161,8 @@ def _verify(options: argparse.Namespace) -> int:
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (see `{self.prog} --help`)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="opt-checkpoint",
         description="Look at checkpoints and check them. RUN is a folder of steps. CHECKPOINT is a "
         "step: its own folder, RUN@STEP, or RUN for its latest; where it has several items, the "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -26,7 +27,6 @@ from opt_checkpoint._step import (
     restore_args,
     restore_arrays,
     saved_shardings,
-    tree_metadata,
     tried,
 )
 from opt_checkpoint.errors import LoadError
@@ -48,7 +48,8 @@ class OrbaxTree:
 
     @cached_property
     def _tree(self) -> Any:
-        return tree_metadata(self.folder)
+        with closing(ocp.PyTreeCheckpointHandler()) as handler:
+            return tried(self.folder, lambda: handler.metadata(self.folder).tree)
 
     @cached_property
     def leaves(self) -> Mapping[Names, Stored]:
