@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from opt_core.errors import OptimizerError
@@ -74,9 +74,9 @@ def _failed(error: object, code: int) -> int:
 
 def _ls(options: argparse.Namespace) -> int:
     rows, code = [("step", "leaves", "size", "optimizer")], _OK
-    for number, place in _steps(options.root).items():
+    for number, path in _steps(options.root).items():
         try:
-            source = place.open()
+            source = _open(path)
             count, size = str(len(source.schema.leaves)), _size(source.schema.leaves)
             rows.append((str(number), count, size, _optimizer(source)))
         except CheckpointError as error:
@@ -142,9 +142,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     code = _OK
-    for place in (place for text in options.checkpoint for place in _places(text)):
+    for path in (path for text in options.checkpoint for path in _checkpoints(text)):
         try:
-            source = place.open()
+            source = _open(path)
             if isinstance(source, ForeignStep):
                 for leaf in source.schema.leaves:  # they may be larger than memory together
                     source.read({leaf.name: abstract(leaf)})
@@ -153,20 +153,20 @@ def _verify(options: argparse.Namespace) -> int:
         except MissingError:
             raise
         except CheckpointError as error:
-            _say(f"{place.name}: {type(error).__name__}: {_one_line(error)}")
+            _say(f"{path}: {type(error).__name__}: {_one_line(error)}")
             code = _REFUSED
             continue
         unchecked = "" if isinstance(source, SavedStep) else ", no digests to compare"
-        _say(f"{place.name}: ok, {len(source.schema.leaves)} leaves{unchecked}")
+        _say(f"{path}: ok, {len(source.schema.leaves)} leaves{unchecked}")
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="opt-checkpoint",
-        description="Look at checkpoints and check them. RUN is a folder of steps. CHECKPOINT is a "
-        "step: its own folder, RUN@STEP, or RUN for its latest; where it has several items, the "
-        "folder of one.",
+        description="Look at checkpoints and check them. RUN is a folder of steps. CHECKPOINT is "
+        "the folder of a step, or RUN for its latest; where a step has several items, the folder "
+        "of one.",
     )
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {version('opt-checkpoint')}"
@@ -204,57 +204,41 @@ def _parser() -> argparse.ArgumentParser:
 # What is typed: checkpoints, and what Python calls by name
 
 
-class _Place(NamedTuple):
-    """A checkpoint: what to call it, its folder, and the step that it must have been saved as."""
-
-    name: str
-    path: Path
-    step: int | None = None
-
-    def open(self, written_by: str | None = None) -> SavedStep | ForeignStep:
-        """Opens it; without a manifest and `written_by` it is leaves by path."""
-        path = self.path.absolute()  # as Orbax wants it
-        if item_with_manifest(path) is not None:
-            return open_step(path, step=self.step)
-        if written_by is None:
-            return open_tree(path)
-        return open_foreign(path, written_by=_optimizer_of(written_by))
+def _open(path: Path, written_by: str | None = None) -> SavedStep | ForeignStep:
+    """Opens a checkpoint; without a manifest and `written_by` it is leaves by path."""
+    path = path.absolute()  # as Orbax wants it
+    if item_with_manifest(path) is not None:
+        return open_step(path)
+    if written_by is None:
+        return open_tree(path)
+    return open_foreign(path, written_by=_optimizer_of(written_by))
 
 
 def _latest(options: argparse.Namespace) -> SavedStep | ForeignStep:
-    return _places(options.checkpoint)[-1].open(options.written_by)
+    return _open(_checkpoints(options.checkpoint)[-1], options.written_by)
 
 
-def _places(text: str) -> list[_Place]:
-    """All steps of the folder of a run, `RUN@STEP`, or the one whose folder it is."""
-    root, at, number = text.rpartition("@")
-    if at and number.isdecimal() and not os.path.exists(text):
-        steps = _steps(root)
-        if int(number) in steps:
-            return [steps[int(number)]]
-        raise InputError(f"`{root}` has no step {number}; it has {[*steps]}")
+def _checkpoints(text: str) -> list[Path]:
+    """All steps of the folder of a run, or the one whose folder it is."""
     steps = _steps(text)
-    if is_orbax(Path(text)) or not steps:
-        return [_Place(text, Path(text))]
-    return list(steps.values())
+    return [Path(text)] if is_orbax(Path(text)) or not steps else list(steps.values())
 
 
-def _steps(text: str) -> dict[int, _Place]:
+def _steps(text: str) -> dict[int, Path]:
     """The steps of a run, whoever wrote them, by their numbers, the oldest first."""
-    if os.path.isfile(text):
+    root = Path(text)
+    if root.is_file():
         raise InputError(
             f"`{text:.200}` is a file, not a folder: read a msgpack file by "
             "`opt_checkpoint.read_legacy`"
         )
-    if not os.path.isdir(text or "."):
+    if not root.is_dir():
         raise InputError(f"`{text:.200}` is not a folder")
-    root = Path(text)
-    places = {n: _Place(f"{text}@{n}", root / str(n), n) for n in list_steps(root)}
+    steps = {number: root / str(number) for number in list_steps(root)}
     for name in foreign_steps(root):
         if (root / name).is_dir() and (digits := re.search("[0-9]+$", name)):
-            number = int(digits[0])
-            places.setdefault(number, _Place(f"{text}@{number}", root / name))
-    return dict(sorted(places.items()))
+            steps.setdefault(int(digits[0]), root / name)
+    return dict(sorted(steps.items()))
 
 
 def _optimizer_of(target: str, *, allocate: bool = False) -> Any:
