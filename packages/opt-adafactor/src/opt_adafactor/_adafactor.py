@@ -25,7 +25,7 @@ from opt_adafactor._rules import HParamMap, convert_logical_rules, factor_rules_
 from opt_adafactor._state import (
     FLOAT32,
     _AdafactorParamState,
-    derive_axes,
+    axes_of_params,
     describe,
     flatten_states,
     init_states,
@@ -288,11 +288,8 @@ class Adafactor(OptimizerDef):
           ParamAxesError: `param_axes` do not match the parameters; the message lists the paths.
         """
         plan = self._plan(optimizer.target)
-        specs, states = derive_axes(plan, optimizer.target, param_axes)
-        unflatten = plan.treedef.unflatten
-        return optimizer.replace(
-            state=OptimizerState(None, unflatten(states)), target=unflatten(specs)
-        )
+        specs = axes_of_params(plan, optimizer.target, param_axes)
+        return super().derive_logical_axes(optimizer, plan.treedef.unflatten(specs))
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns a description of every leaf of the state; see `OptimizerDef.describe_state`.

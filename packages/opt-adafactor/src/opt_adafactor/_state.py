@@ -68,10 +68,8 @@ def init_states(plan: Plan, params: Any, momentum_dtype: Any) -> list[_Adafactor
     return list(map(init, plan.treedef.flatten_up_to(params), plan.kept))
 
 
-def derive_axes(
-    plan: Plan, params: Any, param_axes: Any
-) -> tuple[list[PartitionSpec | None], list[_AdafactorParamState]]:
-    """Returns the logical axes of every parameter and of its state, in the order of the plan."""
+def axes_of_params(plan: Plan, params: Any, param_axes: Any) -> list[PartitionSpec | None]:
+    """Returns the logical axes of every parameter, in the order of the plan."""
     try:
         matching = plan.treedef.flatten_up_to(param_axes)
     except (ValueError, TypeError, KeyError):
@@ -80,15 +78,7 @@ def derive_axes(
         axes = axes_by_path(zip(plan.paths, matching, strict=True))
     leaves = plan.treedef.flatten_up_to(params)
     check_covers({p: np.shape(x) for p, x in zip(plan.paths, leaves, strict=True)}, axes)
-    states = []
-    for path, kept in zip(plan.paths, plan.kept, strict=True):
-        spec = axes[path]
-        slots = {
-            name: None if spec is None or dims is None else PartitionSpec(*(spec[d] for d in dims))
-            for name, dims in kept.items()
-        }
-        states.append(_AdafactorParamState(**slots))
-    return [axes[path] for path in plan.paths], states
+    return [axes[path] for path in plan.paths]
 
 
 def describe(
