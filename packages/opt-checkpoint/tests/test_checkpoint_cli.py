@@ -113,7 +113,8 @@ def test_ls_and_show_say_what_there_is(cli: Cli, root: Path) -> None:
     assert lines["state/adam/mu/w"][1:4] == ["[20,", "30]", "float32"]
     assert lines["extra/position"][1:] == ["[]", "python", "0", "B", "17"]
     data = json.loads(cli("show", root / "0", "--json")[1])
-    assert data["scalars"] == {"extra/position": 17, "extra/name": "a\nb"}
+    scalars = {x["path"][1]: x["value"] for x in data["leaves"] if x["dtype"] == "python"}
+    assert scalars == {"position": 17, "name": "a\nb"}
     assert cli("show", root)[1] == cli("show", root / "1")[1]  # the latest
 
 

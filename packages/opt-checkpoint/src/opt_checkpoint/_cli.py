@@ -92,12 +92,11 @@ def _show(options: argparse.Namespace) -> int:
     source = _latest(options)
     schema, step, metadata = source.schema, "", None
     digests: Mapping[str, str] = {}
-    scalars: Mapping[str, Any] = {}
     if isinstance(source, SavedStep):
         step, metadata = f"step {source.step}, ", source.metadata
-        digests, scalars = source.manifest.digests, source.manifest.scalars
+        digests = source.manifest.digests
     if options.json:
-        print(json.dumps(record_data(schema) | {"metadata": metadata, "scalars": scalars}))
+        print(json.dumps(record_data(schema) | {"metadata": metadata}))
         return _OK
     versions = ", ".join(f"{name} {version}" for name, version in schema.versions.items())
     _say(f"{source.path}:")
@@ -110,9 +109,9 @@ def _show(options: argparse.Namespace) -> int:
         print(f"metadata: {json.dumps(metadata)}")
     rows = [("name", "shape", "dtype", "size", "digest", "value")]
     for leaf in schema.leaves:
-        value = repr(scalars[leaf.name]) if leaf.name in scalars else leaf.value
+        value = "" if leaf.value is None else repr(leaf.value)
         described = leaf.name, str(list(leaf.shape)), leaf.dtype, _size([leaf])
-        rows.append((*described, digests.get(leaf.name, ""), "" if value is None else str(value)))
+        rows.append((*described, digests.get(leaf.name, ""), value))
     _say_table(rows, "<<<><>")
     return _OK
 

@@ -57,20 +57,20 @@ class ForeignStep:
       path: the folder.
       schema: the leaves by the names of this package.
       stores: the items of the checkpoint by name.
-      keys: where each leaf is, by name: the item and the path in it.
-      derived: leaves that are not stored, by name.
+      keys: where each leaf is, by name: the item and the path in it. A step without one is what the
+        state counts.
     """
 
     path: Path
     schema: Schema
     stores: Mapping[str, Store] = dataclasses.field(repr=False)
     keys: Mapping[str, Names] = dataclasses.field(repr=False)
-    derived: Mapping[str, Any] = dataclasses.field(repr=False, default_factory=dict)
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Reads leaves into the given shardings; see `Source.read`."""
         infos = known_leaves(self, wanted)
-        stored = dict(self.derived)
+        derived = (name for name in wanted if name not in self.keys)
+        stored: dict[str, Any] = {name: np.asarray(infos[name].value, np.int32) for name in derived}
         with sync_errors():
             for item, store in self.stores.items():
                 at = {n: self.keys[n][1:] for n in wanted if self.keys.get(n, ("",))[0] == item}
@@ -174,15 +174,13 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
     read = opened.read({name: abstract(info) for name, info in counts.items()})
     values = {name: int(np.asarray(leaf).reshape(())) for name, leaf in read.items()}
     leaves = [dataclasses.replace(x, value=values.get(x.name)) for x in opened.schema.leaves]
-    derived: dict[str, Any] = {}
     steps, is_clear = update_counts(leaves)
     step = next(iter(steps.values()), None) if is_clear else None
     if step is not None and STEP not in counts:
-        derived[STEP] = np.int32(step)
         at = sum(leaf.kind == "params" for leaf in leaves)
         leaves.insert(at, LeafInfo(("state", "step"), (), "int32", "state", value=step))
     schema = dataclasses.replace(opened.schema, leaves=tuple(leaves))
-    return dataclasses.replace(opened, schema=schema, derived=derived)
+    return dataclasses.replace(opened, schema=schema)
 
 
 def _stores(folder: Path) -> dict[str, Store]:

@@ -244,7 +244,7 @@ class Saving:
 
         A step of `None`, of an item that `OptimizerHandler` saves, is that of the state, or 0.
         """
-        extra_infos, extra_leaves = _extra_leaves(extras)
+        extra_leaves = _extra_leaves(extras)
         if isinstance(target, NamedState):
             schema, origin = target.schema, None
             if odd := schema.by_name.keys() ^ target.keys():
@@ -256,28 +256,20 @@ class Saving:
             leaves = view.leaves()
             origin = _origin(view, previous)
             schema = origin[1]
-        infos = [
-            info if info.value is None else dataclasses.replace(info, value=count_of(leaf))
-            for info, leaf in zip(schema.leaves, leaves, strict=True)
-        ]
-        infos += extra_infos
-        leaves += extra_leaves
+        pairs = [*zip(schema.leaves, leaves, strict=True), *extra_leaves]
+        infos = [_with_value(info, leaf) for info, leaf in pairs]
         schema = dataclasses.replace(schema, leaves=tuple(infos))
         if len(schema.by_name) != len(infos):
             raise LeafError("`schema` has a name twice")
-        scalars: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
-        for info, leaf in zip(infos, leaves, strict=True):
-            if info.dtype == PYTHON:
-                scalars[info.name] = leaf
-                continue
-            array = _to_store(info, leaf)
-            if is_stored(info):
-                arrays[info.name] = array
-        metadata, scalars = json_copy([metadata, scalars])
+        for info, leaf in pairs:
+            if info.dtype != PYTHON:
+                array = _to_store(info, leaf)
+                if is_stored(info):
+                    arrays[info.name] = array
         if step is None:
             step = next((x.value or 0 for x in infos if x.name == "state/step"), 0)
-        manifest = Manifest(step, schema, {}, scalars, metadata, structure_of(extras))
+        manifest = Manifest(step, schema, {}, json_copy(metadata), structure_of(extras))
         tree = nest({store_key(schema.by_name[name].path): x for name, x in arrays.items()})
         if jax.process_count() > 1:
             # What follows communicates: on CPU, Gloo's collectives of several programs can
@@ -323,15 +315,14 @@ def _warn_unsaved(target: Any, unsaved: Sequence[str], extras: Any) -> None:
         )
 
 
-def _extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
-    """The leaves of a pytree and what they are, under `extra/`."""
+def _extra_leaves(extras: Any) -> list[tuple[LeafInfo, Any]]:
+    """The leaves of a pytree with what they are, under `extra/`."""
     try:
         flat = named_leaves(extras)
     except (TypeError, ValueError) as error:
         text = " ".join(str(error).split())[:200]
         raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error
-    infos = [_extra_info((EXTRA, *path), leaf) for path, leaf in flat]
-    return infos, [leaf for _, leaf in flat]
+    return [(_extra_info((EXTRA, *path), leaf), leaf) for path, leaf in flat]
 
 
 def _extra_info(path: Names, leaf: Any) -> LeafInfo:
@@ -341,6 +332,13 @@ def _extra_info(path: Names, leaf: Any) -> LeafInfo:
         return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
     expected = "an array, a typed PRNG key or a Python scalar"
     raise LeafError(f"`{path_str(path)}`: expected {expected}, found {type(leaf).__name__}")
+
+
+def _with_value(info: LeafInfo, leaf: Any) -> LeafInfo:
+    """A leaf with what the manifest holds of it: the value of a count, or of a Python scalar."""
+    if info.dtype == PYTHON:
+        return dataclasses.replace(info, value=json_copy(leaf))
+    return info if info.value is None else dataclasses.replace(info, value=count_of(leaf))
 
 
 def _origin(view: View, previous: Origin | None) -> Origin:

@@ -164,7 +164,6 @@ class Manifest:
       step: the number it was saved under.
       schema: its leaves and the optimizer that wrote them.
       digests: of each leaf in the store, 16 hexadecimal digits over its bits and its name.
-      scalars: the values of Python scalars, by name.
       metadata: JSON data saved with it.
       extras: the structure of the pytree saved with it.
     """
@@ -172,7 +171,6 @@ class Manifest:
     step: int
     schema: Schema
     digests: Mapping[str, str]
-    scalars: Mapping[str, Any]
     metadata: Any = None
     extras: Any = None
 
@@ -237,7 +235,7 @@ def encode(manifest: Manifest) -> bytes:
     step = {
         "metadata": manifest.metadata,
         "number": manifest.step,
-        "values": {x.name: x.value for x in infos if x.value is not None} | {**manifest.scalars},
+        "values": {x.name: x.value for x in infos if x.value is not None},
     }
     if manifest.extras is not None:
         step["extras"] = manifest.extras
@@ -293,11 +291,8 @@ def _manifest(body: Any) -> Manifest:
     schema = read_record(Schema, body["schema"], "schema", LoadError)
     step, infos = body["step"], schema.leaves
     values = step["values"]
-    scalars = {x.name: values[x.name] for x in infos if x.dtype == PYTHON}
     leaves = [
-        dataclasses.replace(x, value=values[x.name])
-        if x.name in values and x.name not in scalars
-        else x
+        dataclasses.replace(x, value=values[x.name]) if x.name in values or x.dtype == PYTHON else x
         for x in infos
     ]
     digests = dict(zip((x.name for x in infos), body["digests"], strict=True))
@@ -305,7 +300,7 @@ def _manifest(body: Any) -> Manifest:
     if digests.keys() != {x.name for x in infos if is_stored(x)}:
         raise LoadError("its digests are not of the leaves that are stored")
     schema = dataclasses.replace(schema, leaves=tuple(leaves))
-    return Manifest(step["number"], schema, digests, scalars, step["metadata"], step.get("extras"))
+    return Manifest(step["number"], schema, digests, step["metadata"], step.get("extras"))
 
 
 def _canonical(data: Any) -> bytes:
@@ -335,12 +330,8 @@ def structure_of(tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return {type(tree).__name__: [structure_of(child) for child in tree]}
     named = tree.items() if isinstance(tree, dict) else opened.children
-    return {"dict": [[_key(key), structure_of(child)] for key, child in named]}
-
-
-def _key(key: Any) -> Any:
-    is_exact = key is None or type(key) in (bool, int, float, str)
-    return key if is_exact else str(key)
+    keys = [(key if key is None or is_scalar(key) else str(key), child) for key, child in named]
+    return {"dict": [[key, structure_of(child)] for key, child in keys]}
 
 
 def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)) -> Any:

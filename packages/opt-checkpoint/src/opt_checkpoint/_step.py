@@ -173,7 +173,7 @@ class SavedStep:
 
     def _leaf(self, info: LeafInfo, stored: Any, sharding: Sharding | None) -> Any:
         if info.dtype == PYTHON:
-            return self.manifest.scalars[info.name]
+            return info.value
         if stored is None:  # without elements
             stored = np.zeros((struct := _struct(info)).shape, struct.dtype)
         return to_leaf(info, stored, sharding)

@@ -242,7 +242,8 @@ class Writer:
         """Syncs the step that is being saved; Orbax calls it before the rename to its name."""
         # Orbax and TensorStore sync the arrays, but neither the metadata files nor the directories.
         if self._saving is not None:
-            folder = _temporary(self._directory, self._saving)
+            # before it gets its name
+            folder = self._directory / f"{self._saving}{atomicity_types.TMP_DIR_SUFFIX}"
             folder = folder if folder.is_dir() else self._directory / str(self._saving)
             for parent, _, _ in os.walk(folder, topdown=False):
                 sync_entries(Path(parent))
@@ -294,11 +295,6 @@ def _open_manager(
     )
     handlers = {ITEM: OptimizerHandler()}
     return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
-
-
-def _temporary(directory: Path, step: int) -> Path:
-    """Where Orbax writes a step before it gets its name."""
-    return directory / f"{step}{atomicity_types.TMP_DIR_SUFFIX}"
 
 
 def sync_entries(folder: Path) -> None:
