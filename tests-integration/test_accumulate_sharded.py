@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import accumulate_gradients
 from opt_accumulate.errors import BatchError, OptionError
 from opt_partition import Collective, read_collectives
-from opt_partition._verify.hlo import flat_types, parse
+from opt_partition._hlo import flat_types, parse
 
 P = PartitionSpec
 Tree = Any

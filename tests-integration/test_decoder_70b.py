@@ -13,7 +13,7 @@ import chex
 import jax
 import pytest
 from opt_partition import MemoryPlan, memory_plan
-from opt_partition._cli import read_rules
+from opt_partition.__main__ import read_rules
 from opt_partition._display import byte_cells, human_bytes
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -17,10 +17,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from opt_partition import Expected, Report, Unjudged, verify
-from opt_partition._verify.hlo import parse_program
-from opt_partition._verify.judge import Finding, Judged, judge_collectives
-from opt_partition._verify.leaves import trace_step, with_aliased
-from opt_partition._verify.verify import donation_findings
+from opt_partition._hlo import parse_program
+from opt_partition._judge import Finding, Judged, judge_collectives
+from opt_partition._leaves import trace_step, with_aliased
+from opt_partition._verify import donation_findings
 from opt_partition.errors import AxesError, ShardingMismatchError
 from partition_oracles import QUICK
 from verify_programs import (

@@ -43,7 +43,7 @@ def packed_leaf(leaf: Any, found: Any) -> list[Any]:
 
 def unpacked_leaf(packed: list[Any]) -> Any:
     """The leaf that JSON holds; its mesh is abstract, and nothing was asked of it."""
-    from opt_partition._verify.leaves import leaf_report
+    from opt_partition._leaves import leaf_report
 
     side, path, role, name, shape, dtype, mesh, spec, donated = packed
     found = None
@@ -108,8 +108,8 @@ def compiler(platform: str) -> str:
 
 
 def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
-    from opt_partition._verify import leaves
-    from opt_partition._verify.hlo import parse_program
+    from opt_partition import _leaves as leaves
+    from opt_partition._hlo import parse_program
     from verify_programs import FAULTY, HEALTHY, WASTEFUL, is_undone
     from verify_steps import Meshes
 

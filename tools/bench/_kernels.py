@@ -8,8 +8,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from opt_partition._verify.flow import trip_count
-from opt_partition._verify.hlo import Computation, Instruction, Module, flat_types, parse
+from opt_partition._flow import trip_count
+from opt_partition._hlo import Computation, Instruction, Module, flat_types, parse
 
 # They start nothing on the device: names for memory, and numbers that a kernel is launched with.
 _NOT_KERNELS = {

@@ -11,7 +11,7 @@ import warnings
 
 import opt_partition
 import pytest
-from opt_partition._cli import main, read_rules
+from opt_partition.__main__ import main, read_rules
 
 MODULE = """
 import jax, optax
@@ -48,8 +48,8 @@ def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"cli_job_{next(numbers)}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "rules.toml").write_text(RULES_TOML)
-    (tmp_path / "broken.json").write_text("[")
-    (tmp_path / "pairs.json").write_text('{"mlp": "model"}')
+    (tmp_path / "broken.toml").write_text("[")
+    (tmp_path / "pairs.toml").write_text('rules = {mlp = "model"}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -119,14 +119,9 @@ def test_the_console_script_and_its_version(capsys: Capture) -> None:
 
 
 def test_explain(module: str, capsys: Capture) -> None:
-    short = out_of(capsys, "explain", f"{module}:adam").splitlines()
-    assert [line.split()[0] for line in short[1:-1]] == [
-        "0/count",
-        "0/mu/layers_{0..2}/w",
-        "0/nu/layers_{0..2}/w",
-    ]
-    assert short[-1] == "7 leaves, 6,148 bytes; `init` evaluated 2 times"
-    assert len(out_of(capsys, "explain", f"{module}:adam", "--all").splitlines()) == 7 + 2
+    lines = out_of(capsys, "explain", f"{module}:adam").splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["0/count", "0/mu/layers_0/w"]
+    assert lines[-1] == "7 leaves, 6,148 bytes; `init` evaluated 2 times"
 
 
 def test_json_is_all_there_is_on_standard_output(module: str, capsys: Capture) -> None:
@@ -154,10 +149,11 @@ def test_what_is_asked_reaches_the_plan(module: str, capsys: Capture) -> None:
 def test_a_picture_is_written(module: str, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
     command = ("plan", f"{module}:adam", *MESH, "--picture")
-    assert out_of(capsys, *command, "plan.svg") == "wrote plan.svg\n"
+    assert out_of(capsys, *command, "plan.svg").startswith("mesh data=4, model=2")
     assert pathlib.Path("plan.svg").read_bytes().startswith(b"<?xml")
     found = complaint(capsys, *command, "no/such/folder.png")
-    assert found == "`no/such/folder.png` cannot be written: No such file or directory"
+    assert "`no/such/folder.png` cannot be written: " in found
+    assert "No such file or directory" in found
     assert "Format 'xyz' is not supported" in complaint(capsys, *command, "plan.xyz")
 
 
@@ -182,14 +178,18 @@ BAD: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
-        ["`--mesh` must be distinct axes with sizes, e.g. data=8,model=4; found `model=two` in "],
+        ["`--mesh` must be like data=8,model=4; found `data=4,model=two`"],
     ),
     (
-        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.json"],
-        ["`--rules`: `nowhere.json` cannot be read: No such file or directory"],
+        ["plan", "{m}:adam", "--mesh", "data=4,data=2", "--rules", "rules.toml"],
+        ["`--mesh` must be like data=8,model=4; found `data=4,data=2`"],
     ),
-    (["plan", "{m}:adam", *MESH[:3], "broken.json"], ["cannot be read: Expecting value"]),
-    (["plan", "{m}:adam", *MESH[:3], "pairs.json"], ["must contain a list of pairs"]),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.toml"],
+        ["`--rules`: `nowhere.toml` cannot be read: ", "No such file or directory"],
+    ),
+    (["plan", "{m}:adam", *MESH[:3], "broken.toml"], ["`broken.toml` cannot be read: "]),
+    (["plan", "{m}:adam", *MESH[:3], "pairs.toml"], ["must contain a list of pairs"]),
 ]
 
 
@@ -201,21 +201,11 @@ def test_bad_input_is_said_without_a_traceback(
     assert all(word.replace("{m}", module) in found for word in words), found
 
 
-RULES = [("mlp", "model"), ("embed", ["data", "fsdp"]), ("layers", None), ("heads", None)]
-START = '[["mlp", "model"], ["embed", ["data", "fsdp"]], '
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.json", START + '["layers", null], ["heads", []]]'),
-        ("b.json", '{"rules": ' + START + '["layers", ""], ["heads", null]]}'),
-        ("c.toml", "rules = " + START + '["layers", ""], ["heads", []]]'),
-    ],
-)
-def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    assert read_rules(str(tmp_path / name)) == RULES
+def test_rules_in_files(tmp_path: pathlib.Path) -> None:
+    text = 'rules = [["mlp", "model"], ["embed", ["data", "fsdp"]], ["layers", ""], ["heads", []]]'
+    (tmp_path / "rules.toml").write_text(text)
+    rules = [("mlp", "model"), ("embed", ["data", "fsdp"]), ("layers", None), ("heads", None)]
+    assert read_rules(str(tmp_path / "rules.toml")) == rules
 
 
 @pytest.mark.slow

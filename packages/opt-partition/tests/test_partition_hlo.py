@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opt_partition import Collective
-from opt_partition._verify.collectives import axes_of, collectives, parse_groups
-from opt_partition._verify.hlo import parse
+from opt_partition._collectives import axes_of, collectives, parse_groups
+from opt_partition._hlo import parse
 
 pytestmark = pytest.mark.internals
 

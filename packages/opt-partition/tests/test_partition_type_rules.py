@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from opt_partition import ASK, DEFAULT_RULES, Rules, StateLeaf, derive_logical_axes, explain
+from opt_partition import ASK, Rules, StateLeaf, derive_logical_axes, explain
 
 f32 = jnp.float32
 
@@ -31,16 +31,16 @@ AXES = {"w": P("embed", "mlp")}
 
 
 def test_a_rule_may_name_the_axes() -> None:
-    rules = DEFAULT_RULES.extend({Gram: lambda leaf: P("rows", None)})
+    rules = {Gram: lambda leaf: P("rows", None)}
     assert derive_logical_axes(gram_init, PARAMS, AXES, rules=rules).gram["w"] == P("rows", None)
 
 
 def test_a_rule_may_leave_dimensions_or_leaves_to_the_others() -> None:
-    half = Rules({Gram: lambda leaf: (ASK, None)})
+    half: Rules = {Gram: lambda leaf: (ASK, None)}
     [row] = explain(gram_init, PARAMS, AXES, rules=half).rows
     assert row.axes == ("embed", None)
     assert row.sources == ("symbols", "rule")
-    silent = Rules({Gram: lambda leaf: None})
+    silent: Rules = {Gram: lambda leaf: None}
     assert derive_logical_axes(gram_init, PARAMS, AXES, rules=silent).gram["w"] == P(
         "embed", "embed"
     )
@@ -53,7 +53,7 @@ def test_what_a_rule_is_given() -> None:
         given.append(leaf)
 
     tx = optax.chain(optax.clip(1.0), optax.GradientTransformation(gram_init, lambda *a: a))
-    explain(tx, PARAMS, AXES, rules=Rules({Gram: rule}))
+    explain(tx, PARAMS, AXES, rules={Gram: rule})
     [leaf] = given
     assert isinstance(leaf.state, Gram)
     assert (leaf.field, leaf.shape, leaf.dtype) == ("gram", (5, 5), f32)
@@ -73,7 +73,7 @@ def test_what_a_rule_is_given() -> None:
 )
 def test_answers_that_mean_nothing(answer: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: answer}))
+        explain(gram_init, PARAMS, AXES, rules={Gram: lambda leaf: answer})
 
 
 def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:
@@ -93,6 +93,6 @@ def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:
         asked.append(("inner", leaf.key_path[0].name))
         return 0, None
 
-    axes = derive_logical_axes(init, PARAMS, AXES, rules=Rules({Outer: outer, Gram: inner}))
+    axes = derive_logical_axes(init, PARAMS, AXES, rules={Outer: outer, Gram: inner})
     assert axes.inner.gram["w"] == P("embed", None)
     assert asked == [("outer", "inner"), ("inner", "gram")]

@@ -193,7 +193,6 @@ def test_dimensions_without_a_name() -> None:
 
     rows = explain(init, struct(3, 3, 16, 32), (None, None, "in", "out"), strict=True).rows
     assert rows[0].dims == (0, 1, 2, 3)
-    assert rows[0].is_mirror
     assert [row.axes for row in rows] == [(None, None, "in", "out")] + [("in", "out")] * 4
     assert axes_of(init, struct(3, 3, 16, 32), None)["mu"] == (None,) * 4
 

@@ -15,19 +15,18 @@ from opt_partition._logical_to_mesh import logical_to_mesh
 from opt_partition._memory_plan import memory_plan
 from opt_partition._param_axes import Parameter, normalise_param_axes
 from opt_partition._plan import GroupBytes, MemoryPlan, PlanRow
-from opt_partition._rules import ASK, DEFAULT_RULES, Rules, StateLeaf
+from opt_partition._rules import ASK, Rules, StateLeaf
 from opt_partition._t5x import OptaxStatePartitionRules
-from opt_partition._verify.collectives import Collective
-from opt_partition._verify.judge import Finding, Unjudged
-from opt_partition._verify.leaves import Expected, LeafReport
-from opt_partition._verify.verify import Report, read_collectives, verify
+from opt_partition._collectives import Collective
+from opt_partition._judge import Finding, Unjudged
+from opt_partition._leaves import Expected, LeafReport
+from opt_partition._verify import Report, read_collectives, verify
 from opt_partition._zero import ZeroLayouts, extend_over, shard_optimizer_state
 
 __version__ = _version("opt-partition")
 
 __all__ = [
     "ASK",
-    "DEFAULT_RULES",
     "Collective",
     "Expected",
     "Explanation",

@@ -1,7 +1,176 @@
-"""Runs the command line: `opt-partition --help`."""
+"""The command line: `opt-partition explain|plan MODULE:FUNCTION`, or `python -m opt_partition`."""
 
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pkgutil
 import sys
+import tomllib
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from opt_partition._cli import main
+from jax.sharding import AbstractMesh
 
-sys.exit(main())
+from opt_partition._explain import explain
+from opt_partition._memory_plan import memory_plan
+from opt_partition._plan import plan_text
+from opt_partition.errors import PartitionError
+
+_EXAMPLES = """\
+MODULE:FUNCTION is called without arguments and returns (transformation, parameters, logical axes);
+the parameters may be jax.ShapeDtypeStructs. Modules in the current directory can be imported.
+The devices of the mesh need not exist, and nothing is allocated on them.
+
+examples:
+  opt-partition explain train:optimizer
+  opt-partition plan train:optimizer --mesh data=8,model=4 --rules rules.toml --zero data
+
+rules.toml, in order of precedence, with "" for no mesh axis:
+  rules = [["mlp", "model"], ["embed", ["data", "fsdp"]], ["layers", ""]]
+"""
+
+
+class InputError(Exception):
+    """Invalid input; the message is shown without a traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 2 after a message to standard error for invalid input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        text = _explain(arguments) if arguments.command == "explain" else _plan(arguments)
+    except (InputError, PartitionError) as error:
+        print(f"opt-partition: {error}", file=sys.stderr)
+        return 2
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader may close a pipe early
+        # Flushing the rest when Python exits would fail again, with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    style: dict[str, Any] = {
+        "epilog": _EXAMPLES,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    what = "Explain and plan the sharding of an optimizer state."
+    parser = argparse.ArgumentParser(prog="opt-partition", description=what, **style)
+    program_version = f"%(prog)s {version('opt-partition')}"
+    parser.add_argument("--version", action="version", version=program_version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="explain|plan")
+    what = "Show which parameter dimension each dimension of the state follows, and why."
+    explain_parser = commands.add_parser("explain", help=what, description=what, **style)
+    what = "Show the bytes per device of parameters, gradients, accumulators and optimizer state."
+    plan_parser = commands.add_parser("plan", help=what, description=what, **style)
+    for command in (explain_parser, plan_parser):
+        command.add_argument("target", metavar="MODULE:FUNCTION")
+        strict = "fail if axes could not be determined, or ZeRO leaves state replicated"
+        command.add_argument("--strict", action="store_true", help=strict)
+        command.add_argument("--json", action="store_true", help="print JSON")
+    add = plan_parser.add_argument
+    add("--mesh", metavar="AXIS=SIZE,...", required=True, help="e.g. data=8,model=4")
+    add("--rules", metavar="FILE", required=True, help="TOML file; see below")
+    add("--zero", metavar="AXIS,...", help="mesh axes to shard the state over (ZeRO), e.g. data")
+    level = "with --zero: 1 extends the state, 2 gradients and accumulators too (default: 1)"
+    add("--zero-level", type=int, choices=(1, 2), default=1, help=level)
+    add("--grad-dtype", metavar="DTYPE", help="dtype of gradients (default: the parameters')")
+    accumulate = "plan gradient accumulators too (default dtype: float32 or wider)"
+    add("--accumulate", metavar="DTYPE", nargs="?", const=True, help=accumulate)
+    add("--all", action="store_true", help="show everything instead of what fits a screen")
+    picture = "also draw the plan to a file, e.g. plan.png or plan.svg (needs matplotlib)"
+    add("--picture", metavar="FILE", help=picture)
+    return parser
+
+
+def _explain(arguments: argparse.Namespace) -> str:
+    explanation = explain(*_load_job(arguments.target), strict=arguments.strict)
+    return explanation.to_json() if arguments.json else str(explanation)
+
+
+def _plan(arguments: argparse.Namespace) -> str:
+    # Validate cheap inputs before importing the user's program.
+    mesh, rules = parse_mesh(arguments.mesh), read_rules(arguments.rules)
+    job = _load_job(arguments.target)
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            plan = memory_plan(
+                *job,
+                rules,
+                mesh,
+                zero=arguments.zero and arguments.zero.split(","),
+                zero_level=arguments.zero_level,
+                grad_dtype=arguments.grad_dtype,
+                accumulate=arguments.accumulate,
+                strict=arguments.strict,
+            )
+        except ValueError as error:
+            raise InputError(f"`{arguments.target}`: {error}") from error
+    for warning in caught:
+        print(f"opt-partition: warning: {warning.message}", file=sys.stderr)
+    if arguments.picture is not None:
+        try:
+            plan.plot().savefig(arguments.picture)
+        except (ImportError, ValueError, OSError) as error:
+            raise InputError(f"`{arguments.picture}` cannot be written: {error}") from error
+    return plan.to_json() if arguments.json else plan_text(plan, everything=arguments.all)
+
+
+def _load_job(target: str) -> tuple[Any, Any, Any]:
+    """Calls `MODULE:FUNCTION` and returns its transformation, parameters and logical axes."""
+    module_name, _, name = target.partition(":")
+    if not (module_name and name):
+        raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
+    # As for `python -m`: an installed script would not find modules in the current directory.
+    sys.path.insert(0, os.getcwd())
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+        try:
+            function = pkgutil.resolve_name(target)
+        except ModuleNotFoundError as error:
+            if error.name != module_name:
+                raise
+            raise InputError(f"there is no module `{module_name}`") from None
+        except AttributeError:
+            raise InputError(f"`{module_name}` has no function `{name}`") from None
+        job = function()
+    if not isinstance(job, tuple | list) or len(job) != 3:
+        raise InputError(
+            f"`{target}` must return (transformation, parameters, logical axes); it returned {job}"
+        )
+    tx, params, param_axes = job
+    return tx, params, param_axes
+
+
+def parse_mesh(text: str) -> AbstractMesh:
+    """Returns the mesh of a text such as `data=8,model=4`."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        sizes = {name: int(size) for name, size in pairs}
+    except ValueError:
+        sizes = {}
+    if not sizes or len(sizes) != text.count("=") or min(sizes.values()) < 1:
+        raise InputError(f"`--mesh` must be like data=8,model=4; found `{text}`")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def read_rules(path: str) -> list[Any]:
+    """Reads pairs from the value of `rules` in a TOML file; no mesh axis is `''`."""
+    try:
+        pairs = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("rules")
+    except (OSError, ValueError) as error:
+        raise InputError(f"`--rules`: `{path}` cannot be read: {error}") from error
+    if not isinstance(pairs, list):
+        raise InputError(f"`--rules`: `{path}` must contain a list of pairs, `rules = [...]`")
+    # `logical_to_mesh` checks them.
+    return [(pair[0], pair[1] or None) if len(pair) == 2 else pair for pair in pairs]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

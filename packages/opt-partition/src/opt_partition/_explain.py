@@ -8,17 +8,17 @@ import functools
 import gc
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._derivation import Derivation, derive
-from opt_partition._display import collapse, format_table, pattern, plain, words
+from opt_partition._display import format_table, plain
 from opt_partition._init import StateMaker, init_of, params_of
 from opt_partition._param_axes import Axis, axes_of, parameters
-from opt_partition._rules import ASK, DEFAULT_RULES, Answer, Rules, apply_rules
+from opt_partition._rules import ASK, Answer, Rule, apply_rules
 from opt_partition._specs import itemsize
 from opt_partition._symbols import Origin, Origins
 from opt_partition._trees import path_str
@@ -69,11 +69,6 @@ class Row:
     is_doubted: bool
 
     @property
-    def is_mirror(self) -> bool:
-        """Whether the leaf has exactly the dimensions of its parameter, in order."""
-        return self.shape == self.parameter_shape and self.dims == tuple(range(len(self.shape)))
-
-    @property
     def spec(self) -> PartitionSpec:
         """The axes as a spec; `P()` if no dimension follows a parameter dimension."""
         if all(dim is None for dim in self.dims) and not any(self.axes):
@@ -111,12 +106,22 @@ class Explanation:
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns everything except the trees as JSON."""
-        rows = [_to_data(row) for row in self.rows]
+        rows = [{name: plain(value) for name, value in vars(row).items()} for row in self.rows]
         data = {"rows": rows, "evaluations": self.evaluations, "notes": self.notes}
-        return json.dumps(data, indent=indent)
+        return json.dumps(data, indent=indent, default=str)
 
     def __str__(self) -> str:
-        return explanation_text(self, everything=True)
+        lines = []
+        for row in self.rows:
+            axes = ", ".join("-" if axis is None else str(axis) for axis in row.axes)
+            cells = [row.path, str(row.shape), str(row.dtype), row.parameter or ""]
+            lines.append([*cells, f"({axes})", row.source, row.note])
+        head = ["state", "shape", "dtype", "parameter", "axes", "source", "note"]
+        total = sum(row.bytes for row in self.rows)
+        end = (
+            f"{len(self.rows)} leaves, {total:,} bytes; `init` evaluated {self.evaluations} times"
+        )
+        return "\n".join([format_table(head, lines), *self.notes, end])
 
 
 def explain(
@@ -124,7 +129,7 @@ def explain(
     params: Any,
     param_axes: Any,
     *,
-    rules: Rules = DEFAULT_RULES,
+    rules: Mapping[type, Rule] | None = None,
     strict: bool = False,
 ) -> Explanation:
     """Derives the logical axes of an optimizer state, with an explanation for each leaf.
@@ -137,7 +142,10 @@ def explain(
       params: arrays or `jax.ShapeDtypeStruct`s. `None` for those of an optimizer.
       param_axes: logical axes of each parameter, in a tree with the same keys: `PartitionSpec`s,
         tuples of names, Flax boxes, or `None`.
-      rules: rules for types of state whose dimensions cannot be derived.
+      rules: for types of state whose dimensions cannot be derived, a function of a `StateLeaf`. It
+        takes precedence over all other sources, and returns one of: for each dimension of the leaf,
+        the parameter dimension that it indexes, `None` if it indexes none, or `ASK` to leave it to
+        the other sources; a `PartitionSpec` of names; or `None`, to leave the leaf to them.
       strict: whether to raise an error if the axes of a leaf could not be determined.
 
     Returns:
@@ -155,11 +163,10 @@ def explain(
       >>> [(row.path, row.axes) for row in adafactor.rows if row.shape == (256,)]
       [('0/v_row/w', ('embed',))]
     """
-    init, params = init_of(tx), params_of(tx, params)
-    if not isinstance(rules, Rules):
+    init, params, rules = init_of(tx), params_of(tx, params), rules or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(kind, type) for kind in rules):
         raise TypeError(
-            f"`rules` must be `Rules`; got {type(rules).__name__}. Use `DEFAULT_RULES.extend(...)` "
-            "(of `memory_plan`, as `derivation_rules`)."
+            f"rules by type must be a dict from types to functions, {{MyState: rule}}; got {rules!r}"
         )
     with _collector_paused():
         table = parameters(params, param_axes)
@@ -172,7 +179,7 @@ def explain(
         raise UndecidedError(
             "the axes of these state leaves could not be determined:\n"
             + "\n".join(lines)
-            + "\nPass a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`."
+            + "\nPass a rule for their type: `rules={MyState: rule}`."
         )
     return explanation
 
@@ -182,7 +189,7 @@ def derive_logical_axes(
     params: Any,
     param_axes: Any,
     *,
-    rules: Rules = DEFAULT_RULES,
+    rules: Mapping[type, Rule] | None = None,
     strict: bool = False,
 ) -> Any:
     """Returns the logical axes of every leaf of an optimizer state; see `explain`.
@@ -226,12 +233,7 @@ def _undecided(row: Row) -> str:
     return f"{text}; parameter {row.parameter} of shape {row.parameter_shape} has axes {axes}"
 
 
-def _to_data(row: Row) -> dict[str, Any]:
-    """Returns a row as JSON data."""
-    return {name: plain(value) for name, value in vars(row).items()} | {"dtype": str(row.dtype)}
-
-
-def _rows(derivation: Derivation, rules: Rules) -> Iterator[Row]:
+def _rows(derivation: Derivation, rules: Mapping[type, Rule]) -> Iterator[Row]:
     answers = apply_rules(derivation.state, [leaf.parameter for leaf in derivation.leaves], rules)
     decide = functools.cache(_decide)  # most leaves of a model are alike
     for leaf, answer in zip(derivation.leaves, answers, strict=True):
@@ -299,28 +301,3 @@ def _computed_from(origin: Origin, keys: Sequence[tuple[Axis, int]]) -> str:
     """Returns the parameter dimensions that a dimension is computed from."""
     dims = [str(dim) for dim, key in enumerate(keys) if key in origin.keys]
     return ", ".join(dims + [repr(key[0]) for key in origin.keys if key not in keys])
-
-
-def explanation_text(explanation: Explanation, *, everything: bool) -> str:
-    """Returns a table of the leaves; unless `everything`, repeated ones are one row."""
-    groups: Iterable[tuple[str, list[Row]]] = ((row.path, [row]) for row in explanation.rows)
-    if not everything:
-        groups = collapse(explanation.rows, lambda row: row.path, _alike)
-    lines = []
-    for path, rows in groups:
-        row = rows[0]
-        axes = ", ".join("-" if axis is None else str(axis) for axis in row.axes)
-        cells = [path, str(row.shape), str(row.dtype), pattern([r.parameter or "" for r in rows])]
-        lines.append([*cells, f"({axes})", row.source, row.note])
-    head = ["state", "shape", "dtype", "parameter", "axes", "source", "note"]
-    total = sum(row.bytes for row in explanation.rows)
-    end = (
-        f"{len(explanation.rows)} leaves, {total:,} bytes; `init` evaluated "
-        f"{explanation.evaluations} times"
-    )
-    return "\n".join([format_table(head, lines), *explanation.notes, end])
-
-
-def _alike(row: Row) -> tuple[object, ...]:
-    """Returns the key of leaves that share a row of the table."""
-    return row.shape, row.dtype, row.axes, row.source, words(row.parameter or ""), row.note

@@ -13,8 +13,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from opt_partition._layout import Layout
-from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import align, brief, leaves_with_paths, map_leaves
 from opt_partition.errors import AxesError
 
 Init: TypeAlias = Callable[[Any], Any]
@@ -85,17 +83,15 @@ def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
       tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
       params: the parameters; `None` for those of an optimizer. Arrays of which `init` uses only the
         shape are not moved.
-      state_shardings: a `NamedSharding` per leaf of the state, or a `Layout` as returned by
-        `logical_to_mesh` or `extend_over`. The mesh may be Auto or Explicit.
+      state_shardings: `NamedSharding`s in a tree of the state's structure or a prefix of it, or a
+        `Layout` as returned by `logical_to_mesh` or `extend_over`. The mesh may be Auto or Explicit.
 
     Returns:
       The sharded state. No leaf shares a buffer with a parameter or with another leaf, so that
       parameters and state can be donated.
 
     Raises:
-      AxesError: `params` contains something other than arrays; or `state_shardings` does not have
-        the structure of the state, does not divide its dimensions evenly, or has no devices. The
-        message lists all paths.
+      AxesError: the shardings are on an `AbstractMesh`, which has no devices.
 
     Examples:
       >>> import optax
@@ -108,17 +104,18 @@ def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
       True
     """
     init, params = init_of(tx), params_of(tx, params)
-    layout = _layout(init, params, state_shardings)
-    return jit_init(init, params, layout)(params)
+    if isinstance(state_shardings, Layout):
+        state_shardings = state_shardings.shardings
+    return jit_init(init, params, state_shardings)(params)
 
 
-def jit_init(init: Init, params: Any, layout: Layout | None) -> jax.stages.Wrapped:
+def jit_init(init: Init, params: Any, shardings: Any) -> jax.stages.Wrapped:
     """Returns the jitted program of `init_sharded`."""
-    if layout is None:
-        return jax.jit(init)
-    shardings = layout.shardings
+    meshes = {leaf.mesh for leaf in jax.tree.leaves(shardings) if isinstance(leaf, NamedSharding)}
+    if any(isinstance(mesh, AbstractMesh) for mesh in meshes):
+        raise AxesError("`state_shardings` is on an AbstractMesh, which has no devices: use a Mesh")
     program = jax.jit(init, out_shardings=shardings)
-    if AxisType.Explicit not in layout.mesh.axis_types:
+    if not any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
         return program
     # Explicit shardings forbid some operations, e.g. the concatenation in `optax.flatten`; and the
     # state would first be sharded like the parameters and then resharded, which takes extra memory.
@@ -130,32 +127,3 @@ def jit_init(init: Init, params: Any, layout: Layout | None) -> jax.stages.Wrapp
     except Exception:  # whatever it is, the plain program will raise it if it is a real error
         return program
     return untyped_program
-
-
-def _layout(init: Init, params: Any, state_shardings: Any) -> Layout | None:
-    """Returns the layout of the state, or `None` if it has no leaves."""
-
-    def unsharded(_path: str, leaf: Any, _entry: None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(*shape_and_dtype(leaf))
-
-    # `init` may not support the shardings of the parameters.
-    treedef: Any = jax.tree.structure(params)
-    head = "`params` must contain arrays:"
-    structs = map_leaves(unsharded, params, [None] * treedef.num_leaves, head)
-    shapes = jax.eval_shape(init, treedef.unflatten(structs))
-    if not jax.tree.leaves(shapes):
-        return None
-    if isinstance(state_shardings, Layout):
-        mesh = state_shardings.mesh
-    else:
-        entries = align(state_shardings, shapes, "state_shardings")
-        for (path, _), entry in zip(leaves_with_paths(shapes), entries, strict=True):
-            if not isinstance(entry, NamedSharding):
-                raise AxesError(
-                    "`state_shardings` must be a NamedSharding per leaf or a Layout; found "
-                    f"{brief(entry)} at {path}"
-                )
-        mesh = entries[0].mesh
-    if isinstance(mesh, AbstractMesh):
-        raise AxesError("`state_shardings` is on an AbstractMesh, which has no devices: use a Mesh")
-    return Layout.from_specs(state_shardings, shapes, mesh, argument="state_shardings")

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,7 +23,7 @@ from opt_partition._logical_to_mesh import (
     rule_pairs,
 )
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
-from opt_partition._rules import DEFAULT_RULES, Rules
+from opt_partition._rules import Rule
 from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
 from opt_partition._trees import children, key_name
 from opt_partition._zero import distinct_axes, extended, report_replicated
@@ -43,7 +43,7 @@ def memory_plan(
     accumulate: Any = None,
     group_by: Callable[[str], str] | None = None,
     memory_kinds: MemoryKinds = None,
-    derivation_rules: Rules = DEFAULT_RULES,
+    derivation_rules: Mapping[type, Rule] | None = None,
     strict: bool = False,
     on_indivisible: Literal["replicate", "error"] = "replicate",
     on_unknown: Literal["error", "replicate"] = "error",
@@ -85,7 +85,7 @@ def memory_plan(
       AxesError: axes, rules and mesh do not match; or, if `strict`, `zero` has one device.
       IndivisibleError: see `logical_to_mesh`; or, if `strict`, `zero` leaves state replicated.
       UndecidedError: see `explain`.
-      TypeError: `derivation_rules` is not a `Rules`, or `group_by` does not return a string.
+      TypeError: `derivation_rules` is not by type, or `group_by` does not return a string.
       ValueError: `zero_level`, `grad_dtype` or `accumulate` is not valid.
 
     Examples:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._param_axes import Parameter, is_axes, match_paths, parameters, read_axes
-from opt_partition._rules import Answer, Rules, StateLeaf, apply_rules
+from opt_partition._rules import Answer, StateLeaf, apply_rules
 from opt_partition._trees import KeyPath, children, key_name, path_str
 from opt_partition.errors import AxesError
 
@@ -58,7 +58,7 @@ def factored_dimensions(leaf: StateLeaf) -> Answer:
     return kept if leaf.shape == tuple(shape[dim] for dim in kept) else None
 
 
-_RULES = Rules({optax.FactoredState: factored_dimensions})
+_RULES = {optax.FactoredState: factored_dimensions}
 
 
 class OptaxStatePartitionRules:

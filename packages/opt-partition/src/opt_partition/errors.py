@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from opt_partition._verify.verify import Report
+    from opt_partition._verify import Report
 
 __all__ = [
     "AxesError",

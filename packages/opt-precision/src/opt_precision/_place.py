@@ -202,19 +202,9 @@ def partition_rules(base: Rules | None = None) -> Rules:
     and otherwise whole on every device, which the plan reports.
 
     Args:
-      base: the rules for everything else; by default `opt_partition.DEFAULT_RULES`.
-
-    Raises:
-      PrecisionError: opt-partition is not installed.
+      base: the rules for everything else.
     """
-    try:
-        from opt_partition import DEFAULT_RULES
-    except ImportError:
-        raise PrecisionError(
-            "`partition_rules` is for opt-partition: install `opt-precision[partition]`"
-        ) from None
-    rules: Rules = (DEFAULT_RULES if base is None else base).extend({Encoded: encoded_axes})
-    return rules
+    return {**(base or {}), Encoded: encoded_axes}
 
 
 def encoded_axes(leaf: StateLeaf) -> Any:

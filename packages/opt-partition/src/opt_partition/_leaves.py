@@ -24,8 +24,8 @@ from opt_partition._trees import (
     path_str,
     split_path,
 )
-from opt_partition._verify.flow import Deps, Flow, trace
-from opt_partition._verify.hlo import Module
+from opt_partition._flow import Deps, Flow, trace
+from opt_partition._hlo import Module
 from opt_partition.errors import AxesError
 
 Role = Literal["params", "state", "other"]

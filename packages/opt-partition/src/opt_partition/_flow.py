@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from opt_partition._verify.hlo import (
+from opt_partition._hlo import (
     Array,
     Computation,
     Instruction,

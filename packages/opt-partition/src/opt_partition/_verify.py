@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from opt_partition._display import format_table, human_bytes
 from opt_partition._specs import check_choice
-from opt_partition._verify.collectives import Collective, collectives
-from opt_partition._verify.hlo import parse_program
-from opt_partition._verify.judge import (
+from opt_partition._collectives import Collective, collectives
+from opt_partition._hlo import parse_program
+from opt_partition._judge import (
     Finding,
     Gradients,
     Severity,
@@ -25,7 +25,7 @@ from opt_partition._verify.judge import (
     judge_collectives,
     listed,
 )
-from opt_partition._verify.leaves import (
+from opt_partition._leaves import (
     Expected,
     Keys,
     LeafReport,

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from opt_partition._verify.flow import Flow, Part, Where, trace
-from opt_partition._verify.hlo import (
+from opt_partition._flow import Flow, Part, Where, trace
+from opt_partition._hlo import (
     Array,
     Computation,
     Instruction,
     Module,
     flat_types,
 )
-from opt_partition._verify.leaves import FIRST_LEAF, LeafReport, Traced
+from opt_partition._leaves import FIRST_LEAF, LeafReport, Traced
 
 Groups = tuple[tuple[int, ...], ...]
 

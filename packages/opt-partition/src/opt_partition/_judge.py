@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from opt_partition._verify.collectives import Collective, Moved, collectives, moved_arrays
-from opt_partition._verify.hlo import Array, Module
-from opt_partition._verify.leaves import LeafReport, Owners, Traced
+from opt_partition._collectives import Collective, Moved, collectives, moved_arrays
+from opt_partition._hlo import Array, Module
+from opt_partition._leaves import LeafReport, Owners, Traced
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
 StateGathers = Literal["error", "any"]

@@ -1,1 +1,0 @@
-"""Verification of the sharding of a compiled training step."""
