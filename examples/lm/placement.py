@@ -78,7 +78,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         "state": (plan.state.bytes_per_device, plan.state.bytes),
     }
     shares = (f"{name} {amount(held)} of {amount(all_)}" for name, (held, all_) in parts.items())
-    groups = {name: group.total for name, group in plan.groups.items()}
+    groups = {name: group["total"] for name, group in plan.groups.items()}
     together = amount(plan.total_bytes_per_device)
     waste = amount(sum(row.waste for row in plan.replicated))
     number = sum(leaf.size for leaf in jax.tree.leaves(plan.params.shapes))

@@ -201,7 +201,9 @@ def test_what_init_cannot_do_is_said() -> None:
     with pytest.raises(TypeError) as caught:
         explain(optax.adam, PARAMS, AXES)
     assert "not a constructor that has not been called" in caught.value.__notes__[-1]
-    with pytest.raises(TypeError, match=r"rules by type must be a dict .*; got {'embed': 'data'}"):
+    with pytest.raises(
+        TypeError, match=r"rules by type must be a dict of .*; got {'embed': 'data'}"
+    ):
         explain(optax.adam(0.1), PARAMS, AXES, rules={"embed": "data"})  # type: ignore[dict-item]
 
 

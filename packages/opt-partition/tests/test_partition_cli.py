@@ -135,7 +135,14 @@ def test_json_is_all_there_is_on_standard_output(module: str, capsys: Capture) -
 def test_what_is_asked_reaches_the_plan(module: str, capsys: Capture) -> None:
     options = ["--zero", "data", "--zero-level", "2", "--grad-dtype", "bfloat16"]
     text = out_of(
-        capsys, "plan", f"{module}:adam", *MESH, *options, "--accumulate", "--strict", "--json"
+        capsys,
+        "plan",
+        f"{module}:adam",
+        *MESH,
+        *options,
+        "--accumulate=float32",
+        "--strict",
+        "--json",
     )
     plan = json.loads(text)
     assert (plan["zero"], plan["zero_level"]) == (["data"], 2)

@@ -81,7 +81,6 @@ def test_what_stays_whole_is_noted(
     ("memory_kinds", "expected"),
     [
         ("pinned_host", ["pinned_host"] * 3),
-        ({"mu": {"b": None, "w": "pinned_host"}, "nu": "device"}, [None, "pinned_host", "device"]),
         (
             lambda path, x: "pinned_host" if x.ndim == 2 and "mu" in path else None,
             [None, "pinned_host", None],
@@ -118,7 +117,6 @@ NONE = {"a": None, "b": None}
             "map 'a' to the mesh axes 'tensor', .* it has data=4, model=2, fsdp=3. Rename the axes",
         ),
         (FITTING, [("a", 3)], {}, r"`rules` must be pairs of .* None; found \('a', 3\)"),
-        (FITTING, NONE, {"memory_kinds": {"w": 1, "b": None}}, "strings or None:\n  w: found 1"),
     ],
 )
 def test_errors_say_where_and_what_to_do(

@@ -74,7 +74,7 @@ def test_what_is_not_worth_a_warning(quiet: Callable[[], Any]) -> None:
 
 
 def test_once_for_all_that_zero_applies_to() -> None:
-    [message] = said(lambda: plan(ODD, zero_level=2, accumulate=True))
+    [message] = said(lambda: plan(ODD, zero_level=2, accumulate="float32"))
     assert "leaves 4 of 5 leaves replicated" in message
 
 

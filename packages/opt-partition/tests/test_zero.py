@@ -50,12 +50,11 @@ def test_min_bytes_counts_the_whole_leaf() -> None:
     }
 
 
-def test_manual_axes_stay_free() -> None:
+def test_inside_shard_map_leaves_are_local() -> None:
     types = (AxisType.Manual, AxisType.Explicit)
     mesh = AbstractMesh((4, 2), ("data", "fsdp"), axis_types=types)
-    layout = extend_over(P(), leaf(8, 8), mesh, ("data", "fsdp"))
-    assert tuple(layout.specs) == ("fsdp", None)
-    assert layout.notes == (".: ZeRO: cannot use data: it is Manual",)
+    with pytest.raises(AxesError, match="inside shard_map leaves are local"):
+        extend_over(P(), leaf(8, 8), mesh, "fsdp")
 
 
 def test_notes_before_are_kept_once() -> None:

@@ -82,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     level = "with --zero: 1 extends the state, 2 gradients and accumulators too (default: 1)"
     add("--zero-level", type=int, choices=(1, 2), default=1, help=level)
     add("--grad-dtype", metavar="DTYPE", help="dtype of gradients (default: the parameters')")
-    accumulate = "plan gradient accumulators too (default dtype: float32 or wider)"
-    add("--accumulate", metavar="DTYPE", nargs="?", const=True, help=accumulate)
+    add("--accumulate", metavar="DTYPE", help="plan gradient accumulators of this dtype too")
     add("--all", action="store_true", help="show everything instead of what fits a screen")
     picture = "also draw the plan to a file, e.g. plan.png or plan.svg (needs matplotlib)"
     add("--picture", metavar="FILE", help=picture)

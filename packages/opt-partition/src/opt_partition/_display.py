@@ -19,6 +19,12 @@ _NUMBER = re.compile(r"(?<!~)\d+")  # a path escapes `~` and `/` in keys as `~0`
 _FIGURE = re.compile(r"[\d,.]*( [KMGTPE]?i?B)?")
 
 
+def listed(things: Sequence[object], most: int = 4) -> str:
+    """Returns the first few of several things, and how many more there are."""
+    more = f" and {len(things) - most} more" * (len(things) > most)
+    return ", ".join(map(str, things[:most])) + more
+
+
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns columns below a header, without trailing spaces; figures are aligned at the right."""
     columns = [*zip(head, *rows, strict=True)]

@@ -118,9 +118,7 @@ class Explanation:
             lines.append([*cells, f"({axes})", row.source, row.note])
         head = ["state", "shape", "dtype", "parameter", "axes", "source", "note"]
         total = sum(row.bytes for row in self.rows)
-        end = (
-            f"{len(self.rows)} leaves, {total:,} bytes; `init` evaluated {self.evaluations} times"
-        )
+        end = f"{len(self.rows)} leaves, {total:,} bytes; `init` evaluated {self.evaluations} times"
         return "\n".join([format_table(head, lines), *self.notes, end])
 
 
@@ -166,7 +164,7 @@ def explain(
     init, params, rules = init_of(tx), params_of(tx, params), rules or {}
     if not isinstance(rules, Mapping) or not all(isinstance(kind, type) for kind in rules):
         raise TypeError(
-            f"rules by type must be a dict from types to functions, {{MyState: rule}}; got {rules!r}"
+            f"rules by type must be a dict of types and functions, {{MyState: rule}}; got {rules!r}"
         )
     with _collector_paused():
         table = parameters(params, param_axes)

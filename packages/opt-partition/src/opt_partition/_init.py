@@ -83,8 +83,8 @@ def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
       tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
       params: the parameters; `None` for those of an optimizer. Arrays of which `init` uses only the
         shape are not moved.
-      state_shardings: `NamedSharding`s in a tree of the state's structure or a prefix of it, or a
-        `Layout` as returned by `logical_to_mesh` or `extend_over`. The mesh may be Auto or Explicit.
+      state_shardings: a `Layout` as returned by `logical_to_mesh` or `extend_over`, or a tree of
+        `NamedSharding`s for the state or a prefix of it. The mesh may be Auto or Explicit.
 
     Returns:
       The sharded state. No leaf shares a buffer with a parameter or with another leaf, so that

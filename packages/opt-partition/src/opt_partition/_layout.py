@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from opt_partition._display import dtype_name, format_table
 from opt_partition._specs import (
@@ -68,6 +68,10 @@ class Layout:
 
     mesh: AnyMesh
     leaves: Any
+
+    def __post_init__(self) -> None:
+        if AxisType.Manual in self.mesh.axis_types:
+            raise AxesError("inside shard_map leaves are local: lay them out outside of it")
 
     @classmethod
     def from_specs(

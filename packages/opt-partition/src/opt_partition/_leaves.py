@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._display import dtype_name
+from opt_partition._flow import Deps, Flow, trace
+from opt_partition._hlo import Module
 from opt_partition._layout import Layout
 from opt_partition._specs import itemsize, mesh_axes_of, padded, shard_shape
 from opt_partition._trees import (
@@ -24,8 +26,6 @@ from opt_partition._trees import (
     path_str,
     split_path,
 )
-from opt_partition._flow import Deps, Flow, trace
-from opt_partition._hlo import Module
 from opt_partition.errors import AxesError
 
 Role = Literal["params", "state", "other"]

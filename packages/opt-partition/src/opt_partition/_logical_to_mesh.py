@@ -15,7 +15,7 @@ from opt_partition._layout import Layout, LeafLayout
 from opt_partition._specs import (
     AnyMesh,
     check_choice,
-    manual_axes,
+    mesh_axes_of,
     named_sizes,
     padded,
     shape_and_dtype,
@@ -28,8 +28,7 @@ from opt_partition.errors import AxesError, IndivisibleError
 
 MeshAxes = str | Sequence[str] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]] | Mapping[str, MeshAxes]
-# `None`, a memory kind, a prefix tree of both, or a function of the path and the leaf.
-MemoryKinds = Any
+MemoryKinds = str | Callable[[str, Any], str | None] | None
 
 
 def logical_to_mesh(
@@ -56,14 +55,14 @@ def logical_to_mesh(
         beyond the end of a spec are not sharded; `None` instead of a spec replicates the leaf.
       rules: pairs of a logical name and a mesh axis, several mesh axes, or `None`, which leaves the
         dimension unsharded. Can be a mapping if there is one rule per name.
-      mesh: a `Mesh` or `AbstractMesh`; rules with a `Manual` axis do not apply.
+      mesh: a `Mesh` or `AbstractMesh`.
       shapes: a tree with the structure of `axes`, of arrays or `jax.ShapeDtypeStruct`s.
       on_indivisible: `'error'` raises an error if a dimension stays unsharded because it is not
         divisible, unless a rule with `None` applies to it.
       on_unknown: `'replicate'` leaves dimensions without any rule for their name unsharded, with a
         note.
-      memory_kinds: a memory kind for all leaves, a tree of them with the structure of `shapes` or a
-        prefix of it, or a function of the path and the leaf; `None` for the device's default.
+      memory_kinds: a memory kind for all leaves, or a function of the path and the leaf; `None` for
+        the device's default.
 
     Returns:
       The layout. The `notes` of a leaf list every dimension that stays unsharded although it has
@@ -91,19 +90,18 @@ def logical_to_mesh(
     check_choice("on_unknown", on_unknown, ("error", "replicate"))
     pairs = _parse_rules(rules, mesh)
     entries = align(axes, shapes, "axes")
-    kinds = _memory_kinds(memory_kinds, shapes)
-
     head = "`axes` do not match `shapes` and `rules`:"
     parsed = map_leaves(_named_leaf, shapes, entries, head)
     place = functools.cache(functools.partial(_place, rules=pairs, mesh=mesh))
-    leaves: list[LeafLayout] = []
+    leaves = []
     unknown: dict[str, list[str]] = {}
     indivisible: list[str] = []
-    for (path, shape, dtype, dims), kind in zip(parsed, kinds, strict=True):
+    for (path, leaf), (shape, dtype, dims) in zip(leaves_with_paths(shapes), parsed, strict=True):
         placed = place(dims, shape)
         for name in placed.unknown:
             unknown.setdefault(name, []).append(path)
         indivisible += [f"{path}: {note}" for note in placed.indivisible]
+        kind = memory_kinds(path, leaf) if callable(memory_kinds) else memory_kinds
         leaves.append(
             LeafLayout(path, shape, dtype, placed.spec, placed.shard_shape, kind, placed.notes)
         )
@@ -174,13 +172,10 @@ def _try(
     axes: tuple[str, ...], slot: _Slot, size: int, used: dict[str, int], mesh: AnyMesh
 ) -> None:
     """Assigns `axes` to a slot, or records why not."""
-    manual = [axis for axis in axes if axis in manual_axes(mesh)]
     taken = [axis for axis in axes if axis in used]
     # A merged dimension gets the mesh axes of all its names.
     together = [axis for axis, dim in used.items() if dim == slot.dimension] + list(axes)
-    if manual:
-        slot.refusals.append(f"cannot use {manual[0]}: it is Manual")
-    elif taken:
+    if taken:
         slot.refusals.append(f"cannot use {taken[0]}: dimension {used[taken[0]]} uses it")
     elif axes and size % math.prod(mesh.shape[axis] for axis in together):
         slot.refusals.append(f"is not divisible by {named_sizes(mesh, together)}")
@@ -224,37 +219,18 @@ def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> _Rules:
     return parsed
 
 
-def _named_leaf(path: str, leaf: Any, entry: Any) -> tuple[str, tuple[int, ...], Any, _Names]:
-    """Returns path, shape and dtype of a leaf, and the names of each of its dimensions."""
+def _named_leaf(_path: str, leaf: Any, entry: Any) -> tuple[tuple[int, ...], Any, _Names]:
+    """Returns shape and dtype of a leaf, and the names of each of its dimensions."""
     shape, dtype = shape_and_dtype(leaf)
     if entry is None:
-        return path, shape, dtype, ((),) * len(shape)
+        return shape, dtype, ((),) * len(shape)
     if not isinstance(entry, PartitionSpec):
         raise AxesError(f"expected a PartitionSpec of logical names or None, found {brief(entry)}")
     if len(entry) > len(shape):
         raise AxesError(
             f"expected at most {len(shape)} entries, one per dimension; found {spec_str(entry)}"
         )
-    dims = tuple(
-        names if isinstance(names, tuple) else () if names is None else (names,)
-        for names in padded(entry, len(shape))
-    )
+    dims = tuple(map(mesh_axes_of, padded(entry, len(shape))))
     if not all(isinstance(name, str) for names in dims for name in names):
         raise AxesError(f"expected names, tuples of names or None, found {spec_str(entry)}")
-    return path, shape, dtype, dims
-
-
-def _memory_kinds(memory_kinds: MemoryKinds, shapes: Any) -> list[str | None]:
-    """Returns the memory kind of each leaf."""
-    if callable(memory_kinds):
-        choose: Callable[[str, Any], str | None] = memory_kinds
-        kinds: list[Any] = [choose(path, leaf) for path, leaf in leaves_with_paths(shapes)]
-    else:
-        kinds = align(memory_kinds, shapes, "memory_kinds", prefix=True)
-
-    def check(_path: str, _leaf: Any, kind: Any) -> str | None:
-        if not isinstance(kind, str | None):
-            raise AxesError(f"found {kind!r}")
-        return kind
-
-    return map_leaves(check, shapes, kinds, "`memory_kinds` must be strings or None:")
+    return shape, dtype, dims

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -24,7 +23,7 @@ from opt_partition._logical_to_mesh import (
 )
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
 from opt_partition._rules import Rule
-from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
+from opt_partition._specs import AnyMesh, mesh_axes_of, named_sizes
 from opt_partition._trees import children, key_name
 from opt_partition._zero import distinct_axes, extended, report_replicated
 
@@ -66,7 +65,7 @@ def memory_plan(
       grad_dtype: dtype of the gradients; by default, that of each parameter. Complex parameters
         keep theirs if it is real, with a note; gradients of integers take no memory (float0).
       accumulate: dtype of gradient accumulators, sharded like the gradients, besides those in `tx`
-        such as of `optax.MultiSteps`; `True` for float32, or the gradient's dtype if wider.
+        such as of `optax.MultiSteps`.
       group_by: returns the group of a parameter for its path; by default, the first key.
       memory_kinds: memory kinds of the state leaves; see `logical_to_mesh`.
       derivation_rules: `rules` of `explain`.
@@ -85,7 +84,7 @@ def memory_plan(
       AxesError: axes, rules and mesh do not match; or, if `strict`, `zero` has one device.
       IndivisibleError: see `logical_to_mesh`; or, if `strict`, `zero` leaves state replicated.
       UndecidedError: see `explain`.
-      TypeError: `derivation_rules` is not by type, or `group_by` does not return a string.
+      TypeError: `derivation_rules` is not by type.
       ValueError: `zero_level`, `grad_dtype` or `accumulate` is not valid.
 
     Examples:
@@ -112,7 +111,7 @@ def memory_plan(
             f"`zero={zero!r}`. Name the mesh axes in `zero`, e.g. 'data'."
         )
     _check_dtype("grad_dtype", grad_dtype)
-    _check_dtype("accumulate", None if isinstance(accumulate, bool) else accumulate)
+    _check_dtype("accumulate", accumulate)
     # Read several times (parameters, state, reasons), so an iterator would be exhausted.
     pairs = rule_pairs(rules)
     params = params_of(tx, params)
@@ -125,24 +124,17 @@ def memory_plan(
         on_unknown=on_unknown,
     )
     layouts: dict[Kind, Layout] = {"params": lay(explanation.param_axes, shapes=params)}
-    layouts["grads"] = _with_dtypes(layouts["params"], lambda dtype: _grad_dtype(dtype, grad_dtype))
-    if accumulate is not None and accumulate is not False:
-        layouts["accumulators"] = _with_dtypes(
-            layouts["grads"], lambda dtype: _accumulator_dtype(dtype, accumulate)
-        )
+    layouts["grads"] = _of_gradients(layouts["params"], grad_dtype)
+    if accumulate is not None:
+        layouts["accumulators"] = _of_gradients(layouts["grads"], accumulate)
     layouts["state"] = lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds)
     kept = {"params"} if zero_level == 2 else {"params", "grads", "accumulators"}
     if over:
-        further = {
-            kind: extended(layout, over, zero_min_bytes)
-            for kind, layout in layouts.items()
-            if kind not in kept
-        }
-        layouts |= further
+        further = [kind for kind in layouts if kind not in kept]
+        layouts |= {kind: extended(layouts[kind], over, zero_min_bytes) for kind in further}
         rest = sum(layout.bytes_per_device for kind, layout in layouts.items() if kind in kept)
-        report_replicated(
-            [*further.values()], over, zero_min_bytes, strict=strict, other_bytes=rest
-        )
+        extended_layouts = [layouts[kind] for kind in further]
+        report_replicated(extended_layouts, over, zero_min_bytes, strict=strict, other_bytes=rest)
 
     names = [tuple(spec) for spec in jax.tree.leaves(explanation.param_axes)]
     paths = [leaf.path for leaf in layouts["params"].rows]
@@ -193,8 +185,7 @@ def _rows(
     group_by: Callable[[str], str],
 ) -> Iterator[PlanRow]:
     """Yields the rows of one tree: the cost of every leaf, and why it is not sharded further."""
-    manual = manual_axes(layout.mesh)
-    sizes = {axis: n for axis, n in layout.mesh.shape.items() if n > 1 and axis not in manual}
+    sizes = {axis: n for axis, n in layout.mesh.shape.items() if n > 1}
     ways = math.prod(sizes.values())
     sharded = {name for name, to in rules if mesh_axes_of(to)}
     usable = {axis for _, to in rules for axis in mesh_axes_of(to)}.union(zero)
@@ -218,61 +209,38 @@ def _rows(
         return f"{where}: {'; '.join(why)}" if why else where
 
     for leaf, names, parameter, field in zip(layout.rows, axes, parameters, fields, strict=True):
-        group: object = NO_PARAMETER if parameter is None else group_by(parameter)
-        if not isinstance(group, str):
-            raise TypeError(
-                "`group_by` must return a string, the name of a group, for every parameter path; "
-                f"for {parameter!r} it returned {group!r}, a {type(group).__name__}"
-            )
+        group = NO_PARAMETER if parameter is None else group_by(parameter)
         waste = leaf.bytes_per_device - -(-leaf.bytes // ways)
         why = reason(leaf, names) if waste else ""
         yield PlanRow(kind, leaf, names, parameter, group, field, waste, why)
 
 
-def _check_dtype(argument: str, asked: Any) -> None:
+def _check_dtype(argument: str, dtype: Any) -> None:
     """Raises `ValueError` if gradients cannot have a dtype."""
-    if asked is None:
-        return
-    dtype = asked
-    with contextlib.suppress(TypeError):  # of a name that NumPy does not know
-        dtype = jax.numpy.dtype(asked)
-        if jax.numpy.issubdtype(dtype, np.inexact):
-            return
-    raise ValueError(
-        f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found {dtype}"
-    )
+    if dtype is not None and not jax.numpy.issubdtype(dtype, np.inexact):
+        raise ValueError(
+            f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found "
+            f"{jax.numpy.dtype(dtype)}"
+        )
 
 
-def _with_dtypes(layout: Layout, choose: Callable[[Any], tuple[Any, str | None]]) -> Layout:
-    """Returns the layout with other dtypes, and notes where a requested dtype is not used."""
+def _of_gradients(layout: Layout, asked: Any) -> Layout:
+    """Returns the layout of parameters with the dtypes of their gradients."""
 
     def change(leaf: LeafLayout) -> LeafLayout:
-        dtype, note = choose(leaf.dtype)
-        notes = leaf.notes if note is None else (*leaf.notes, note)
+        dtype, notes = leaf.dtype, leaf.notes
+        if not jax.numpy.issubdtype(dtype, np.inexact):
+            dtype = jax.dtypes.float0
+        elif asked is not None:
+            to_complex = jax.numpy.issubdtype(asked, np.complexfloating)
+            if jax.numpy.issubdtype(dtype, np.complexfloating) == to_complex:
+                dtype = jax.numpy.dtype(asked)
+            else:
+                kind = "complex" if to_complex else "real"
+                notes += (f"the gradient keeps {dtype}, as {jax.numpy.dtype(asked)} is {kind}",)
         return dataclasses.replace(leaf, dtype=dtype, notes=notes)
 
     return Layout(layout.mesh, jax.tree.map(change, layout.leaves))
-
-
-def _grad_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
-    """Returns the gradient dtype of a parameter of `dtype`, and a note."""
-    if not jax.numpy.issubdtype(dtype, np.inexact):
-        return jax.dtypes.float0, None
-    if asked is None:
-        return dtype, None
-    asked = jax.numpy.dtype(asked)
-    to_complex = jax.numpy.issubdtype(asked, np.complexfloating)
-    if jax.numpy.issubdtype(dtype, np.complexfloating) == to_complex:
-        return asked, None
-    return dtype, f"the gradient keeps {dtype}, as {asked} is {'complex' if to_complex else 'real'}"
-
-
-def _accumulator_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
-    """Returns the accumulator dtype of a gradient of `dtype`, and a note."""
-    if asked is not True or dtype == jax.dtypes.float0:
-        return _grad_dtype(dtype, None if asked is True else asked)
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.numpy.promote_types(dtype, jax.numpy.float32), None
 
 
 def _state_fields(state: Any, params: Any) -> list[str]:

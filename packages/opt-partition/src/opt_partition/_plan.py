@@ -7,7 +7,8 @@ import functools
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from opt_partition._display import (
@@ -21,7 +22,7 @@ from opt_partition._display import (
 )
 from opt_partition._explain import Explanation
 from opt_partition._layout import Layout, LeafLayout
-from opt_partition._specs import AnyMesh, named_sizes, spec_str
+from opt_partition._specs import AnyMesh, named_sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,28 +68,6 @@ class PlanRow:
     field: str
     waste: int
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupBytes:
-    """Bytes per device of one group of parameters.
-
-    Attributes:
-      params: bytes of the parameters themselves.
-      grads: bytes of their gradients.
-      accumulators: bytes of their gradient accumulators.
-      state: bytes of their optimizer state.
-    """
-
-    params: int = 0
-    grads: int = 0
-    accumulators: int = 0
-    state: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of the four."""
-        return self.params + self.grads + self.accumulators + self.state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +125,13 @@ class MemoryPlan:
         return _sums((row.field, row) for row in self.rows if row.kind == "state")
 
     @property
-    def groups(self) -> dict[str, GroupBytes]:
-        """Bytes per device of each group of parameters; `(no parameter)` is last."""
-        sizes: dict[str, Counter[str]] = {}
+    def groups(self) -> dict[str, dict[str, int]]:
+        """Bytes per device of each kind in each group of parameters, and their `'total'`."""
+        groups: dict[str, Counter[str]] = {}
         for row in self.rows:
-            sizes.setdefault(row.group, Counter())[row.kind] += row.leaf.bytes_per_device
-        return {name: GroupBytes(**of_kind) for name, of_kind in sizes.items()}
+            group = groups.setdefault(row.group, Counter(dict.fromkeys(KINDS, 0)))
+            group.update({row.kind: row.leaf.bytes_per_device})
+        return {name: {**sizes, "total": sizes.total()} for name, sizes in groups.items()}
 
     @functools.cached_property
     def replicated(self) -> tuple[PlanRow, ...]:
@@ -187,10 +167,7 @@ class MemoryPlan:
             "bytes_per_device_by_memory": self.bytes_per_device_by_memory,
             "state_fields": self.state_fields,
             "temporary_bytes": self.temporary_bytes,
-            "groups": {
-                name: {**dataclasses.asdict(group), "total": group.total}
-                for name, group in self.groups.items()
-            },
+            "groups": self.groups,
             "notes": list(self.notes),
             "rows": [_row_data(row) for row in self.rows],
         }
@@ -229,7 +206,8 @@ def _row_data(row: PlanRow) -> dict[str, Any]:
     return {name: plain(value) for name, value in data.items() if name != "leaf"}
 
 
-_Group = tuple[str, list[str], GroupBytes]
+# A pattern for groups that are alike, their names, and the bytes of each of them.
+_Groups = list[tuple[str, list[str], dict[str, int]]]
 
 
 def plan_text(plan: MemoryPlan, *, everything: bool = False) -> str:
@@ -244,14 +222,13 @@ def plan_text(plan: MemoryPlan, *, everything: bool = False) -> str:
     if everything:
         parts += [f"optimizer state by field\n{_fields(plan)}", _group_table(plan, groups)]
     else:
-        shown, rest = groups[:4], groups[4:]
-        parts.append(_group_table(plan, shown))
-        if rest:
+        parts.append(_group_table(plan, groups[:4]))
+        if rest := groups[4:]:
             count = sum(len(names) for _, names, _ in rest)
-            total = sum(len(names) * group.total for _, names, group in rest)
+            total = sum(len(names) * sizes["total"] for _, names, sizes in rest)
             parts[-1] += f"\n{count:,} more group{'s' * (count > 1)}: {human_bytes(total)}"
     if plan.replicated:
-        parts.append(_replicated(plan, everything=everything))
+        parts.append(_replicated(plan, None if everything else 3))
     if plan.zero and "MuonState.mu" in plan.state_fields:
         parts.append(_MUON)
     return "\n\n".join(parts)
@@ -271,11 +248,11 @@ def _kinds(plan: MemoryPlan) -> list[Kind]:
     return [kind for kind in KINDS if getattr(plan, kind) is not None]
 
 
-def _alike_groups(plan: MemoryPlan) -> list[_Group]:
-    """Returns the groups, largest first: a pattern for those alike, their names, bytes of each."""
-    alike = collapse(plan.groups.items(), lambda item: item[0], lambda item: item[1])
+def _alike_groups(plan: MemoryPlan) -> _Groups:
+    """Returns the groups, largest first."""
+    alike = collapse(plan.groups.items(), itemgetter(0), lambda item: tuple(item[1].values()))
     groups = [(pattern, [name for name, _ in items], items[0][1]) for pattern, items in alike]
-    return sorted(groups, key=lambda group: -len(group[1]) * group[2].total)
+    return sorted(groups, key=lambda group: -len(group[1]) * group[2]["total"])
 
 
 def _totals(plan: MemoryPlan) -> str:
@@ -299,18 +276,18 @@ def _fields(plan: MemoryPlan) -> str:
     return format_table(head, rows)
 
 
-def _group_table(plan: MemoryPlan, groups: Sequence[_Group]) -> str:
+def _group_table(plan: MemoryPlan, groups: _Groups) -> str:
     kinds = _kinds(plan)
     rows = []
-    for pattern, names, group in groups:
-        cells = [human_bytes(getattr(group, kind)) for kind in kinds]
-        rows.append((pattern, f"{len(names):,}", *cells, *byte_cells(group.total)))
+    for pattern, names, sizes in groups:
+        cells = [human_bytes(sizes[kind]) for kind in kinds]
+        rows.append((pattern, f"{len(names):,}", *cells, *byte_cells(sizes["total"])))
     table = format_table(("group", "groups", *kinds, "total", "bytes"), rows)
     return f"bytes per device of each group of parameters\n{table}"
 
 
-def _replicated(plan: MemoryPlan, *, everything: bool) -> str:
-    """Returns the leaves beyond an equal share, worst first: three lines, or a table of all."""
+def _replicated(plan: MemoryPlan, most: int | None) -> str:
+    """Returns a line for each of the leaves beyond an equal share, worst first."""
 
     def same(row: PlanRow) -> Any:
         leaf = row.leaf
@@ -319,28 +296,13 @@ def _replicated(plan: MemoryPlan, *, everything: bool) -> str:
     alike = collapse(plan.replicated, lambda row: f"{row.kind} {row.leaf.path}", same)
     ranked = sorted(alike, key=lambda item: -len(item[1]) * item[1][0].waste)
     total = sum(row.waste for row in plan.replicated)
-    title = f"replicated: {human_bytes(total)} ({total:,} bytes) per device beyond an equal share"
-    if everything:
-        cells = [
-            (
-                pattern,
-                f"{len(rows):,}",
-                str(rows[0].leaf.shape),
-                spec_str(rows[0].leaf.spec),
-                *byte_cells(len(rows) * rows[0].waste),
-                rows[0].reason,
-            )
-            for pattern, rows in ranked
-        ]
-        head = ("leaf", "leaves", "shape", "spec", "waste", "bytes", "reason")
-        return f"{title}\n{format_table(head, cells)}"
-    lines = [title]
-    for pattern, rows in ranked[:3]:
+    lines = [f"replicated: {human_bytes(total)} ({total:,} bytes) per device beyond an equal share"]
+    for pattern, rows in ranked[:most]:
         many = f" ({len(rows):,} leaves)" * (len(rows) > 1)
         waste = human_bytes(len(rows) * rows[0].waste)
         line = f"{pattern}{many}: {waste}, {rows[0].reason}"
-        lines.append("  " + textwrap.shorten(line, 98, placeholder=" ..."))
-    if rest := sum(len(rows) for _, rows in ranked[3:]):
+        lines.append("  " + (textwrap.shorten(line, 98, placeholder=" ...") if most else line))
+    if most and (rest := sum(len(rows) for _, rows in ranked[most:])):
         lines.append(f"  {rest:,} more lea{'ves' if rest > 1 else 'f'}")
     return "\n".join(lines)
 
@@ -354,7 +316,7 @@ def plot_plan(plan: MemoryPlan) -> Figure:
             "a picture of a plan needs matplotlib: `python -m pip install 'opt-partition[plot]'`"
         ) from None
     bars = _bars(plan)
-    scale, unit = unit_of(max((sum(sizes.values()) for _, sizes, _ in bars), default=0))
+    scale, unit = unit_of(max((sizes["total"] for _, sizes, _ in bars), default=0))
     figure = Figure(figsize=(8, 1.3 + 0.5 * len(bars)), layout="constrained")
     figure.patch.set_alpha(0)
     axes: Any = figure.add_subplot(facecolor="none")
@@ -368,7 +330,7 @@ def plot_plan(plan: MemoryPlan) -> Figure:
     widths = [waste / scale for _, _, waste in bars]
     axes.barh(below, widths, 0.12, color=_WASTE, label="waste: beyond an equal share")
     for place, (end, (_, sizes, _)) in enumerate(zip(ends, bars, strict=True)):
-        total = human_bytes(sum(sizes.values()))
+        total = human_bytes(sizes["total"])
         axes.text(end, place, f" {total}", va="center", color=_INK, fontsize=9)
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], parse_math=False)
     axes.invert_yaxis()
@@ -382,7 +344,7 @@ def plot_plan(plan: MemoryPlan) -> Figure:
     return figure
 
 
-def _bars(plan: MemoryPlan) -> list[tuple[str, dict[Kind, int], int]]:
+def _bars(plan: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:
     """Returns label, bytes of each kind and waste of the 12 largest bars, and of the rest."""
     wasted: Counter[str] = Counter()
     for row in plan.rows:
@@ -390,12 +352,12 @@ def _bars(plan: MemoryPlan) -> list[tuple[str, dict[Kind, int], int]]:
     bars = [
         (
             f"{pattern} ({len(names)})" if len(names) > 1 else pattern,
-            {kind: len(names) * getattr(group, kind) for kind in KINDS},
+            {kind: len(names) * size for kind, size in sizes.items()},
             sum(wasted[name] for name in names),
         )
-        for pattern, names, group in _alike_groups(plan)
+        for pattern, names, sizes in _alike_groups(plan)
     ]
     if rest := bars[12:]:
-        sizes = {kind: sum(sizes[kind] for _, sizes, _ in rest) for kind in KINDS}
+        sizes = {kind: sum(sizes[kind] for _, sizes, _ in rest) for kind in rest[0][1]}
         bars[12:] = [(f"{len(rest):,} more", sizes, sum(waste for _, _, waste in rest))]
     return bars

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from opt_partition.errors import AxesError
 
@@ -50,20 +50,11 @@ def padded(spec: PartitionSpec, rank: int) -> list[Any]:
 
 
 def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
-    """Returns the shape of the shard on one device; every dimension must be divisible.
-
-    Like `NamedSharding.shard_shape`, but also for meshes with `Manual` axes.
-    """
+    """Returns the shape of the shard on one device; every dimension must be divisible."""
     return tuple(
         size // math.prod([mesh.shape[axis] for axis in mesh_axes_of(entry)]) if entry else size
         for size, entry in zip(shape, padded(spec, len(shape)), strict=True)
     )
-
-
-def manual_axes(mesh: AnyMesh) -> frozenset[str]:
-    """Returns the `Manual` mesh axes: leaves are local to them, so specs cannot use them."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(axis for axis, kind in types if kind == AxisType.Manual)
 
 
 def named_sizes(mesh: AnyMesh, axes: Iterable[str]) -> str:
@@ -107,8 +98,6 @@ def checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> 
             f"{spec_str(spec)} uses {', '.join(map(repr, absent))}, but `mesh` only has "
             f"{named_sizes(mesh, mesh.axis_names)}"
         )
-    if not manual_axes(mesh).isdisjoint(flat):
-        raise AxesError(f"{spec_str(spec)} uses a Manual axis: inside shard_map leaves are local")
     if len(set(flat)) < len(flat):
         raise AxesError(f"{spec_str(spec)} uses a mesh axis twice")
     for dim, (size, axes) in enumerate(zip(shape, names, strict=True)):

@@ -12,9 +12,8 @@ from typing import Any, get_args
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from opt_partition._display import format_table, human_bytes
-from opt_partition._specs import check_choice
 from opt_partition._collectives import Collective, collectives
+from opt_partition._display import format_table, human_bytes, listed
 from opt_partition._hlo import parse_program
 from opt_partition._judge import (
     Finding,
@@ -23,7 +22,6 @@ from opt_partition._judge import (
     StateGathers,
     Unjudged,
     judge_collectives,
-    listed,
 )
 from opt_partition._leaves import (
     Expected,
@@ -36,6 +34,7 @@ from opt_partition._leaves import (
     output_leaves,
     trace_step,
 )
+from opt_partition._specs import check_choice
 from opt_partition.errors import AxesError, ShardingMismatchError
 
 
@@ -157,9 +156,9 @@ def verify(
        ones; norms, clipping and factored moments, which reduce on the device before, do not. Of a
        `lax.cond` the branch that communicates most counts, and a loop over steps counts as one.
        Parameters (FSDP) and activations are not judged; `Report.unjudged` lists what could not be.
-    4. *Gradients are all-reduced*, or gathered and summed, although each device uses only a part:
-       the sum over mesh axes that shard the new parameter or state has the size of the unsharded
-       gradient, and ends up there elementwise.
+    4. *Gradients are all-reduced*, although each device uses only a part: the sum over mesh axes
+       that shard the new parameter or state has the size of the unsharded gradient, and ends up
+       there elementwise.
 
     Parameters and state that are not donated cause a warning with the bytes held twice, and so does
     donated memory that is not reused.

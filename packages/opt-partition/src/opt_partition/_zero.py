@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from opt_partition._display import human_bytes
+from opt_partition._display import human_bytes, listed
 from opt_partition._explain import explain
 from opt_partition._init import StateMaker
 from opt_partition._layout import Layout, LeafLayout
@@ -25,7 +25,6 @@ from opt_partition._logical_to_mesh import (
 from opt_partition._param_axes import unboxed
 from opt_partition._specs import (
     AnyMesh,
-    manual_axes,
     mesh_axes_of,
     named_sizes,
     shard_shape,
@@ -58,7 +57,7 @@ def extend_over(
         or `None` for a replicated leaf; or a `Layout`, whose notes and memory kinds are kept.
       shapes: a tree with the structure of `specs`, of arrays or `jax.ShapeDtypeStruct`s.
       mesh: a `Mesh` or `AbstractMesh`.
-      axes: one or more mesh axes; those already used by a leaf and `Manual` ones are skipped.
+      axes: one or more mesh axes; those already used by a leaf are skipped.
       min_bytes: leaves with fewer global bytes are not changed.
       strict: whether to raise an error instead of warning that leaves stay replicated.
 
@@ -123,7 +122,7 @@ def extended(layout: Layout, axes: Sequence[str], min_bytes: int) -> Layout:
 
 
 def distinct_axes(argument: str, axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the mesh axes to shard over; checks that they are distinct axes of `mesh`."""
+    """Returns mesh axes as a tuple; checks that they are distinct axes of `mesh`."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     if not names or not mesh.shape.keys() >= {*names} or len({*names}) < len(names):
         raise AxesError(
@@ -141,8 +140,7 @@ def _extend(
         return spec, []
     before = [mesh_axes_of(entry) for entry in spec]
     held = {axis for names in before for axis in names}
-    manual = manual_axes(mesh)
-    free = [axis for axis in axes if axis not in held and axis not in manual]
+    free = [axis for axis in axes if axis not in held]
     places: dict[str, int] = {}
     lengths = list(shard_shape(shape, spec, mesh))
     for axis in sorted(free, key=lambda axis: -mesh.shape[axis]):
@@ -156,18 +154,12 @@ def _extend(
     after = spec_of([*old, *new] for old, new in zip(before, added, strict=True))
     shard = tuple(lengths)
     what = str(shape) if shard == shape else f"its shard {shard}"
-    notes = [
+    return after, [
         f"ZeRO: stays replicated over {named_sizes(mesh, [axis])}: no dimension of {what} is "
         "divisible"
         for axis in free
         if axis not in places
     ]
-    notes += [
-        f"ZeRO: cannot use {axis}: it is Manual"
-        for axis in axes
-        if axis in manual and axis not in held
-    ]
-    return after, notes
 
 
 def report_replicated(
@@ -183,34 +175,30 @@ def report_replicated(
     `other_bytes` are those that a device holds besides these layouts.
     """
     mesh = layouts[0].mesh
-    names = [axis for axis in axes if axis not in manual_axes(mesh)]
     leaves = [leaf for layout in layouts for leaf in layout.rows]
     counted = [leaf for leaf in leaves if leaf.shape and leaf.bytes >= max(1, min_bytes)]
-    if not names or not counted:
-        return
-    error: type[Exception] = IndivisibleError
-    if math.prod(mesh.shape[axis] for axis in names) == 1:
-        error = AxesError
+    wastes = [(waste, leaf) for leaf in counted if (waste := _waste(leaf, axes, mesh))]
+    wasted = sum(waste for waste, _ in wastes)
+    has_one_device = math.prod(mesh.shape[axis] for axis in axes) == 1
+    if counted and has_one_device:
         held = sum(leaf.bytes_per_device for leaf in counted)
         what = (
             f"has no effect: {human_bytes(held)} stay on each device; name mesh axes with more "
             "than one device"
         )
-    else:
-        worst = sorted(counted, key=lambda leaf: -_waste(leaf, names, mesh))
-        wastes = [waste for leaf in worst if (waste := _waste(leaf, names, mesh))]
-        if sum(wastes) <= _TOLERATED * (other_bytes + sum(x.bytes_per_device for x in leaves)):
-            return
-        few = [f"{leaf.path} {leaf.shard_shape}" for leaf in worst[: min(3, len(wastes))]]
+    elif wasted > _TOLERATED * (other_bytes + sum(leaf.bytes_per_device for leaf in leaves)):
+        worst = sorted(wastes, key=lambda item: -item[0])
+        few = listed([f"{leaf.path} {leaf.shard_shape}" for _, leaf in worst], 3)
         what = (
-            f"leaves {len(wastes)} of {len(leaves)} leaves replicated, "
-            f"{human_bytes(sum(wastes))} per device beyond an equal share, as no dimension of "
-            f"their shards is divisible: {', '.join(few)}{', ...' * (len(wastes) > 3)}; pad these "
-            "dimensions or name other mesh axes"
+            f"leaves {len(wastes)} of {len(leaves)} leaves replicated, {human_bytes(wasted)} per "
+            f"device beyond an equal share, as no dimension of their shards is divisible: {few}; "
+            "pad these dimensions or name other mesh axes"
         )
-    message = f"ZeRO over {named_sizes(mesh, names)} {what}"
+    else:
+        return
+    message = f"ZeRO over {named_sizes(mesh, axes)} {what}"
     if strict:
-        raise error(message)
+        raise AxesError(message) if has_one_device else IndivisibleError(message)
     warnings.warn(message, ReplicatedWarning, stacklevel=3)
 
 
