@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
-from opt_partition._param_axes import Parameter, match_paths
+from opt_partition._param_axes import Parameter
 from opt_partition._specs import mesh_axes_of, padded
 from opt_partition._symbols import (
     SMALL,
@@ -27,27 +27,19 @@ from opt_partition._symbols import (
     Origin,
     Origins,
     first_line,
+    keys_of,
     symbolic_origins,
 )
-from opt_partition._trees import KeyPath
-
-
-class Leaf(NamedTuple):
-    """What is derived about one state leaf; `source` is `'symbols'` or `'provenance'`."""
-
-    path: KeyPath
-    struct: jax.ShapeDtypeStruct
-    parameter: Parameter | None
-    origins: Origins
-    dims: tuple[int | None, ...]  # the dimension of the parameter that each dimension is
-    source: str
+from opt_partition._trees import names_of, owners_by_path
 
 
 class Derivation(NamedTuple):
     """What is derived about a state, and what could not be evaluated."""
 
     state: Any
-    leaves: list[Leaf]
+    origins: list[Origins]  # of the dimensions of each leaf
+    sources: list[str]  # of each leaf, `'symbols'` or `'provenance'`
+    owners: list[Parameter | None]  # of each leaf
     evaluations: int
     notes: tuple[str, ...]
 
@@ -64,26 +56,10 @@ def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) 
         return jax.eval_shape(lambda tree: init(tree), treedef.unflatten(shapes))
 
     state = _true_state(evaluate, table)
-    keys = [_keys(parameter) for parameter in table]
+    keys = [keys_of(parameter.axes, parameter.shape) for parameter in table]
     origins, sources, notes = _origins(evaluate, table, keys, state)
-    paths = [path for path, _ in tree_leaves_with_path(state)]
-    owners = _owners(evaluate, table, keys, state, match_paths(params, state, table), origins)
-    dims_of = functools.cache(_dims)
-    leaves = []
-    for path, struct, owner, origin, source in zip(
-        paths, jax.tree.leaves(state), owners, origins, sources, strict=True
-    ):
-        parameter = None if owner is None else table[owner]
-        is_alike = parameter is not None and struct.shape == parameter.shape
-        dims = dims_of(origin, () if owner is None else keys[owner], is_alike)
-        leaves.append(Leaf(path, struct, parameter, origin, dims, source))
-    return Derivation(state, leaves, evaluations, notes)
-
-
-def _keys(parameter: Parameter) -> tuple[Key | None, ...]:
-    """Returns name and size of each dimension that has a name."""
-    pairs = zip(parameter.axes, parameter.shape, strict=True)
-    return tuple(None if axis is None else (axis, size) for axis, size in pairs)
+    owners = _owners(evaluate, table, keys, state, origins)
+    return Derivation(state, origins, sources, owners, evaluations, notes)
 
 
 def _true_state(evaluate: Evaluate, table: Sequence[Parameter]) -> Any:
@@ -171,72 +147,47 @@ def _owners(
     table: Sequence[Parameter],
     keys: Keys,
     state: Any,
-    matches: Sequence[tuple[int, ...]],
     origins: Sequence[Origins],
-) -> list[int | None]:
-    """Returns the index of the parameter of every leaf: by its path, checked against its origins.
+) -> list[Parameter | None]:
+    """Returns the parameter of every leaf: by its path, checked against its origins.
 
     If neither tells, `init` is evaluated with a symbol for each dimension of each parameter.
     """
+    by_path = owners_by_path([names_of(parameter.key_path) for parameter in table])
     inside = [frozenset(row) for row in keys]
-    by_key: dict[Key, list[int]] = defaultdict(list)
-    by_unnamed_size: dict[int, list[int]] = defaultdict(list)
-    for index, row in enumerate(keys):
-        for key, size in {*zip(row, table[index].shape, strict=True)}:
-            if key is not None:
-                by_key[key].append(index)
-            elif size > 1:
-                by_unnamed_size[size].append(index)
+    with_key: defaultdict[Key, set[int]] = defaultdict(set)
+    for index, row in enumerate(inside):
+        for key in filter(None, row):
+            with_key[key].add(index)
 
     @functools.cache
-    def keys_of(leaf: Origins) -> frozenset[Key]:
-        return frozenset(key for origin in leaf for key in origin.keys)
+    def with_all(leaf: Origins) -> tuple[frozenset[Key], set[int]]:
+        wanted = frozenset(key for origin in leaf for key in origin.keys)
+        return wanted, set.intersection(*(with_key[key] for key in wanted)) if wanted else set()
 
-    @functools.cache
-    def anywhere(wanted: frozenset[Key], shape: tuple[int, ...]) -> tuple[int, ...]:
-        if wanted:
-            return tuple(sorted(set.intersection(*({*by_key[key]} for key in wanted))))
-        return tuple(sorted({n for size in shape for n in by_unnamed_size.get(size, ())}))
-
+    has_unnamed = any(None in row for row in inside)
     owners: list[int | None] = []
-    unclear = {}
-    structs = jax.tree.leaves(state)
-    for number, (match, leaf, struct) in enumerate(zip(matches, origins, structs, strict=True)):
-        wanted = keys_of(leaf)
-        by_path = tuple(index for index in match if wanted <= inside[index])
-        able = by_path or anywhere(wanted, struct.shape)
-        is_same = len({table[index].axes for index in by_path}) == 1
-        is_only = len(able) == 1 and bool(wanted or by_path)
-        owners.append(able[0] if is_same or is_only else None)
-        if owners[-1] is None or (len(able) > 1 and wanted):
-            unclear[number] = able
-    if any(unclear.values()):
-        single = [
+    unclear: dict[int, set[int]] = {}
+    for number, ((path, leaf), origin) in enumerate(
+        zip(tree_leaves_with_path(state), origins, strict=True)
+    ):
+        wanted, able = with_all(origin)
+        index, is_listed = by_path(names_of(path))
+        if index is not None and wanted <= inside[index] and not is_listed:
+            owners.append(index)
+            continue
+        owners.append(next(iter(able)) if len(able) == 1 else None)
+        has_dims = any(size > 1 for size in leaf.shape)
+        if len(able) > 1 or (has_dims and not wanted and has_unnamed):
+            unclear[number] = able or {*range(len(table))}
+    if unclear:
+        single: Keys = [
             tuple(((index, dim), size) for dim, size in enumerate(parameter.shape))
             for index, parameter in enumerate(table)
         ]
         shown, _ = symbolic_origins(evaluate, table, single, state)
         for number, able in unclear.items():
             indices = {key[0][0] for origin in shown[number] or () for key in origin.keys}
-            if len(indices) == 1 and indices <= {*able}:
+            if len(indices) == 1 and indices <= able:
                 [owners[number]] = indices
-    return owners
-
-
-def _dims(origins: Origins, keys: tuple[Key | None, ...], is_alike: bool) -> tuple[int | None, ...]:
-    """Returns the dimension of a parameter with `keys` that each dimension of a leaf is."""
-    if is_alike and all(map(_may_be, origins, keys)):
-        return tuple(range(len(keys)))
-    dims: list[int | None] = []
-    for origin in origins:
-        same = [dim for dim, key in enumerate(keys) if key is not None and key == origin.key]
-        unused = [dim for dim in same if dim not in dims]
-        dims.append(next(iter([*unused, *same]), None))
-    return tuple(dims)
-
-
-def _may_be(origin: Origin, key: Key | None) -> bool:
-    """Whether a dimension may be that with a key; one without a name is a number."""
-    if origin.keys:
-        return origin.key == key
-    return origin.is_known and (key is None or (key[1] < 2 and origin.is_small))
+    return [None if index is None else table[index] for index in owners]

@@ -20,7 +20,7 @@ from opt_partition._init import StateMaker, init_of, params_of
 from opt_partition._param_axes import Axis, axes_of, parameters
 from opt_partition._rules import ASK, Answer, Rule, apply_rules
 from opt_partition._specs import itemsize
-from opt_partition._symbols import Origin, Origins
+from opt_partition._symbols import Key, Origin, Origins, keys_of
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
 
@@ -170,8 +170,13 @@ def explain(
         table = parameters(params, param_axes)
         derivation = derive(init, params, table)
         rows = list(_rows(derivation, rules))
-    state, _, evaluations, notes = derivation
-    explanation = Explanation(state, rows, axes_of(params, table), evaluations, notes)
+    explanation = Explanation(
+        derivation.state,
+        rows,
+        axes_of(params, table),
+        derivation.evaluations,
+        derivation.notes,
+    )
     if strict and explanation.undecided:
         lines = [f"  {_undecided(row)}" for row in explanation.undecided]
         raise UndecidedError(
@@ -232,32 +237,45 @@ def _undecided(row: Row) -> str:
 
 
 def _rows(derivation: Derivation, rules: Mapping[type, Rule]) -> Iterator[Row]:
-    answers = apply_rules(derivation.state, [leaf.parameter for leaf in derivation.leaves], rules)
     decide = functools.cache(_decide)  # most leaves of a model are alike
-    for leaf, answer in zip(derivation.leaves, answers, strict=True):
-        shape, dtype, parameter = tuple(leaf.struct.shape), leaf.struct.dtype, leaf.parameter
-        names = (parameter.axes, parameter.shape) if parameter else ((), ())
+    for (path, leaf), origins, source, owner, answer in zip(
+        jax.tree_util.tree_leaves_with_path(derivation.state),
+        derivation.origins,
+        derivation.sources,
+        derivation.owners,
+        apply_rules(derivation.state, derivation.owners, rules),
+        strict=True,
+    ):
         yield Row(
-            path=path_str(leaf.path),
-            shape=shape,
-            dtype=dtype,
-            bytes=math.prod(shape) * itemsize(dtype),
-            parameter=parameter.path if parameter else None,
-            parameter_shape=parameter.shape if parameter else None,
-            parameter_axes=parameter.given if parameter else None,
-            **decide(leaf.origins, leaf.dims, leaf.source, *names, answer),
+            path=path_str(path),
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            bytes=math.prod(leaf.shape) * itemsize(leaf.dtype),
+            parameter=owner.path if owner else None,
+            parameter_shape=owner.shape if owner else None,
+            parameter_axes=owner.given if owner else None,
+            **decide(
+                leaf.shape,
+                origins,
+                source,
+                owner.axes if owner else (),
+                owner.shape if owner else (),
+                answer,
+            ),
         )
 
 
 def _decide(
+    shape: tuple[int, ...],
     origins: Origins,
-    dims: tuple[int | None, ...],
     source: str,
     names: tuple[Axis, ...],
     sizes: tuple[int, ...],
     answer: Answer,
 ) -> dict[str, Any]:
     """Returns the fields of a row that are decided: by the answer of a rule, else by origins."""
+    keys = keys_of(names, sizes)
+    dims = _dims(origins, keys, is_alike=bool(names) and shape == sizes)
     decided: list[tuple[int | None, Axis, str, str]] = []
     is_disputed = False
     for axis, (origin, dim) in enumerate(zip(origins, dims, strict=True)):
@@ -276,9 +294,9 @@ def _decide(
         elif origin.key is not None:
             decided.append((None, origin.key[0], source, ""))
         else:
-            note = origin.note
-            if origin.keys:
-                note = note.replace("{}", _computed_from(origin, [*zip(names, sizes, strict=True)]))
+            from_dims = [str(dim) for dim, key in enumerate(keys) if key in origin.keys]
+            from_dims += [repr(key[0]) for key in origin.keys if key not in keys]
+            note = origin.note.replace("{}", ", ".join(from_dims)) if from_dims else origin.note
             decided.append((None, None, source if origin.is_known else "fallback", note))
     kept, axes, sources, notes = zip(*decided, strict=True) if decided else ((), (), (), ())
     if len(decided) > 1:
@@ -295,7 +313,22 @@ def _decide(
     }
 
 
-def _computed_from(origin: Origin, keys: Sequence[tuple[Axis, int]]) -> str:
-    """Returns the parameter dimensions that a dimension is computed from."""
-    dims = [str(dim) for dim, key in enumerate(keys) if key in origin.keys]
-    return ", ".join(dims + [repr(key[0]) for key in origin.keys if key not in keys])
+def _dims(
+    origins: Origins, keys: Sequence[Key | None], *, is_alike: bool
+) -> tuple[int | None, ...]:
+    """Returns the dimension of a parameter with `keys` that each dimension of a leaf is."""
+    if is_alike and all(map(_may_be, origins, keys)):
+        return tuple(range(len(keys)))
+    dims: list[int | None] = []
+    for origin in origins:
+        same = [dim for dim, key in enumerate(keys) if key is not None and key == origin.key]
+        unused = [dim for dim in same if dim not in dims]
+        dims.append(next(iter([*unused, *same]), None))
+    return tuple(dims)
+
+
+def _may_be(origin: Origin, key: Key | None) -> bool:
+    """Whether a dimension may be that with a key; one without a name is a number."""
+    if origin.keys:
+        return origin.key == key
+    return origin.is_known and (key is None or (key[1] < 2 and origin.is_small))

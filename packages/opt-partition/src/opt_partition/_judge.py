@@ -8,13 +8,13 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from opt_partition._collectives import Collective, Moved, collectives, moved_arrays
 from opt_partition._display import listed
 from opt_partition._hlo import Array, Module
-from opt_partition._leaves import LeafReport, Owners, Traced
+from opt_partition._leaves import LeafReport, Traced, owners
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
 StateGathers = Literal["error", "any"]
@@ -31,7 +31,7 @@ class Finding:
 
     Attributes:
       kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
-        `'ownership'`, `'keyword argument'` or `'not traced'`.
+        `'ownership'` or `'not traced'`.
       severity: `verify` raises for an `'error'`.
       path: path of the leaf concerned, if any.
       message: the leaf, what was expected, and what was found.
@@ -115,8 +115,8 @@ class _StateMoves:
         mesh: Mapping[str, int],
         severity: Severity,
     ) -> None:
-        owners = Owners([leaf for leaf in inputs if leaf.role == "params"])
-        self._owner: Callable[[LeafReport], LeafReport | None] = functools.cache(owners.of)
+        params = [leaf for leaf in inputs if leaf.role == "params"]
+        self._owner = functools.cache(owners(params))
         self._mesh, self._severity = mesh, severity
         # Arrays that depend on state only, with the elements of each leaf that they communicate.
         self._of_leaves: defaultdict[LeafReport, dict[Moved, int]] = defaultdict(dict)

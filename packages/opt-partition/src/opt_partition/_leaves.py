@@ -23,6 +23,8 @@ from opt_partition._trees import (
     children,
     key_name,
     leaves_with_paths,
+    names_of,
+    owners_by_path,
     path_str,
     split_path,
 )
@@ -50,8 +52,7 @@ class Expected:
       params: path of the parameters in the arguments, e.g. `'0/target'` for `f(optimizer, batch)`,
         or `'params'` for `f(*, params, state)`.
       state: path of the optimizer state in the arguments, e.g. `'0/state'`.
-      keywords: expected keyword arguments by name, e.g. `{'state': state_layout}`; omitted ones are
-        not checked, which is noted in the report.
+      keywords: expected keyword arguments by name, e.g. `{'state': state_layout}`.
     """
 
     inputs: Any
@@ -234,7 +235,7 @@ def output_leaves(
     """Returns the flattened results, in JAX's order, with parameters and state identified."""
     out = compiled.out_info
     infos = list(tree_leaves_with_path(out))
-    names = [tuple(map(key_name, path)) for path, _ in infos]
+    names = [names_of(path) for path, _ in infos]
 
     # Of gradients, updates and new parameters, the last depend on the most roles.
     def rank(role: Role, place: Keys) -> tuple[int, bool]:
@@ -261,7 +262,7 @@ def _leaf(
     asked: tuple[Sharding | None, Any],
 ) -> LeafReport:
     path, info = named
-    names = tuple(map(key_name, path))
+    names = names_of(path)
     role: Role = next((role for role, place in places.items() if _is_in(names, place)), "other")
     name, donated = names[len(places.get(role, ())) :], getattr(info, "donated", False)
     return leaf_report(side, path_str(path), role, name, info, found, *asked, donated=donated)
@@ -374,19 +375,15 @@ def with_aliased(inputs: Sequence[LeafReport], module: Module) -> list[LeafRepor
     return [dataclasses.replace(leaf, aliased=leaf.path in aliased) for leaf in inputs]
 
 
-class Owners:
-    """Finds the parameter of a state leaf: the one whose path is contained in its own."""
+def owners(params: Sequence[LeafReport]) -> Callable[[LeafReport], LeafReport | None]:
+    """Returns a function to the parameter of a state leaf."""
+    by_path = owners_by_path([leaf.name for leaf in params])
 
-    def __init__(self, params: Sequence[LeafReport]) -> None:
-        self.params = {leaf.name: leaf for leaf in params}
+    def owner_of(leaf: LeafReport) -> LeafReport | None:
+        index, _ = by_path(leaf.name)
+        return None if index is None else params[index]
 
-    def of(self, leaf: LeafReport) -> LeafReport | None:
-        keys = leaf.name
-        for end in range(len(keys), 0, -1):
-            for start in range(end):
-                if param := self.params.get(keys[start:end]):
-                    return param
-        return self.params.get(())
+    return owner_of
 
 
 def _in_words(sharding: Sharding | None, shape: Sequence[int]) -> str | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import KeyPath, aligned, children, is_index, path_str
+from opt_partition._trees import KeyPath, aligned, path_str
 from opt_partition.errors import AxesError
 
 Axis = str | tuple[str, ...] | None
@@ -126,45 +125,6 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     if problems:
         raise _mismatch(problems)
     return table
-
-
-def match_paths(params: Any, state: Any, table: Sequence[Parameter]) -> list[tuple[int, ...]]:
-    """Returns the indices of the parameters that each state leaf may belong to.
-
-    The longest run of keys in the path of a leaf that is the path of a parameter, or the end of the
-    paths of some, decides. Indices alone, of parameters in a list, count in a list of as many.
-    """
-    ends: defaultdict[KeyPath, list[int]] = defaultdict(list)
-    for index, parameter in enumerate(table):
-        for start in range(1, len(parameter.key_path)):
-            if not all(map(is_index, parameter.key_path[start:])):
-                ends[parameter.key_path[start:]].append(index)
-    for index, parameter in enumerate(table):
-        ends[parameter.key_path] = [index]
-    lists = set(_like_root(params, state))
-
-    def match(path: KeyPath) -> tuple[int, ...]:
-        for size in range(len(path), -1, -1):
-            for start in range(len(path) - size, -1, -1):
-                keys = path[start : start + size]
-                if keys not in ends:
-                    continue
-                is_listed = path[:start] in lists and all(map(is_index, path[start:]))
-                if not keys or is_listed or not all(map(is_index, keys)):
-                    return tuple(ends[keys])
-        return ()
-
-    return [match(path) for path, _ in tree_leaves_with_path(state)]
-
-
-def _like_root(params: Any, node: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yields the paths of the nodes with the type and the keys of the root of the parameters."""
-    below = children(node) or []
-    keys = [key for key, _ in below]
-    if type(node) is type(params) and keys == [key for key, _ in children(params) or []]:
-        yield path
-    for key, child in below:
-        yield from _like_root(params, child, (*path, key))
 
 
 def _mismatch(problems: Sequence[str]) -> AxesError:

@@ -52,6 +52,12 @@ Keys = Sequence[tuple[Key | None, ...]]
 Evaluate = Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
 
 
+def keys_of(axes: Sequence[Any], shape: Sequence[int]) -> tuple[Key | None, ...]:
+    """Returns name and size of each dimension that has a name."""
+    pairs = zip(axes, shape, strict=True)
+    return tuple(None if axis is None else (axis, size) for axis, size in pairs)
+
+
 class Origin(NamedTuple):
     """What one dimension of a state leaf is computed from."""
 

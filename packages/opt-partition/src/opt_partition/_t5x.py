@@ -10,9 +10,9 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
-from opt_partition._param_axes import Parameter, is_axes, match_paths, parameters, read_axes
+from opt_partition._param_axes import Parameter, is_axes, parameters, read_axes
 from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import KeyPath, children, key_name, path_str
+from opt_partition._trees import KeyPath, children, key_name, names_of, owners_by_path, path_str
 from opt_partition.errors import AxesError
 
 
@@ -53,16 +53,16 @@ class OptaxStatePartitionRules:
           ('embed', 'mlp')
         """
         if params is None:
-            like = params_axes
             flat = tree_leaves_with_path(params_axes, is_leaf=_is_leaf)
             named = [(path, read_axes(axes)) for path, axes in flat]
             # Shapes stand for the rank alone.
             table = [Parameter(path, (0,) * len(axes), None, axes) for path, axes in named]
         else:
-            like, table = params, parameters(params, params_axes)
+            table = parameters(params, params_axes)
         leaves = tree_leaves_with_path(optax_state)
         shapes = [shape_and_dtype(leaf)[0] for _, leaf in leaves]
-        owners = [next(iter(match), None) for match in match_paths(like, optax_state, table)]
+        owner_of = owners_by_path([names_of(parameter.key_path) for parameter in table])
+        owners = [owner_of(names_of(path))[0] for path, _ in leaves]
         specs: list[PartitionSpec | None] = []
         found: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         other = []

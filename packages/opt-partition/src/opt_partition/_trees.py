@@ -48,22 +48,36 @@ def split_path(path: str) -> tuple[str, ...]:
     return tuple(name.replace("~1", "/").replace("~0", "~") for name in path.split("/"))
 
 
+def names_of(path: KeyPath) -> tuple[str, ...]:
+    """Returns the names of the keys of a JAX key path."""
+    return tuple(map(key_name, path))
+
+
 def key_name(key: Any) -> str:
     """Returns the name of one key of a JAX key path, e.g. `'kernel'` or `'0'`."""
     read = _NAMES.get(type(key))  # as `keystr` does, which takes five times as long
     return str(read(key)) if read else keystr((key,), simple=True)
 
 
-def is_index(key: Any) -> bool:
-    """Whether a key may be a position in a list rather than a name."""
-    match key:
-        case SequenceKey() | FlattenedIndexKey():
-            return True
-        case DictKey(key=name):
-            is_int = isinstance(name, int) and not isinstance(name, bool)
-            return is_int or str(name).isdecimal()
-        case _:
-            return False
+def owners_by_path(
+    parameters: Sequence[Sequence[str]],
+) -> Callable[[Sequence[str]], tuple[int | None, bool]]:
+    """Returns a function from the names in the path of a state leaf to the index of its parameter.
+
+    It is the one whose path is contained in that of the leaf; the last one, if there are several.
+    The function also returns whether this path has indices alone, which may mean something else.
+    """
+    by_names = {tuple(names): index for index, names in enumerate(parameters)}
+
+    def owner_of(names: Sequence[str]) -> tuple[int | None, bool]:
+        names = tuple(names)
+        for end in range(len(names), 0, -1):
+            for start in range(end):
+                if (index := by_names.get(names[start:end])) is not None:
+                    return index, all(map(str.isdecimal, names[start:end]))
+        return by_names.get(()), False
+
+    return owner_of
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, get_args
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from opt_partition._collectives import Collective, collectives
 from opt_partition._display import format_table, human_bytes, listed
@@ -27,11 +27,11 @@ from opt_partition._leaves import (
     Expected,
     Keys,
     LeafReport,
-    Owners,
     Role,
     Side,
     input_leaves,
     output_leaves,
+    owners,
     trace_step,
 )
 from opt_partition._specs import check_choice
@@ -211,31 +211,32 @@ def verify(
             "`expected` must be an `Expected`, e.g. `Expected(inputs=..., outputs=...)`; got "
             f"{type(expected).__name__}"
         )
-    _check_names(compiled)
+    if any(map(_is_numbered, jax.tree.leaves(compiled.args_info, is_leaf=_is_numbered))):
+        raise TypeError(f"{_STEP}. {_NNX_JIT}")
     module = parse_program(compiled.as_text() or "")
     inputs = input_leaves(compiled, expected, module)
     traced = trace_step(module, inputs)
     outputs = output_leaves(compiled, expected, inputs, traced)
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    mesh, platform = _mesh_shape(shardings), _platform_of(shardings)
-    unclear = _check_roles(inputs, outputs, expected)
-    findings = [
-        *_leaf_findings(inputs, outputs),
-        *([Finding("ownership", "warning", None, unclear)] if unclear else []),
-        *donation_findings(inputs),
-        *_keyword_findings(compiled, expected),
-    ]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    devices: list[Any] = [device for sharding in shardings for device in sharding.device_set]
+    platform = devices[0].platform if devices else jax.default_backend()
     judged = judge_collectives(
         module,
         traced,
         inputs,
         outputs,
-        mesh,
+        dict(max(meshes, key=attrgetter("size")).shape) if meshes else {},
         platform,
         gradients=gradients,
         state_gathers=state_gathers,
     )
-    findings += judged.findings
+    findings = [
+        *_leaf_findings(inputs, outputs),
+        *_role_findings(inputs, outputs, expected),
+        *donation_findings(inputs),
+        *judged.findings,
+    ]
     report = Report(
         platform=platform,
         num_devices=module.num_partitions,
@@ -272,48 +273,20 @@ def read_collectives(
 def _compiled(step: Any) -> jax.stages.Compiled:
     compiled = step.compile() if isinstance(step, jax.stages.Lowered) else step
     if not isinstance(compiled, jax.stages.Compiled):
-        kind = type(step)
-        raise TypeError(
-            "`step` must be the result of `jax.jit(f).lower(...)`, compiled or not; got "
-            f"{kind.__module__}.{kind.__qualname__}{f'. {_NNX_JIT}' * _is_of_nnx(step)}"
-        )
+        kind = f"{type(step).__module__}.{type(step).__qualname__}"
+        raise TypeError(f"{_STEP}; got {kind}{f'. {_NNX_JIT}' * kind.startswith('flax.nnx')}")
     return compiled
 
 
-def _mesh_shape(shardings: Sequence[Sharding]) -> Mapping[str, int]:
-    """Returns the axes of the largest mesh, with their sizes; none if no sharding has a mesh."""
-    shapes = [sharding.mesh.shape for sharding in shardings if isinstance(sharding, NamedSharding)]
-    return max(shapes, key=lambda shape: math.prod(shape.values()), default={})
-
-
-def _platform_of(shardings: Sequence[Sharding]) -> str:
-    """Returns the platform of the devices that the step was compiled for."""
-    for sharding in shardings:
-        device: Any = next(iter(sharding.device_set))
-        return str(device.platform)
-    return jax.default_backend()
-
-
+_STEP = "`step` must be the result of `jax.jit(f).lower(...)`, compiled or not"
 _NNX_JIT = (
     "`nnx.jit` numbers the leaves of its arguments: compile with `jax.jit` a function that takes "
     "and returns the model and the optimizer, which are pytrees"
 )
 
 
-def _is_of_nnx(node: Any, name: str | None = None) -> bool:
-    kind = type(node)
-    return kind.__module__.startswith("flax.nnx") and name in (None, kind.__name__)
-
-
-def _check_names(compiled: jax.stages.Compiled) -> None:
-    """Raises a `TypeError` for a step of `nnx.jit`, which does not say what its leaves are."""
-
-    def is_numbered(node: Any) -> bool:
-        return _is_of_nnx(node, "NodeStates")
-
-    nodes = jax.tree.leaves(compiled.args_info, is_leaf=is_numbered)
-    if any(map(is_numbered, nodes)):
-        raise TypeError(f"`step` is of `nnx.jit`. {_NNX_JIT}")
+def _is_numbered(node: Any) -> bool:
+    return type(node).__module__.startswith("flax.nnx") and type(node).__name__ == "NodeStates"
 
 
 def _leaf_findings(
@@ -371,53 +344,47 @@ def donation_findings(inputs: Sequence[LeafReport]) -> Iterator[Finding]:
         yield Finding("donation", "warning", kept[0].path, message)
 
 
-def _keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iterator[Finding]:
-    """Yields a note for each keyword argument without an expectation."""
-    for name, argument in compiled.args_info[1].items():
-        count = len(jax.tree.leaves(argument))
-        if count and name not in expected.keywords:
-            yield Finding(
-                "keyword argument",
-                "note",
-                name,
-                f"{name}: {count} array{'s' * (count > 1)} not checked; pass `Expected(..., "
-                f"keywords={{{name!r}: ...}})`, with `None` to accept any sharding",
-            )
-
-
-def _check_roles(
+def _role_findings(
     inputs: Sequence[LeafReport], outputs: Sequence[LeafReport], expected: Expected
-) -> str | None:
-    """Checks `Expected.params` and `Expected.state`; returns what could not be determined."""
+) -> Iterator[Finding]:
+    """Checks the paths of parameters and state; yields a warning of state without parameters."""
     params = [leaf for leaf in inputs if leaf.role == "params"]
     state = [leaf for leaf in inputs if leaf.role == "state"]
     if not params:
         raise AxesError(f"`params`: found no arrays at {expected.params!r}; {_REMEDY}")
-    for role, path, leaves, words in (
-        ("params", expected.params, params, "parameters"),
-        ("state", expected.state, state, "state"),
+    for role, path, leaves in (
+        ("params", expected.params, params),
+        ("state", expected.state, state),
     ):
         if leaves and not any(leaf.role == role for leaf in outputs):
             raise AxesError(
                 f"`{role}`: found {_described(leaves)} at {path!r}, but nothing with the same "
-                f"paths and shapes in the result, which should contain the new {words}; {_REMEDY}"
+                f"paths and shapes in the result, which should contain the new {role}; {_REMEDY}"
             )
     # Counters say nothing, unless a scalar is the whole state, which no optimizer has.
     telling = [leaf for leaf in state if leaf.shape or not leaf.name]
     flat = (sum(leaf.size for leaf in params),)  # of `optax.flatten`
-    owners = Owners(params)
-    if not telling or any(owners.of(leaf) or leaf.shape == flat for leaf in telling):
-        return None
+    if (
+        not telling
+        or any(leaf.shape == flat for leaf in telling)
+        or any(map(owners(params), telling))
+    ):
+        return
     both = (
         f"found {_described(state)} at {expected.state!r}, which does not belong to the parameters "
         f"at {expected.params!r}, {_described(params)}"
     )
-    if _swapped(params, state):
+    # Swapped, the parameters look like state of the state.
+    of_params = owners([leaf for leaf in state if leaf.name])
+    owned = [of_params(leaf) for leaf in params if leaf.shape]
+    arrays = {leaf.name for leaf in state if leaf.shape}
+    if owned and all(owned) and {owner.name for owner in owned if owner} == arrays:
         raise AxesError(f"`params` and `state` are swapped: {both}; {_REMEDY}")
-    return (
+    message = (
         f"`state`: {both}, according to its paths: state is checked only where it is gathered by "
         f"itself; if these are not the optimizer state and the parameters, {_REMEDY}"
     )
+    yield Finding("ownership", "warning", None, message)
 
 
 _REMEDY = (
@@ -427,18 +394,8 @@ _REMEDY = (
 )
 
 
-def _swapped(params: Sequence[LeafReport], state: Sequence[LeafReport]) -> bool:
-    """Whether the parameters look like state of the state."""
-    owners = Owners([leaf for leaf in state if leaf.name])
-    owned = [(leaf, owners.of(leaf)) for leaf in params if leaf.shape]
-    alike = {owner.name for leaf, owner in owned if owner and owner.shape == leaf.shape}
-    arrays = {leaf.name for leaf in state if leaf.shape}
-    return bool(owned) and all(owner for _, owner in owned) and alike == arrays
-
-
-def _described(leaves: Sequence[LeafReport], most: int = 4) -> str:
-    words = [f"{'/'.join(x.name)} {x.dtype}{list(x.shape)}".strip() for x in leaves[:most]]
-    return ", ".join(words) + f" and {len(leaves) - most} more" * (len(leaves) > most)
+def _described(leaves: Sequence[LeafReport]) -> str:
+    return listed([f"{'/'.join(x.name)} {x.dtype}{list(x.shape)}".strip() for x in leaves])
 
 
 _ADVICE = {
