@@ -178,7 +178,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["explain", "no_such:f"], ["there is no module `no_such`"]),
     (["explain", "{m}:no_such"], ["`{m}` has no function `no_such`"]),
     (["explain", "{m}:two"], ["must return (transformation, parameters, logical axes)"]),
-    (["explain", "{m}:wrong_axes"], ["layers_0/w", "layers_2/w"]),
+    (["explain", "{m}:wrong_axes"], ["layers_1/w", "layers_2/w"]),
     (
         ["plan", "{m}:adam", *MESH, "--zero-level", "2"],
         ["`zero_level` must be 1, or 2 together with `zero`; found 2 with `zero=None`"],

@@ -87,3 +87,15 @@ def test_groups_of_mesh_axes(sizes: list[int], data: st.DataObject) -> None:
     assert groups is not None
     shape = dict(zip(names, sizes, strict=True))
     assert axes_of(groups, shape) == tuple(names[n] for n in sorted(over))
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", ((0, 1), (2, 3))),
+        ("mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}", ((0, 1), (2, 3))),
+        ("{}", None),
+    ],
+)
+def test_groups_of_other_devices(text: str, groups: object) -> None:
+    assert parse_groups(f"replica_groups={text}, dimensions={{0}}") == groups

@@ -95,24 +95,27 @@ def test_containers_may_be_of_another_kind() -> None:
 
 
 def test_all_that_does_not_fit_is_listed() -> None:
-    params = {
-        "a": {"w": jnp.ones(3), "b": jnp.ones(3)},
-        **dict.fromkeys("cde", jnp.ones(2)),
-        "g": "text",
-    }
-    axes = {"a": {"w": P("embed"), "x": P()}, "c": P("embed", "mlp"), "d": "embed", "e": P(3)}
+    nested = {"a": {"w": jnp.ones(3), "b": jnp.ones(3)}, "c": {"w": jnp.ones(3)}}
+    with pytest.raises(AxesError) as caught:
+        normalise_param_axes(nested, {"a": {"w": P("embed"), "x": P()}, "c": P()})
+    assert str(caught.value).splitlines() == [
+        "`param_axes` does not have the tree structure of its leaves:",
+        "  a/b: missing",
+        "  a/x: unexpected",
+        "  c/w: missing",
+        "  c: expected a container, found a PartitionSpec",
+    ]
+    params = {**dict.fromkeys("cde", jnp.ones(2)), "g": "text"}
+    axes = {"c": P("embed", "mlp"), "d": "embed", "e": P(3), "g": None}
     with pytest.raises(AxesError) as caught:
         normalise_param_axes(params, axes)
     assert str(caught.value).splitlines() == [
         "`param_axes` do not match `params`:",
-        "  a/b: no axes given",
-        "  a/x: axes given, but not a parameter",
-        "  g: no axes given",
         "  c: expected at most 1 axes, one per dimension of (2,), found ('embed', 'mlp')",
         "  d: axes must be a PartitionSpec or a tuple of names, found 'embed'",
         "  e: the name of a dimension must be a string or None, found 3",
         (
-            "  g: `params`: expected an array or a jax.ShapeDtypeStruct, found str (for an Equinox "
+            "  g: expected an array or a jax.ShapeDtypeStruct, found str (for an Equinox "
             "module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
         ),
     ]

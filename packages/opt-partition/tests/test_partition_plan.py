@@ -284,7 +284,7 @@ def test_a_picture_has_a_bar_for_each_group() -> None:
     plan = plan_of(params=params, axes=axes, accumulate="bfloat16", zero="data")
     [drawn] = plan.plot().axes
     names = [label.get_text() for label in drawn.get_yticklabels()]
-    assert names == ["layers_{0..2} (3)", "out", NO_PARAMETER]
+    assert names == ["layers_* (3)", "out", NO_PARAMETER]
     assert drawn.get_xlabel() == "MiB per device"
     bars = {bar.get_label(): [patch.get_width() for patch in bar] for bar in drawn.containers}
     layers = [sum(plan.groups[f"layers_{n}"][kind] for n in range(3)) for kind in KINDS]

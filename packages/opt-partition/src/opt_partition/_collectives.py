@@ -163,20 +163,7 @@ def _is_first(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def parse_groups(attributes: str) -> Groups | None:
-    """Parses the `replica_groups` of an instruction; `None` if there are none.
-
-    Examples:
-      >>> parse_groups('replica_groups={{0,1},{2,3}}')
-      ((0, 1), (2, 3))
-      >>> parse_groups('replica_groups=[2,2]<=[2,2]T(1,0)')
-      ((0, 2), (1, 3))
-      >>> parse_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}, dimensions={0}")
-      ((0, 2), (1, 3))
-      >>> parse_groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}")
-      ((0, 1), (2, 3))
-      >>> parse_groups('replica_groups={}') is None
-      True
-    """
+    """Parses the `replica_groups` of an instruction; `None` if there are none."""
     if mesh := _MESH_GROUPS.search(attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh["sizes"])}
         over = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", mesh["axes"])]

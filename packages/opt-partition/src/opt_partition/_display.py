@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -71,33 +69,12 @@ def plain(value: Any) -> Any:
 def collapse(
     leaves: Iterable[_T], path: Callable[[_T], str], same: Callable[[_T], Hashable]
 ) -> Iterator[tuple[str, list[_T]]]:
-    """Yields a pattern and the leaves of each group whose paths differ only in numbers."""
+    """Yields leaves whose paths differ only in numbers, below a path with `*` for these."""
     groups: dict[Hashable, list[_T]] = {}
     for leaf in leaves:
-        groups.setdefault((words(path(leaf)), same(leaf)), []).append(leaf)
+        groups.setdefault((*_NUMBER.split(path(leaf)), same(leaf)), []).append(leaf)
     for group in groups.values():
-        yield pattern([path(leaf) for leaf in group]), group
-
-
-def words(path: str) -> tuple[str, ...]:
-    """Returns the parts of a path between its numbers."""
-    return tuple(_NUMBER.split(path))
-
-
-def pattern(paths: Sequence[str]) -> str:
-    """Returns a pattern for paths with the same `words`."""
-    places = list(zip(*map(_NUMBER.findall, paths), strict=True))
-    # `a_{0..1}/b_{0..1}` means four paths, and would be misleading for fewer.
-    is_product = math.prod(len(set(values)) for values in places) == len(set(paths))
-    spans = [_span(set(values), is_product) for values in places]
-    return "".join(itertools.chain(*itertools.zip_longest(words(paths[0]), spans, fillvalue="")))
-
-
-def _span(values: set[str], is_product: bool) -> str:
-    """Returns the text for the numbers in one position."""
-    if len(values) == 1:
-        return next(iter(values))
-    ordered = sorted(map(int, values))
-    # Leading zeros, as in `layer_007`, would be lost.
-    plain = values == {str(number) for number in range(ordered[0], ordered[-1] + 1)}
-    return f"{{{ordered[0]}..{ordered[-1]}}}" if plain and is_product else "{*}"
+        words = _NUMBER.split(path(group[0]))
+        places = zip(*(_NUMBER.findall(path(leaf)) for leaf in group), strict=True)
+        numbers = [values[0] if len({*values}) == 1 else "*" for values in places]
+        yield "".join(a + b for a, b in zip(words, [*numbers, ""], strict=True)), group

@@ -74,9 +74,7 @@ class Layout:
             raise AxesError("inside shard_map leaves are local: lay them out outside of it")
 
     @classmethod
-    def from_specs(
-        cls, specs: Any, shapes: Any, mesh: AnyMesh, *, argument: str = "specs"
-    ) -> Layout:
+    def from_specs(cls, specs: Any, shapes: Any, mesh: AnyMesh) -> Layout:
         """Creates a layout from specs of mesh axes.
 
         Args:
@@ -85,15 +83,14 @@ class Layout:
           shapes: a tree with the structure of `specs`, of arrays or `jax.ShapeDtypeStruct`s.
           mesh: the mesh; meshes of shardings and layouts must be equal to it, or have the same axes
             and sizes if one of the two is abstract.
-          argument: the caller's name for `specs`, for error messages.
 
         Raises:
           AxesError: `specs`, `shapes` and `mesh` do not match; the message lists all paths.
         """
-        entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, argument)
+        entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, "specs")
         if isinstance(specs, Layout):
-            _check_mesh(specs.mesh, mesh, f"`{argument}`: ")
-        head = f"`{argument}` do not match the leaves and the mesh:"
+            _check_mesh(specs.mesh, mesh)
+        head = "`specs` do not match the leaves and the mesh:"
         leaves = map_leaves(functools.partial(_leaf_layout, mesh), shapes, entries, head)
         return cls(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
@@ -186,10 +183,10 @@ def _leaf_layout(mesh: AnyMesh, path: str, leaf: Any, entry: Any) -> LeafLayout:
     return LeafLayout(path, shape, dtype, full, shard_shape(shape, full, mesh), memory_kind)
 
 
-def _check_mesh(found: AnyMesh, mesh: AnyMesh, where: str = "") -> None:
+def _check_mesh(found: AnyMesh, mesh: AnyMesh) -> None:
     """Raises `AxesError` if a layout on `found` is not valid on `mesh`."""
     if dict(found.shape) != dict(mesh.shape):
         expected, other = (named_sizes(m, m.axis_names) for m in (mesh, found))
-        raise AxesError(f"{where}expected the mesh {expected}; found {other}")
+        raise AxesError(f"expected the mesh {expected}; found {other}")
     if isinstance(found, Mesh) and isinstance(mesh, Mesh) and found != mesh:
-        raise AxesError(f"{where}the mesh has different devices or axis types than expected")
+        raise AxesError("the mesh has different devices or axis types than expected")

@@ -81,7 +81,6 @@ class LeafReport:
       dtype_asked: the expected dtype, as JAX canonicalizes it; `None` for any.
       bytes_asked: expected bytes per device; `None` for any sharding.
       sharding_ok: whether it has the expected sharding and memory kind.
-      ok: whether it has the expected dtype, too.
       donated: whether it is a donated argument.
       aliased: whether a result reuses its memory.
     """
@@ -100,7 +99,6 @@ class LeafReport:
     dtype_asked: str | None = None
     bytes_asked: int | None = None
     sharding_ok: bool = True
-    ok: bool = True
     donated: bool = False
     aliased: bool = False
 
@@ -109,6 +107,11 @@ class LeafReport:
 
     def __str__(self) -> str:
         return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
+
+    @property
+    def ok(self) -> bool:
+        """Whether it has the expected sharding, memory kind and dtype."""
+        return self.sharding_ok and self.dtype_asked in (None, self.dtype)
 
     @property
     def size(self) -> int:
@@ -161,7 +164,6 @@ def leaf_report(
         dtype_asked=None if dtype_asked is None else dtype_name(dtype_asked),
         bytes_asked=bytes_asked,
         sharding_ok=sharding_ok,
-        ok=sharding_ok and dtype_asked in (None, dtype),
         donated=donated,
     )
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import KeyPath, aligned, path_str
+from opt_partition._trees import KeyPath, align, map_leaves, path_str
 from opt_partition.errors import AxesError
 
 Axis = str | tuple[str, ...] | None
@@ -91,22 +91,13 @@ def unboxed(params: Any) -> Any:
 
 def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     """Returns the parameters in JAX's order; see `normalise_param_axes`."""
-    problems = [
-        f"{path_str(path)}: `params` contains a {type(node).__name__}; unbox the parameters"
-        for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_box)
-        if _is_box(node)
-    ]
-    if problems:
-        raise _mismatch(problems)
+    for path, node in tree_leaves_with_path(params, is_leaf=_is_box):
+        if _is_box(node):
+            raise AxesError(
+                f"{path_str(path)}: `params` contains a {type(node).__name__}; unbox the parameters"
+            )
     units = jax.tree.leaves(params, is_leaf=_is_variable)
-    entries, problems = aligned(
-        param_axes,
-        params,
-        is_leaf=_is_variable,
-        missing="no axes given",
-        unexpected="axes given, but not a parameter",
-    )
-    entries = list(map(_names, entries))
+    entries = list(map(_names, align(param_axes, params, "param_axes", is_leaf=_is_variable)))
     if entries and all(map(_is_array, entries)):
         raise AxesError(
             "`param_axes` contain arrays but no axis names. Pass a PartitionSpec or a tuple of "
@@ -116,26 +107,14 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         )
     # The names of a variable apply to its value.
     every = [x for unit, x in zip(units, entries, strict=True) for _ in jax.tree.leaves(unit)]
-    table = []
-    for (path, leaf), entry in zip(tree_leaves_with_path(params), every, strict=True):
-        try:
-            table.append(_parameter(path, leaf, entry))
-        except AxesError as error:
-            problems.append(f"{path_str(path)}: {error}")
-    if problems:
-        raise _mismatch(problems)
-    return table
+    paths = [path for path, _ in tree_leaves_with_path(params)]
+    pairs = map_leaves(_axes_of_leaf, params, every, "`param_axes` do not match `params`:")
+    return [Parameter(path, *pair) for path, pair in zip(paths, pairs, strict=True)]
 
 
-def _mismatch(problems: Sequence[str]) -> AxesError:
-    return AxesError("`param_axes` do not match `params`:\n  " + "\n  ".join(problems))
-
-
-def _parameter(path: KeyPath, leaf: Any, entry: Any) -> Parameter:
-    try:
-        shape, _ = shape_and_dtype(leaf)
-    except TypeError as error:
-        raise AxesError(f"`params`: {error}") from None
+def _axes_of_leaf(_path: str, leaf: Any, entry: Any) -> tuple[Any, ...]:
+    """Returns the shape and dtype of a parameter, and its axes padded and as given."""
+    shape, _ = shape_and_dtype(leaf)
     axes = read_axes(entry)
     if len(axes) > len(shape):
         raise AxesError(
@@ -143,7 +122,7 @@ def _parameter(path: KeyPath, leaf: Any, entry: Any) -> Parameter:
         )
     dtype = jax.dtypes.result_type(leaf)
     given = None if entry is None or _is_array(entry) else PartitionSpec(*axes)
-    return Parameter(path, shape, dtype, axes + (None,) * (len(shape) - len(axes)), given)
+    return shape, dtype, axes + (None,) * (len(shape) - len(axes)), given
 
 
 def _names(entry: Any) -> Any:
