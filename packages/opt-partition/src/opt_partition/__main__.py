@@ -19,7 +19,6 @@ from jax.sharding import AbstractMesh
 from opt_partition._explain import explain
 from opt_partition._memory_plan import memory_plan
 from opt_partition._plan import plan_text
-from opt_partition.errors import PartitionError
 
 _EXAMPLES = """\
 MODULE:FUNCTION is called without arguments and returns (transformation, parameters, logical axes);
@@ -35,24 +34,20 @@ rules.toml, in order of precedence, with "" for no mesh axis:
 """
 
 
-class InputError(Exception):
-    """Invalid input; the message is shown without a traceback."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 2 after a message to standard error for invalid input."""
-    arguments = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line; exits with 2 after a message for invalid input."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    job = _load_job(parser, arguments.target)
     try:
-        text = _explain(arguments) if arguments.command == "explain" else _plan(arguments)
-    except (InputError, PartitionError) as error:
-        print(f"opt-partition: {error}", file=sys.stderr)
-        return 2
+        text = _explain(arguments, job) if arguments.command == "explain" else _plan(arguments, job)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
     try:
         print(text, flush=True)
     except BrokenPipeError:  # the reader may close a pipe early
         # Flushing the rest when Python exits would fail again, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--strict", action="store_true", help=strict)
         command.add_argument("--json", action="store_true", help="print JSON")
     add = plan_parser.add_argument
-    add("--mesh", metavar="AXIS=SIZE,...", required=True, help="e.g. data=8,model=4")
-    add("--rules", metavar="FILE", required=True, help="TOML file; see below")
+    mesh = "AXIS=SIZE,..."
+    add("--mesh", metavar=mesh, required=True, type=parse_mesh, help="e.g. data=8,model=4")
+    add("--rules", metavar="FILE", required=True, type=read_rules, help="TOML file; see below")
     add("--zero", metavar="AXIS,...", help="mesh axes to shard the state over (ZeRO), e.g. data")
     level = "with --zero: 1 extends the state, 2 gradients and accumulators too (default: 1)"
     add("--zero-level", type=int, choices=(1, 2), default=1, help=level)
@@ -89,87 +85,61 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _explain(arguments: argparse.Namespace) -> str:
-    explanation = explain(*_load_job(arguments.target), strict=arguments.strict)
+def _explain(arguments: argparse.Namespace, job: Any) -> str:
+    explanation = explain(*job, strict=arguments.strict)
     return explanation.to_json() if arguments.json else str(explanation)
 
 
-def _plan(arguments: argparse.Namespace) -> str:
-    # Validate cheap inputs before importing the user's program.
-    mesh, rules = parse_mesh(arguments.mesh), read_rules(arguments.rules)
-    job = _load_job(arguments.target)
+def _plan(arguments: argparse.Namespace, job: Any) -> str:
     with warnings.catch_warnings(record=True) as caught:
-        try:
-            plan = memory_plan(
-                *job,
-                rules,
-                mesh,
-                zero=arguments.zero and arguments.zero.split(","),
-                zero_level=arguments.zero_level,
-                grad_dtype=arguments.grad_dtype,
-                accumulate=arguments.accumulate,
-                strict=arguments.strict,
-            )
-        except ValueError as error:
-            raise InputError(f"`{arguments.target}`: {error}") from error
+        plan = memory_plan(
+            *job,
+            arguments.rules,
+            arguments.mesh,
+            zero=arguments.zero and arguments.zero.split(","),
+            zero_level=arguments.zero_level,
+            grad_dtype=arguments.grad_dtype,
+            accumulate=arguments.accumulate,
+            strict=arguments.strict,
+        )
     for warning in caught:
         print(f"opt-partition: warning: {warning.message}", file=sys.stderr)
     if arguments.picture is not None:
-        try:
-            plan.plot().savefig(arguments.picture)
-        except (ImportError, ValueError, OSError) as error:
-            raise InputError(f"`{arguments.picture}` cannot be written: {error}") from error
+        plan.plot().savefig(arguments.picture)
     return plan.to_json() if arguments.json else plan_text(plan, everything=arguments.all)
 
 
-def _load_job(target: str) -> tuple[Any, Any, Any]:
+def _load_job(parser: argparse.ArgumentParser, target: str) -> Any:
     """Calls `MODULE:FUNCTION` and returns its transformation, parameters and logical axes."""
-    module_name, _, name = target.partition(":")
-    if not (module_name and name):
-        raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
     # As for `python -m`: an installed script would not find modules in the current directory.
     sys.path.insert(0, os.getcwd())
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-        try:
-            function = pkgutil.resolve_name(target)
-        except ModuleNotFoundError as error:
-            if error.name != module_name:
-                raise
-            raise InputError(f"there is no module `{module_name}`") from None
-        except AttributeError:
-            raise InputError(f"`{module_name}` has no function `{name}`") from None
-        job = function()
+        job = pkgutil.resolve_name(target)()
     if not isinstance(job, tuple | list) or len(job) != 3:
-        raise InputError(
+        parser.error(
             f"`{target}` must return (transformation, parameters, logical axes); it returned {job}"
         )
-    tx, params, param_axes = job
-    return tx, params, param_axes
+    return job
 
 
 def parse_mesh(text: str) -> AbstractMesh:
     """Returns the mesh of a text such as `data=8,model=4`."""
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        sizes = {name: int(size) for name, size in pairs}
-    except ValueError:
-        sizes = {}
-    if not sizes or len(sizes) != text.count("=") or min(sizes.values()) < 1:
-        raise InputError(f"`--mesh` must be like data=8,model=4; found `{text}`")
+    pairs = [part.split("=") for part in text.split(",")]
+    sizes = {name: int(size) for name, size in pairs}
+    if len(sizes) < len(pairs) or min(sizes.values()) < 1:
+        raise ValueError(text)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def read_rules(path: str) -> list[Any]:
     """Reads pairs from the value of `rules` in a TOML file; no mesh axis is `''`."""
     try:
-        pairs = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("rules")
-    except (OSError, ValueError) as error:
-        raise InputError(f"`--rules`: `{path}` cannot be read: {error}") from error
-    if not isinstance(pairs, list):
-        raise InputError(f"`--rules`: `{path}` must contain a list of pairs, `rules = [...]`")
+        pairs = tomllib.loads(Path(path).read_text(encoding="utf-8"))["rules"]
+    except (OSError, ValueError, KeyError) as error:
+        raise argparse.ArgumentTypeError(f"`rules = [...]` cannot be read: {error!r}") from error
     # `logical_to_mesh` checks them.
     return [(pair[0], pair[1] or None) if len(pair) == 2 else pair for pair in pairs]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -188,23 +188,19 @@ class _StateMoves:
 
     def _judge_leaf(self, leaf: LeafReport, shares: Mapping[Moved, int]) -> Iterator[Finding]:
         """Judges a leaf that is communicated by itself: its shard is too much, or its parameter."""
-        total = _most_at_once(shares)
-        owner = self._owner(leaf)
-        factor = owner is not None and leaf.size < owner.size
-        excused = total <= owner.size if owner and factor else total < leaf.shard_size
+        total, owner = _most_at_once(shares), self._owner(leaf)
+        is_factor = owner is not None and leaf.size < owner.size
         reduced = [array for array in shares if array in self._reductions]
-        if excused:
+        if total <= owner.size if owner and is_factor else total < leaf.shard_size:
             for array in shares:
-                if array.row.per_iteration and not factor:
+                if array.row.per_iteration and not is_factor:
                     self._pass(array, _NO_COUNT)
                 elif array in reduced:
                     self._pass(array, _PART)
-            if not any(array.alone for array in shares):
-                return
+            return
         what = "reduced over devices, shard by shard" if reduced else "communicated by itself"
         yield self._finding(
             leaf,
-            excused,
             f"{leaf.path} is {what}: a device receives {total:,} elements per step of "
             f"a leaf of {leaf.size:,}, of which it holds {leaf.shard_size:,}, by "
             f"{listed(list(shares))}",
@@ -222,16 +218,14 @@ class _StateMoves:
         leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
         direct = all(m.directly for m in arrays)
         budget = sum(p.shard_size for p in params if not (direct and self._is_alike(p, leaves)))
-        if total <= budget:
+        if total - budget < min((leaf.shard_size for leaf in leaves), default=1):
             for array in kept:
                 if array.row.per_iteration:
                     self._pass(array, _NO_COUNT)
             return
-        enough = min((leaf.shard_size for leaf in leaves), default=1)
         named = leaves or list(arrays[0].state)
         yield self._finding(
             named[0],
-            total - budget < enough,
             f"values derived from {listed([leaf.path for leaf in named])} are communicated too "
             f"often: a device receives {total:,} elements per step, where {budget:,} of the new "
             f"parameter or its update would suffice, by {listed(list(kept))}",
@@ -245,9 +239,9 @@ class _StateMoves:
             if self._owner(leaf) is param
         )
 
-    def _finding(self, leaf: LeafReport, excused: bool, said: str) -> Finding:
-        severity: Severity = "note" if excused else self._severity
-        return Finding("state gather", severity, leaf.path, said + _WHOLE * (severity == "error"))
+    def _finding(self, leaf: LeafReport, said: str) -> Finding:
+        advice = _WHOLE * (self._severity == "error")
+        return Finding("state gather", self._severity, leaf.path, said + advice)
 
 
 def _sharing(

@@ -146,11 +146,11 @@ def verify(
        and what a device receives is summed over loops and all kinds of collectives. A state leaf
        belongs to the parameter whose path is contained in its own. Allowed are
 
-       - of state alone, fewer elements of a leaf than a device holds, with a note;
+       - of state alone, fewer elements of a leaf than a device holds;
        - of state mixed with parameters or gradients, once the part of the parameter that a device
          holds, as ZeRO-1 gathers the update; nothing if state and parameter are sharded alike;
        - of leaves smaller than their parameter, such as the rows of a factored second moment, as
-         much as the parameter has, with a note.
+         much as the parameter has.
 
        Shards reduced over devices into their own leaf (`pmean` of new moments) count like gathered
        ones; norms, clipping and factored moments, which reduce on the device before, do not. Of a
@@ -327,19 +327,12 @@ def donation_findings(inputs: Sequence[LeafReport]) -> Iterator[Finding]:
                 "has its shape, dtype, sharding and memory kind"
             )
             yield Finding("donation", "warning", leaf.path, message)
-    kept = sorted((leaf for leaf in held if not leaf.donated), key=lambda leaf: leaf.role)
+    kept = [leaf for leaf in held if not leaf.donated]
     if total := sum(leaf.bytes_found for leaf in kept):
-        roles = dict.fromkeys(leaf.role for leaf in kept)
-        sizes = {role: sum(x.bytes_found for x in kept if x.role == role) for role in roles}
-        each = " and ".join(f"{size:,} of the {role}" for role, size in sizes.items() if size)
         arguments = dict.fromkeys(leaf.path.split("/", 1)[0] for leaf in kept)
-        numbers = tuple(int(name) for name in arguments if name.isdigit())
-        names = tuple(name for name in arguments if not name.isdigit())
-        remedy = [f"donate_argnums={numbers}"] * bool(numbers)
-        remedy += [f"donate_argnames={names}"] * bool(names)
         message = (
-            f"{total:,} bytes per device are held twice, before and after the step: {each}; pass "
-            f"`jax.jit(..., {', '.join(remedy)})`"
+            f"{total:,} bytes per device are held twice, before and after the step; pass arguments "
+            f"{listed([*arguments])} as `donate_argnums` or `donate_argnames` of `jax.jit`"
         )
         yield Finding("donation", "warning", kept[0].path, message)
 
