@@ -35,18 +35,6 @@ def test_a_layout_is_what_it_was_made_from() -> None:
     assert Layout.from_specs(layout.shardings, shapes, MESH) == layout
 
 
-def test_the_table() -> None:
-    shapes = {"w": leaf(1024, 8), "step": leaf(dtype=jnp.int32)}
-    layout = Layout.from_specs({"w": P("data"), "step": P()}, shapes, MESH)
-    assert str(layout) == (
-        "mesh: data=4, model=2\n"
-        "path   shape      dtype    spec              bytes  per device  memory  remarks\n"
-        "step   ()         int32    P()                   4           4  device\n"
-        "w      (1024, 8)  float32  P('data', None)  32,768       8,192  device\n"
-        "total                                       32,772       8,196"
-    )
-
-
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [

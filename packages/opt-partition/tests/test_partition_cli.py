@@ -165,14 +165,6 @@ def test_a_picture_is_written(module: str, capsys: Capture) -> None:
     assert "Format 'xyz' is not supported" in complaint(capsys, *command, "plan.xyz")
 
 
-def test_a_picture_needs_matplotlib(
-    module: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    found = complaint(capsys, "plan", f"{module}:adam", *MESH, "--picture", "plan.png")
-    assert "needs matplotlib: `python -m pip install 'opt-partition[plot]'`" in found
-
-
 # Of each kind of mistake one; what other parts of the package say stands there by its words.
 BAD: list[tuple[list[str], list[str]]] = [
     (["explain", "{m}:two"], ["must return (transformation, parameters, logical axes)"]),

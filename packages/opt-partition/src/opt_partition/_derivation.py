@@ -20,7 +20,7 @@ from jax.tree_util import tree_leaves_with_path
 from opt_partition._param_axes import Parameter
 from opt_partition._specs import mesh_axes_of, padded
 from opt_partition._symbols import (
-    SMALL,
+    CONSTANT,
     Evaluate,
     Key,
     Keys,
@@ -126,7 +126,7 @@ def _provenance(
     def origin(size: int, entry: Any) -> Origin:
         found = tuple(by_tag[tag] for tag in mesh_axes_of(entry))
         if not found:
-            return SMALL if size < 2 else Origin(note=note, is_known=False)
+            return CONSTANT if size < 2 else Origin(note=note, is_known=False)
         if len(found) > 1:
             return Origin(None, found, "computed from the parameter dimensions {}")
         return Origin(found[0], found) if found[0][1] == size else Origin(None, found, _PART)

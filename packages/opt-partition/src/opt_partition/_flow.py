@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from opt_partition._hlo import (
+    CALLEES,
     Array,
     Computation,
     Instruction,
@@ -20,7 +21,6 @@ from opt_partition._hlo import (
     Type,
     callees,
     is_collective,
-    may_call,
 )
 
 
@@ -153,7 +153,7 @@ class _Interpreter:
             return _join(*results)
         if called:
             return _join(*(self.call(callee, operands, where) for callee in called))
-        return _otherwise(instruction, [_merge(value) for value in operands])
+        return _otherwise(instruction, [_union([value]) for value in operands])
 
     def call(self, name: str, arguments: Sequence[Value], where: Where) -> Value:
         return self.run(self.module.computations[name], arguments, where)
@@ -175,7 +175,7 @@ class _Interpreter:
         carried = 0
         for n in rewritten_places(self.module, body):
             for value in filter(_is_input, start[n : n + 1]):
-                carried |= _merge(value).any
+                carried |= _union([value]).any
         return all(carried & bits for bits in self.stepped)
 
     def collective(self, instruction: Instruction, operands: list[Value]) -> Value:
@@ -183,7 +183,7 @@ class _Interpreter:
             operands = [_union(operands)]
         results: list[Deps] = []
         for n, value in enumerate(operands):
-            part, deps = (instruction.name, n), _merge(value)
+            part, deps = (instruction.name, n), _union([value])
             self.flow.moved[part] = self.flow.moved.get(part, _NOTHING) | deps
             if self.first_tag is not None:
                 tag = self.flow.tags.setdefault(part, self.first_tag + len(self.flow.tags))
@@ -201,7 +201,7 @@ def _how(opcode: str) -> Literal["unchanged", "resized", "elementwise", "collect
         return "resized"
     if is_collective(opcode):
         return "collective"
-    special = opcode.removesuffix("-start") in _OTHERWISE or may_call(opcode)
+    special = opcode.removesuffix("-start") in _OTHERWISE or opcode in CALLEES
     return "otherwise" if special else "elementwise"
 
 
@@ -244,11 +244,6 @@ def _join(*values: Value) -> Value:
     )
 
 
-def _merge(value: Value) -> Deps:
-    """Returns the union of the dependencies of all elements of a value."""
-    return value if isinstance(value, Deps) else _union(value)
-
-
 def _union(values: Iterable[Value]) -> Deps:
     """Returns the union of the dependencies of several values: the innermost loop of all."""
     whole = _NOTHING
@@ -274,7 +269,7 @@ def _is_input(value: Value) -> bool:
 def _flatten(value: Value, type_: Type) -> list[Deps]:
     """Returns the dependencies of each array of a value of `type_`."""
     if not isinstance(type_, tuple):
-        return [_merge(value)]
+        return [_union([value])]
     elements = value if isinstance(value, tuple) else (value,) * len(type_)
     return [d for v, t in zip(elements, type_, strict=True) for d in _flatten(v, t)]
 

@@ -140,14 +140,9 @@ def is_collective(opcode: str) -> bool:
     return opcode.removesuffix("-start") in _KINDS
 
 
-def may_call(opcode: str) -> bool:
-    """Whether an instruction calls computations, except those applied to elements."""
-    return opcode in _CALLEES
-
-
 def callees(instruction: Instruction) -> tuple[str, ...]:
     """Returns the computations that an instruction calls, except those applied to elements."""
-    keys = _CALLEES.get(instruction.opcode, ())
+    keys = CALLEES.get(instruction.opcode, ())
     return tuple(name for key in keys for name in instruction.called(key))
 
 
@@ -333,4 +328,5 @@ _CALLING = {
     "fusion": ("calls",),
     "while": ("condition", "body"),
 }
-_CALLEES = {**_CALLING, **{f"{opcode}-start": keys for opcode, keys in _CALLING.items()}}
+# The attributes with computations that are called, except those applied to elements.
+CALLEES = {**_CALLING, **{f"{opcode}-start": keys for opcode, keys in _CALLING.items()}}

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from opt_partition._display import dtype_name, format_table
 from opt_partition._specs import (
     AnyMesh,
     checked_spec,
@@ -18,7 +17,6 @@ from opt_partition._specs import (
     named_sizes,
     shape_and_dtype,
     shard_shape,
-    spec_str,
 )
 from opt_partition._trees import align, brief, map_leaves
 from opt_partition.errors import AxesError
@@ -59,7 +57,7 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of every leaf of a tree on a mesh; prints as a table.
+    """The layout of every leaf of a tree on a mesh.
 
     Attributes:
       mesh: the mesh, concrete or abstract.
@@ -135,25 +133,6 @@ class Layout:
     def notes(self) -> tuple[str, ...]:
         """Every request that could not be satisfied, as `path: reason`."""
         return tuple(f"{leaf.path}: {note}" for leaf in self.rows for note in leaf.notes)
-
-    def __str__(self) -> str:
-        rows = [
-            (
-                leaf.path,
-                str(leaf.shape),
-                dtype_name(leaf.dtype),
-                spec_str(leaf.spec),
-                f"{leaf.bytes:,}",
-                f"{leaf.bytes_per_device:,}",
-                leaf.memory_kind or "device",
-                "; ".join(leaf.notes),
-            )
-            for leaf in self.rows
-        ]
-        rows.append(("total", "", "", "", f"{self.bytes:,}", f"{self.bytes_per_device:,}", "", ""))
-        head = ("path", "shape", "dtype", "spec", "bytes", "per device", "memory", "remarks")
-        table = format_table(head, rows)
-        return f"mesh: {named_sizes(self.mesh, self.mesh.axis_names)}\n{table}"
 
 
 def _leaf_layout(mesh: AnyMesh, path: str, leaf: Any, entry: Any) -> LeafLayout:

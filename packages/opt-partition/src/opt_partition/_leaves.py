@@ -174,11 +174,6 @@ def input_leaves(
     """Returns the flattened arguments, in JAX's order."""
     args, kwargs = compiled.args_info
     keywords = expected.keywords
-    if not isinstance(keywords, Mapping):
-        raise AxesError(
-            "`keywords`: expected a mapping from names of keyword arguments to expectations; got "
-            f"{type(keywords).__name__}"
-        )
     asked = [
         *_expectations(expected.inputs, args, "inputs"),
         *_expectations(dict.fromkeys(kwargs) | dict(keywords), kwargs, "keywords"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -81,11 +80,8 @@ def memory_plan(
       ReplicatedWarning: see `extend_over`; once, for all that `zero` applies to.
 
     Raises:
-      AxesError: axes, rules and mesh do not match; or, if `strict`, `zero` has one device.
-      IndivisibleError: see `logical_to_mesh`; or, if `strict`, `zero` leaves state replicated.
-      UndecidedError: see `explain`.
-      TypeError: `derivation_rules` is not by type.
-      ValueError: `zero_level`, `grad_dtype` or `accumulate` is not valid.
+      ValueError: `zero_level`, `grad_dtype` or `accumulate` is not valid. For other errors, see
+        `explain`, `logical_to_mesh` and `extend_over`.
 
     Examples:
       >>> import optax
@@ -136,26 +132,24 @@ def memory_plan(
         extended_layouts = [layouts[kind] for kind in further]
         report_replicated(extended_layouts, over, zero_min_bytes, strict=strict, other_bytes=rest)
 
-    names = [tuple(spec) for spec in jax.tree.leaves(explanation.param_axes)]
+    param_axes = [tuple(spec) for spec in jax.tree.leaves(explanation.param_axes)]
     paths = [leaf.path for leaf in layouts["params"].rows]
-    of_state = (
-        [row.axes for row in explanation.rows],
-        [row.parameter for row in explanation.rows],
-        _state_fields(explanation.state, params),
-    )
-    rows = [
-        row
-        for kind, layout in layouts.items()
-        for row in _rows(
-            kind,
-            layout,
-            *(of_state if kind == "state" else (names, paths, [kind] * len(paths))),
-            rules=pairs,
-            zero=() if kind in kept else over,
-            zero_min_bytes=zero_min_bytes,
-            group_by=group_by or (lambda path: path.split("/", 1)[0]),
+    state_fields = _state_fields(explanation.state, params)
+    group_of = group_by or (lambda path: path.split("/", 1)[0])
+    rows = []
+    for kind, layout in layouts.items():
+        about = [(axes, path, kind) for axes, path in zip(param_axes, paths, strict=True)]
+        if kind == "state":
+            fields = zip(explanation.rows, state_fields, strict=True)
+            about = [(row.axes, row.parameter, field) for row, field in fields]
+        reason = functools.partial(
+            _reason, mesh, pairs, () if kind in kept else over, zero_min_bytes
         )
-    ]
+        for leaf, (axes, parameter, field) in zip(layout.rows, about, strict=True):
+            group = NO_PARAMETER if parameter is None else group_of(parameter)
+            waste = leaf.bytes_per_device - -(-leaf.bytes // mesh.size)
+            why = reason(leaf, axes) if waste else ""
+            rows.append(PlanRow(kind, leaf, axes, parameter, group, field, waste, why))
     temporary_bytes = getattr(tx, "temporary_bytes", None)
     shards = [jax.ShapeDtypeStruct(x.shard_shape, x.dtype) for x in layouts["params"].rows]
     return MemoryPlan(
@@ -172,47 +166,33 @@ def memory_plan(
     )
 
 
-def _rows(
-    kind: Kind,
-    layout: Layout,
-    axes: Sequence[tuple[Any, ...]],
-    parameters: Sequence[str | None],
-    fields: Sequence[str],
-    *,
+def _reason(
+    mesh: AnyMesh,
     rules: Sequence[tuple[str, Any]],
     zero: Sequence[str],
     zero_min_bytes: int,
-    group_by: Callable[[str], str],
-) -> Iterator[PlanRow]:
-    """Yields the rows of one tree: the cost of every leaf, and why it is not sharded further."""
-    sizes = {axis: n for axis, n in layout.mesh.shape.items() if n > 1}
-    ways = math.prod(sizes.values())
+    leaf: LeafLayout,
+    axes: tuple[Any, ...],
+) -> str:
+    """Returns why a leaf is not sharded further."""
+    used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
+    free = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
+    where = f"not over {named_sizes(mesh, free)}"
+    if not leaf.shape:
+        return f"{where}: a scalar"
+    why = list(leaf.notes)
     sharded = {name for name, to in rules if mesh_axes_of(to)}
+    names = dict.fromkeys(name for entry in axes for name in mesh_axes_of(entry))
+    if whole := [name for name in names if name not in sharded]:
+        why.append("no rule shards " + ", ".join(map(repr, whole)))
+    if not names:
+        why.append("no dimension has a logical name")
+    if zero and leaf.bytes < zero_min_bytes:
+        why.append(f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={zero_min_bytes:,}")
     usable = {axis for _, to in rules for axis in mesh_axes_of(to)}.union(zero)
-
-    def reason(leaf: LeafLayout, names: tuple[Any, ...]) -> str:
-        used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
-        free = [axis for axis in sizes if axis not in used]
-        where = f"not over {named_sizes(layout.mesh, free)}"
-        if not leaf.shape:
-            return f"{where}: a scalar"
-        whole = [name for entry in names for name in mesh_axes_of(entry) if name not in sharded]
-        why = list(leaf.notes)
-        if whole:
-            why.append("no rule shards " + ", ".join(map(repr, dict.fromkeys(whole))))
-        if not any(names):
-            why.append("no dimension has a logical name")
-        if zero and leaf.bytes < zero_min_bytes:
-            why.append(f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={zero_min_bytes:,}")
-        if idle := [axis for axis in free if axis not in usable]:
-            why.append("no rule uses " + ", ".join(map(repr, idle)))
-        return f"{where}: {'; '.join(why)}" if why else where
-
-    for leaf, names, parameter, field in zip(layout.rows, axes, parameters, fields, strict=True):
-        group = NO_PARAMETER if parameter is None else group_by(parameter)
-        waste = leaf.bytes_per_device - -(-leaf.bytes // ways)
-        why = reason(leaf, names) if waste else ""
-        yield PlanRow(kind, leaf, names, parameter, group, field, waste, why)
+    if idle := [axis for axis in free if axis not in usable]:
+        why.append("no rule uses " + ", ".join(map(repr, idle)))
+    return f"{where}: {'; '.join(why)}" if why else where
 
 
 def _check_dtype(argument: str, dtype: Any) -> None:

@@ -179,13 +179,42 @@ class MemoryPlan:
         equal share. Equal groups, such as layers, are one bar. The background is transparent and
         the colours are readable on light and on dark pages.
 
+        Needs matplotlib: `pip install 'opt-partition[plot]'`.
+
         Returns:
           The figure; `plan.plot().savefig('plan.png')` writes it.
-
-        Raises:
-          ImportError: matplotlib is not installed: `pip install 'opt-partition[plot]'`.
         """
-        return plot_plan(self)
+        from matplotlib.figure import Figure
+
+        bars = _bars(self)
+        scale, unit = unit_of(max((sizes["total"] for _, sizes, _ in bars), default=0))
+        figure = Figure(figsize=(8, 1.3 + 0.5 * len(bars)), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes: Any = figure.add_subplot(facecolor="none")
+        ends = [0.0] * len(bars)
+        for kind in _kinds(self):
+            label, colour = KINDS[kind]
+            widths = [sizes[kind] / scale for _, sizes, _ in bars]
+            axes.barh(range(len(bars)), widths, 0.45, ends, color=colour, label=label)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        below = [place + 0.32 for place in range(len(bars))]
+        widths = [waste / scale for _, _, waste in bars]
+        axes.barh(below, widths, 0.12, color=_WASTE, label="waste: beyond an equal share")
+        for place, (end, (_, sizes, _)) in enumerate(zip(ends, bars, strict=True)):
+            total = human_bytes(sizes["total"])
+            axes.text(end, place, f" {total}", va="center", color=_INK, fontsize=9)
+        axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], parse_math=False)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel(f"{unit} per device", color=_INK)
+        axes.set_title(_title(self), color=_INK, fontsize=10, loc="left")
+        axes.tick_params(colors=_INK)
+        axes.spines[:].set_visible(False)
+        axes.spines["bottom"].set(visible=True, color=_INK)
+        figure.legend(
+            loc="outside lower center", ncols=5, frameon=False, labelcolor=_INK, fontsize=9
+        )
+        return figure
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -305,43 +334,6 @@ def _replicated(plan: MemoryPlan, most: int | None) -> str:
     if most and (rest := sum(len(rows) for _, rows in ranked[most:])):
         lines.append(f"  {rest:,} more lea{'ves' if rest > 1 else 'f'}")
     return "\n".join(lines)
-
-
-def plot_plan(plan: MemoryPlan) -> Figure:
-    """Draws a plan; see `MemoryPlan.plot`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "a picture of a plan needs matplotlib: `python -m pip install 'opt-partition[plot]'`"
-        ) from None
-    bars = _bars(plan)
-    scale, unit = unit_of(max((sizes["total"] for _, sizes, _ in bars), default=0))
-    figure = Figure(figsize=(8, 1.3 + 0.5 * len(bars)), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes: Any = figure.add_subplot(facecolor="none")
-    ends = [0.0] * len(bars)
-    for kind in _kinds(plan):
-        label, colour = KINDS[kind]
-        widths = [sizes[kind] / scale for _, sizes, _ in bars]
-        axes.barh(range(len(bars)), widths, 0.45, ends, color=colour, label=label)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    below = [place + 0.32 for place in range(len(bars))]
-    widths = [waste / scale for _, _, waste in bars]
-    axes.barh(below, widths, 0.12, color=_WASTE, label="waste: beyond an equal share")
-    for place, (end, (_, sizes, _)) in enumerate(zip(ends, bars, strict=True)):
-        total = human_bytes(sizes["total"])
-        axes.text(end, place, f" {total}", va="center", color=_INK, fontsize=9)
-    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], parse_math=False)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel(f"{unit} per device", color=_INK)
-    axes.set_title(_title(plan), color=_INK, fontsize=10, loc="left")
-    axes.tick_params(colors=_INK)
-    axes.spines[:].set_visible(False)
-    axes.spines["bottom"].set(visible=True, color=_INK)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, labelcolor=_INK, fontsize=9)
-    return figure
 
 
 def _bars(plan: MemoryPlan) -> list[tuple[str, dict[str, int], int]]:

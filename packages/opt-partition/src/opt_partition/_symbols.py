@@ -66,12 +66,10 @@ class Origin(NamedTuple):
     note: str = ""  # what it is if it is not one of them, with `{}` for these dimensions
     is_known: bool = True  # whether it is known to be no parameter dimension without `key`
     is_doubted: bool = False  # whether it has the size of one at these sizes alone
-    is_small: bool = False  # whether it is 1 or 0 where such sizes were numbers, too
 
 
 Origins = tuple[Origin, ...]
 CONSTANT = Origin()
-SMALL = Origin(is_small=True)
 
 
 def symbolic_origins(
@@ -92,19 +90,10 @@ def symbolic_origins(
         except Exception as error:  # it is a user's function: anything can happen
             reason = reason or first_line(error)
             continue
-        if smallest:
-            shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
-            shown = [row and _small(row, shape) for row, shape in zip(shown, shapes, strict=True)]
         origins = [b if a is None else a for a, b in zip(origins, shown, strict=True)]
         if None not in origins:
             break
     return origins, reason
-
-
-def _small(origins: Origins, shape: Sequence[int]) -> Origins:
-    """Returns origins of which constants below 2 may be parameter dimensions."""
-    pairs = zip(origins, shape, strict=True)
-    return tuple(SMALL if size < 2 and o == CONSTANT else o for o, size in pairs)
 
 
 def first_line(error: Exception) -> str:

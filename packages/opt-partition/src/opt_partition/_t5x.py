@@ -12,7 +12,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._param_axes import Parameter, is_axes, parameters, read_axes
 from opt_partition._specs import shape_and_dtype
-from opt_partition._trees import KeyPath, children, key_name, names_of, owners_by_path, path_str
+from opt_partition._trees import KeyPath, names_of, owners_by_path, path_str
 from opt_partition.errors import AxesError
 
 
@@ -53,8 +53,7 @@ class OptaxStatePartitionRules:
           ('embed', 'mlp')
         """
         if params is None:
-            flat = tree_leaves_with_path(params_axes, is_leaf=_is_leaf)
-            named = [(path, read_axes(axes)) for path, axes in flat]
+            named = [(path, read_axes(axes)) for path, axes in _leaves_of_axes(params_axes)]
             # Shapes stand for the rank alone.
             table = [Parameter(path, (0,) * len(axes), None, axes) for path, axes in named]
         else:
@@ -102,24 +101,13 @@ class OptaxStatePartitionRules:
           AxesError: a leaf has no axes.
         """
         paths = [path for path, _ in tree_leaves_with_path(optax_params)]
-        found = [_at(params_axes, path) for path in paths]
-        pairs = zip(paths, found, strict=True)
-        missing = [f"  {path_str(path)}: no axes given" for path, axes in pairs if axes is _MISSING]
+        named = {names_of(path): axes for path, axes in _leaves_of_axes(params_axes)}
+        missing = [f"  {path_str(path)}" for path in paths if names_of(path) not in named]
         if missing:
-            raise AxesError("`params_axes` do not match `optax_params`:\n" + "\n".join(missing))
+            raise AxesError("`params_axes` has no axes of `optax_params`:\n" + "\n".join(missing))
+        found = [named[names_of(path)] for path in paths]
         return jax.tree.unflatten(jax.tree.structure(optax_params), found)
 
 
-_MISSING = object()
-
-
-def _at(axes: Any, path: KeyPath) -> Any:
-    """Returns the axes at a path, `_MISSING` if there are none."""
-    for key in path:
-        node = None if is_axes(axes) else children(axes)
-        axes = {key_name(k): child for k, child in node or ()}.get(key_name(key), _MISSING)
-    return axes
-
-
-def _is_leaf(node: Any) -> bool:
-    return node is None or is_axes(node)
+def _leaves_of_axes(axes: Any) -> list[tuple[KeyPath, Any]]:
+    return tree_leaves_with_path(axes, is_leaf=lambda node: node is None or is_axes(node))
