@@ -52,7 +52,7 @@ def test_memory_kinds_are_compared(compiled: jax.stages.Compiled) -> None:
     [
         (
             Expected((None, {"mu": None}), None),
-            r"`inputs` does not have the tree structure of its leaves:\n  1/count: missing\nUse",
+            r"`inputs`: (.*\n)*.*\['count'\]\nUse `None` for what is not checked",
         ),
         (Expected((P(), None), None), "`inputs/0/w`: expected a `Layout`, a sharding, an array or"),
         (
@@ -99,7 +99,7 @@ class TestKeywordArguments:
         assert report.bytes_per_device("state", "output") == 8 * 4 * 4 + 4
 
     def test_unknown_ones_are_errors(self, by_keyword: jax.stages.Compiled) -> None:
-        with pytest.raises(AxesError, match=r"`keywords` does not have .*\n  key: unexpected"):
+        with pytest.raises(AxesError, match=r"`keywords`: (.*\n)*.*key"):
             verify(by_keyword, Expected(None, None, state="state", keywords={"key": None}))
 
 

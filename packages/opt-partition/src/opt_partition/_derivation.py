@@ -17,8 +17,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
+from opt_partition._layout import mesh_axes_of, padded
 from opt_partition._param_axes import Parameter
-from opt_partition._specs import mesh_axes_of, padded
 from opt_partition._symbols import (
     CONSTANT,
     Evaluate,

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 from opt_partition._derivation import Derivation, derive
 from opt_partition._display import format_table, plain
 from opt_partition._init import StateMaker, init_of, params_of
+from opt_partition._layout import itemsize
 from opt_partition._param_axes import Axis, axes_of, parameters
 from opt_partition._rules import ASK, Answer, Rule, apply_rules
-from opt_partition._specs import itemsize
 from opt_partition._symbols import Key, Origin, Origins, keys_of
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
@@ -178,11 +178,16 @@ def explain(
         derivation.notes,
     )
     if strict and explanation.undecided:
-        lines = [f"  {_undecided(row)}" for row in explanation.undecided]
+        lines = ["the axes of these state leaves could not be determined:"]
+        for row in explanation.undecided:
+            lines.append(f"  {row.path} {row.shape}: {row.note}")
+            if row.parameter is not None and row.parameter_axes is not None:
+                axes = tuple(row.parameter_axes)
+                lines[-1] += (
+                    f"; parameter {row.parameter} of shape {row.parameter_shape} has axes {axes}"
+                )
         raise UndecidedError(
-            "the axes of these state leaves could not be determined:\n"
-            + "\n".join(lines)
-            + "\nPass a rule for their type: `rules={MyState: rule}`."
+            "\n".join([*lines, "Pass a rule for their type: `rules={MyState: rule}`."])
         )
     return explanation
 
@@ -225,15 +230,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _undecided(row: Row) -> str:
-    """Returns the note of a leaf, with the axes of its parameter that a rule may name."""
-    text = f"{row.path} {row.shape}: {row.note}"
-    if row.parameter is None or row.parameter_axes is None:
-        return text
-    axes = tuple(row.parameter_axes)
-    return f"{text}; parameter {row.parameter} of shape {row.parameter_shape} has axes {axes}"
 
 
 def _rows(derivation: Derivation, rules: Mapping[type, Rule]) -> Iterator[Row]:

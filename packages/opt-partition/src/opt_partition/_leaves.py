@@ -16,10 +16,8 @@ from jax.tree_util import tree_leaves_with_path
 from opt_partition._display import dtype_name
 from opt_partition._flow import Deps, Flow, trace
 from opt_partition._hlo import Module
-from opt_partition._layout import Layout
-from opt_partition._specs import itemsize, mesh_axes_of, padded, shard_shape
+from opt_partition._layout import Layout, itemsize, mesh_axes_of, padded, shard_shape
 from opt_partition._trees import (
-    align,
     children,
     key_name,
     leaves_with_paths,
@@ -269,15 +267,15 @@ def _expectations(prefix: Any, tree: Any, where: str) -> list[tuple[Sharding | N
     """Returns sharding and dtype that a prefix of the step's tree expects of each leaf."""
     if isinstance(prefix, tuple | list) and isinstance(tree, tuple):
         prefix = (*prefix, *[None] * (len(tree) - len(prefix)))
-    shapes = jax.tree.map(
-        lambda node: node.shapes if isinstance(node, Layout) else node,
-        prefix,
-        is_leaf=lambda node: isinstance(node, Layout),
-    )
+
+    def shapes_of(node: Any) -> Any:
+        return _ANYTHING if node is None else node.shapes if isinstance(node, Layout) else node
+
+    shapes = jax.tree.map(shapes_of, prefix, is_leaf=lambda x: x is None or isinstance(x, Layout))
     try:
-        entries = align(shapes, tree, where, prefix=True)
-    except AxesError as error:
-        raise AxesError(f"{error}\nUse `None` for what is not checked.") from None
+        entries = jax.tree.leaves(jax.tree.broadcast(shapes, tree))
+    except ValueError as error:
+        raise AxesError(f"`{where}`: {error}\nUse `None` for what is not checked.") from None
     leaves = leaves_with_paths(tree)
     return [
         _expectation(entry, leaf, f"{where}/{path}")
@@ -285,10 +283,13 @@ def _expectations(prefix: Any, tree: Any, where: str) -> list[tuple[Sharding | N
     ]
 
 
+_ANYTHING = object()  # stands for `None`, which is no leaf to JAX
+
+
 def _expectation(entry: Any, leaf: Any, path: str) -> tuple[Sharding | None, Any]:
     """Returns sharding and dtype of an entry; an array has a sharding if it has a mesh."""
-    if entry is None or isinstance(entry, Sharding):
-        return entry, None
+    if entry is _ANYTHING or isinstance(entry, Sharding):
+        return None if entry is _ANYTHING else entry, None
     if not hasattr(entry, "shape") or not hasattr(entry, "dtype"):
         raise AxesError(
             f"`{path}`: expected a `Layout`, a sharding, an array or `None`; got "

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from opt_partition._layout import Layout, LeafLayout
-from opt_partition._specs import (
+from opt_partition._layout import (
     AnyMesh,
+    Layout,
+    LeafLayout,
     check_choice,
     mesh_axes_of,
     named_sizes,
@@ -195,12 +196,8 @@ def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> _Rules:
     parsed: list[tuple[str, tuple[str, ...]]] = []
     for pair in rule_pairs(rules):
         match pair:
-            case (str(name), None):
-                parsed.append((name, ()))
-            case (str(name), str(axis)):
-                parsed.append((name, (axis,)))
-            case (str(name), [*several]) if all(isinstance(axis, str) for axis in several):
-                parsed.append((name, tuple(several)))
+            case (str(name), None | str() | [*_]):
+                parsed.append((name, mesh_axes_of(pair[1])))
             case _:
                 raise AxesError(
                     "`rules` must be pairs of a logical name and a mesh axis, a tuple of mesh axes "

@@ -13,7 +13,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey
 
 from opt_partition._explain import explain
 from opt_partition._init import StateMaker, params_of
-from opt_partition._layout import Layout, LeafLayout
+from opt_partition._layout import AnyMesh, Layout, LeafLayout, mesh_axes_of, named_sizes
 from opt_partition._logical_to_mesh import (
     LogicalAxisRules,
     MemoryKinds,
@@ -22,7 +22,6 @@ from opt_partition._logical_to_mesh import (
 )
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
 from opt_partition._rules import Rule
-from opt_partition._specs import AnyMesh, mesh_axes_of, named_sizes
 from opt_partition._trees import children, key_name
 from opt_partition._zero import distinct_axes, extended, report_replicated
 

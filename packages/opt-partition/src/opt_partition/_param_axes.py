@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
-from opt_partition._specs import shape_and_dtype
+from opt_partition._layout import shape_and_dtype
 from opt_partition._trees import KeyPath, align, map_leaves, path_str
 from opt_partition.errors import AxesError
 

@@ -21,8 +21,7 @@ from opt_partition._display import (
     unit_of,
 )
 from opt_partition._explain import Explanation
-from opt_partition._layout import Layout, LeafLayout
-from opt_partition._specs import AnyMesh, named_sizes
+from opt_partition._layout import AnyMesh, Layout, LeafLayout, named_sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

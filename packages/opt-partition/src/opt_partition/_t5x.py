@@ -10,8 +10,8 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
+from opt_partition._layout import shape_and_dtype
 from opt_partition._param_axes import Parameter, is_axes, parameters, read_axes
-from opt_partition._specs import shape_and_dtype
 from opt_partition._trees import KeyPath, names_of, owners_by_path, path_str
 from opt_partition.errors import AxesError
 

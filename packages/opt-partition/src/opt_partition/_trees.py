@@ -99,31 +99,23 @@ def align(
     tree: Any,
     like: Any,
     argument: str,
-    *,
-    prefix: bool = False,
     is_leaf: Callable[[Any], bool] = lambda _: False,
 ) -> list[Any]:
     """Returns the entry of `tree` for each leaf of `like`, in JAX's order.
 
     Container types may differ as long as the keys agree, e.g. a dict for a FrozenDict, and entries
-    may be `None`, although JAX treats it as an empty container.
-
-    With `prefix`, a leaf of `tree` may apply to a whole subtree of `like`. `argument` is the
-    caller's name for `tree`, for the `AxesError` that lists the paths where they differ.
+    may be `None`, although JAX treats it as an empty container. `argument` is the caller's name for
+    `tree`, for the `AxesError` that lists the paths where they differ.
     """
-    if not prefix:
-        treedef: Any = jax.tree.structure(like, is_leaf=is_leaf)
-        with contextlib.suppress(ValueError):  # different container types, or a mismatch
-            return list(treedef.flatten_up_to(tree))
+    treedef: Any = jax.tree.structure(like, is_leaf=is_leaf)
+    with contextlib.suppress(ValueError):  # different container types, or a mismatch
+        return list(treedef.flatten_up_to(tree))
     problems: list[str] = []
 
     def walk(tree: Any, like: Any, path: KeyPath) -> Iterator[Any]:
         node, given = None if is_leaf(like) else children(like), children(tree)
         if node is None and like is not None:
             yield tree
-            return
-        if given is None and prefix:
-            yield from [tree] * len(jax.tree.leaves(like))
             return
         entries = {key_name(key): (key, child) for key, child in given or ()}
         for key, child in node or ():
@@ -136,7 +128,7 @@ def align(
         if given is None and tree is not None:
             problems.append(f"{path_str(path)}: expected a container, found {brief(tree)}")
         for key, child in entries.values():
-            if prefix or jax.tree.leaves(child):
+            if jax.tree.leaves(child):
                 problems.append(f"{path_str((*path, key))}: unexpected")
 
     entries = list(walk(tree, like, ()))

@@ -23,6 +23,7 @@ from opt_partition._judge import (
     Unjudged,
     judge_collectives,
 )
+from opt_partition._layout import check_choice
 from opt_partition._leaves import (
     Expected,
     Keys,
@@ -34,7 +35,6 @@ from opt_partition._leaves import (
     owners,
     trace_step,
 )
-from opt_partition._specs import check_choice
 from opt_partition.errors import AxesError, ShardingMismatchError
 
 
@@ -164,8 +164,7 @@ def verify(
     donated memory that is not reused.
 
     Args:
-      step: the result of `jax.jit(f, ...).lower(...)`, compiled or not; of `jax.jit` also for Flax
-        NNX, as `nnx.jit` numbers the leaves of its arguments.
+      step: the result of `jax.jit(f, ...).lower(...)`, compiled or not; not of `nnx.jit`.
       expected: the expected sharding.
       gradients: `'auto'` makes an all-reduced gradient an error where XLA creates reduce-scatters
         by itself, i.e. of matrices on GPUs and TPUs, and a warning elsewhere: vectors, arrays below
@@ -176,9 +175,7 @@ def verify(
       raises: `False` returns the report even if there are errors.
 
     Returns:
-      The report: every leaf, every collective with its dependencies and bytes, the findings, and
-      the collectives that were not judged. It prints as a line; `details` and `to_json` have
-      everything.
+      The report. It prints as a line; `details` and `to_json` have everything.
 
     Raises:
       ShardingMismatchError: there are errors; see its `report`.
@@ -206,11 +203,6 @@ def verify(
     check_choice("gradients", gradients, get_args(Gradients))
     check_choice("state_gathers", state_gathers, get_args(StateGathers))
     compiled = _compiled(step)
-    if not isinstance(expected, Expected):
-        raise TypeError(
-            "`expected` must be an `Expected`, e.g. `Expected(inputs=..., outputs=...)`; got "
-            f"{type(expected).__name__}"
-        )
     if any(map(_is_numbered, jax.tree.leaves(compiled.args_info, is_leaf=_is_numbered))):
         raise TypeError(f"{_STEP}. {_NNX_JIT}")
     module = parse_program(compiled.as_text() or "")

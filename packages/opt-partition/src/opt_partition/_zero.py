@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec
 from opt_partition._display import human_bytes, listed
 from opt_partition._explain import explain
 from opt_partition._init import StateMaker
-from opt_partition._layout import Layout, LeafLayout
+from opt_partition._layout import (
+    AnyMesh,
+    Layout,
+    LeafLayout,
+    mesh_axes_of,
+    named_sizes,
+    shard_shape,
+    spec_of,
+)
 from opt_partition._logical_to_mesh import (
     LogicalAxisRules,
     MemoryKinds,
@@ -23,13 +31,6 @@ from opt_partition._logical_to_mesh import (
     rule_pairs,
 )
 from opt_partition._param_axes import unboxed
-from opt_partition._specs import (
-    AnyMesh,
-    mesh_axes_of,
-    named_sizes,
-    shard_shape,
-    spec_of,
-)
 from opt_partition.errors import AxesError, IndivisibleError, ReplicatedWarning
 
 _TOLERATED: Final = 0.01  # of the bytes on a device

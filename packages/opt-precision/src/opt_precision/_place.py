@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from opt_precision._formats import Encoded, Format
 from opt_precision._select import Shape
-from opt_precision.errors import PrecisionError, StateError
+from opt_precision.errors import StateError
 
 if TYPE_CHECKING:
     from opt_partition import Rules, StateLeaf
