@@ -46,7 +46,7 @@ def test_what_t5x_fails_on() -> None:
 @pytest.mark.parametrize("params", [None, PARAMS])
 def test_other_shapes_are_not_guessed(params: Any) -> None:
     """A vector that no parameter owns is replicated; rows of a parameter need its `init`."""
-    memory = optax.scale_by_lbfgs(memory_size=3).init(PARAMS)
+    memory: Any = optax.scale_by_lbfgs(memory_size=3).init(PARAMS)
     with pytest.raises(AxesError, match=r"diff_params_memory/mlp/wi \(3, 8, 6\)"):
         derive(memory, AXES, params)
     assert derive(memory.weights_memory, AXES, params) is None

@@ -91,9 +91,12 @@ def _explain(arguments: argparse.Namespace, job: Any) -> str:
 
 
 def _plan(arguments: argparse.Namespace, job: Any) -> str:
+    tx, params, param_axes = job
     with warnings.catch_warnings(record=True) as caught:
         plan = memory_plan(
-            *job,
+            tx,
+            params,
+            param_axes,
             arguments.rules,
             arguments.mesh,
             zero=arguments.zero and arguments.zero.split(","),

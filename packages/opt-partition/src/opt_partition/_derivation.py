@@ -156,9 +156,9 @@ def _owners(
     by_path = owners_by_path([names_of(parameter.key_path) for parameter in table])
     inside = [frozenset(row) for row in keys]
     with_key: defaultdict[Key, set[int]] = defaultdict(set)
-    for index, row in enumerate(inside):
+    for number, row in enumerate(inside):
         for key in filter(None, row):
-            with_key[key].add(index)
+            with_key[key].add(number)
 
     @functools.cache
     def with_all(leaf: Origins) -> tuple[frozenset[Key], set[int]]:
@@ -190,4 +190,4 @@ def _owners(
             indices = {key[0][0] for origin in shown[number] or () for key in origin.keys}
             if len(indices) == 1 and indices <= able:
                 [owners[number]] = indices
-    return [None if index is None else table[index] for index in owners]
+    return [None if owner is None else table[owner] for owner in owners]

@@ -127,7 +127,7 @@ def explain(
     params: Any,
     param_axes: Any,
     *,
-    rules: Mapping[type, Rule] | None = None,
+    rules: Mapping[Any, Rule] | None = None,
     strict: bool = False,
 ) -> Explanation:
     """Derives the logical axes of an optimizer state, with an explanation for each leaf.
@@ -161,15 +161,16 @@ def explain(
       >>> [(row.path, row.axes) for row in adafactor.rows if row.shape == (256,)]
       [('0/v_row/w', ('embed',))]
     """
-    init, params, rules = init_of(tx), params_of(tx, params), rules or {}
-    if not isinstance(rules, Mapping) or not all(isinstance(kind, type) for kind in rules):
+    init, params = init_of(tx), params_of(tx, params)
+    by_type: Any = rules or {}
+    if not isinstance(by_type, Mapping) or not all(isinstance(kind, type) for kind in by_type):
         raise TypeError(
             f"rules by type must be a dict of types and functions, {{MyState: rule}}; got {rules!r}"
         )
     with _collector_paused():
         table = parameters(params, param_axes)
         derivation = derive(init, params, table)
-        rows = list(_rows(derivation, rules))
+        rows = list(_rows(derivation, by_type))
     explanation = Explanation(
         derivation.state,
         rows,
@@ -197,7 +198,7 @@ def derive_logical_axes(
     params: Any,
     param_axes: Any,
     *,
-    rules: Mapping[type, Rule] | None = None,
+    rules: Mapping[Any, Rule] | None = None,
     strict: bool = False,
 ) -> Any:
     """Returns the logical axes of every leaf of an optimizer state; see `explain`.
@@ -232,7 +233,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _rows(derivation: Derivation, rules: Mapping[type, Rule]) -> Iterator[Row]:
+def _rows(derivation: Derivation, rules: Mapping[Any, Rule]) -> Iterator[Row]:
     decide = functools.cache(_decide)  # most leaves of a model are alike
     for (path, leaf), origins, source, owner, answer in zip(
         jax.tree_util.tree_leaves_with_path(derivation.state),

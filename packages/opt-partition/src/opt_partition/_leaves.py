@@ -18,6 +18,7 @@ from opt_partition._flow import Deps, Flow, trace
 from opt_partition._hlo import Module
 from opt_partition._layout import Layout, itemsize, mesh_axes_of, padded, shard_shape
 from opt_partition._trees import (
+    KeyPath,
     children,
     key_name,
     leaves_with_paths,
@@ -252,7 +253,7 @@ def output_leaves(
 def _leaf(
     side: Side,
     places: Mapping[Role, Keys],
-    named: tuple[Sequence[Any], Any],
+    named: tuple[KeyPath, Any],
     found: Sharding | None,
     asked: tuple[Sharding | None, Any],
 ) -> LeafReport:
@@ -288,8 +289,10 @@ _ANYTHING = object()  # stands for `None`, which is no leaf to JAX
 
 def _expectation(entry: Any, leaf: Any, path: str) -> tuple[Sharding | None, Any]:
     """Returns sharding and dtype of an entry; an array has a sharding if it has a mesh."""
-    if entry is _ANYTHING or isinstance(entry, Sharding):
-        return None if entry is _ANYTHING else entry, None
+    if entry is _ANYTHING:
+        return None, None
+    if isinstance(entry, Sharding):
+        return entry, None
     if not hasattr(entry, "shape") or not hasattr(entry, "dtype"):
         raise AxesError(
             f"`{path}`: expected a `Layout`, a sharding, an array or `None`; got "

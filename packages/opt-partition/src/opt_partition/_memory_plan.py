@@ -40,7 +40,7 @@ def memory_plan(
     accumulate: Any = None,
     group_by: Callable[[str], str] | None = None,
     memory_kinds: MemoryKinds = None,
-    derivation_rules: Mapping[type, Rule] | None = None,
+    derivation_rules: Mapping[Any, Rule] | None = None,
     strict: bool = False,
     on_indivisible: Literal["replicate", "error"] = "replicate",
     on_unknown: Literal["error", "replicate"] = "error",
@@ -135,7 +135,8 @@ def memory_plan(
     paths = [leaf.path for leaf in layouts["params"].rows]
     state_fields = _state_fields(explanation.state, params)
     group_of = group_by or (lambda path: path.split("/", 1)[0])
-    rows = []
+    rows: list[PlanRow] = []
+    about: list[tuple[tuple[Any, ...], str | None, str]]
     for kind, layout in layouts.items():
         about = [(axes, path, kind) for axes, path in zip(param_axes, paths, strict=True)]
         if kind == "state":

@@ -40,11 +40,11 @@ ASK = "ask"
 Answer = Sequence[int | str | None] | PartitionSpec | None
 Rule = Callable[[StateLeaf], Answer]
 # A rule for each type, which must be the exact type of a state.
-Rules = dict[type, Rule]
+Rules = dict[Any, Rule]
 
 
 def apply_rules(
-    state: Any, owners: Sequence[Parameter | None], rules: Mapping[type, Rule]
+    state: Any, owners: Sequence[Parameter | None], rules: Mapping[Any, Rule]
 ) -> list[Answer]:
     """Returns the answer of the rules for each leaf; the outermost type is asked first."""
     if not rules:
@@ -83,7 +83,7 @@ def _check_answer(answer: Sequence[Any] | PartitionSpec, leaf: StateLeaf) -> Non
 
 
 def _typed_leaves(
-    node: Any, rules: Mapping[type, Rule], path: KeyPath = (), enclosing: tuple[Any, ...] = ()
+    node: Any, rules: Mapping[Any, Rule], path: KeyPath = (), enclosing: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[tuple[Any, int], ...], KeyPath, Any]]:
     """Yields, for every leaf, the enclosing nodes of registered types, its path, and itself."""
     if type(node) in rules:
