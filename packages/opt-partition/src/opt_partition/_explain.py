@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from opt_partition._derivation import Derivation, derive
 from opt_partition._display import format_table, plain
-from opt_partition._init import StateMaker, init_of, params_of
+from opt_partition._init import StateMaker, init_of
 from opt_partition._layout import itemsize
 from opt_partition._param_axes import Axis, axes_of, parameters
 from opt_partition._rules import ASK, Answer, Rule, apply_rules
@@ -135,9 +135,9 @@ def explain(
     Allocates nothing and uses no device.
 
     Args:
-      tx: an Optax transformation or its `init`; an `opt_core.OptimizerDef`, whose state has a step
-        besides; or an `opt_core.Optimizer`.
-      params: arrays or `jax.ShapeDtypeStruct`s. `None` for those of an optimizer.
+      tx: an Optax transformation or its `init`; or an `opt_core.OptimizerDef`, whose state has a
+        step besides.
+      params: arrays or `jax.ShapeDtypeStruct`s.
       param_axes: logical axes of each parameter, in a tree with the same keys: `PartitionSpec`s,
         tuples of names, Flax boxes, or `None`.
       rules: for types of state whose dimensions cannot be derived, a function of a `StateLeaf`. It
@@ -161,7 +161,7 @@ def explain(
       >>> [(row.path, row.axes) for row in adafactor.rows if row.shape == (256,)]
       [('0/v_row/w', ('embed',))]
     """
-    init, params = init_of(tx), params_of(tx, params)
+    init = init_of(tx)
     by_type: Any = rules or {}
     if not isinstance(by_type, Mapping) or not all(isinstance(kind, type) for kind in by_type):
         raise TypeError(

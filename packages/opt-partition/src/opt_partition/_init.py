@@ -1,7 +1,6 @@
-"""What makes a state: a transformation, its `init`, or an opt-core optimizer; sharded creation.
+"""What makes a state: a transformation, its `init`, or a definition of opt-core; sharded creation.
 
-Definitions and optimizers are recognised by their methods, as this package does not depend on
-opt-core.
+Definitions are recognised by their method, as this package does not depend on opt-core.
 """
 
 from __future__ import annotations
@@ -34,42 +33,22 @@ class HasInitState(Protocol):
         """Returns the state for `params`."""
 
 
-@runtime_checkable
-class HasDefinition(Protocol):
-    """An `opt_core.Optimizer`."""
-
-    @property
-    def optimizer_def(self) -> HasInitState:
-        """The definition."""
-
-    @property
-    def target(self) -> Any:
-        """The parameters."""
-
-
-StateMaker: TypeAlias = HasInit | HasInitState | HasDefinition | Init
+StateMaker: TypeAlias = HasInit | HasInitState | Init
 
 
 def init_of(maker: StateMaker) -> Init:
     """Returns the function from parameters to state, of the argument `tx` of a public function."""
     match maker:
-        case HasDefinition():
-            return maker.optimizer_def.init_state
         case HasInitState():
             return maker.init_state
         case HasInit():
             return maker.init
     if not callable(maker):
         raise TypeError(
-            "`tx` must be an Optax transformation, its `init`, or a definition or optimizer of "
-            f"opt-core; got {type(maker).__name__}. Call the constructor first."
+            "`tx` must be an Optax transformation, its `init`, or a definition of opt-core; got "
+            f"{type(maker).__name__}. Call the constructor first."
         )
     return maker
-
-
-def params_of(maker: StateMaker, params: Any) -> Any:
-    """Returns `params`, or those of an optimizer if `params` is `None`."""
-    return maker.target if params is None and isinstance(maker, HasDefinition) else params
 
 
 def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
@@ -80,9 +59,8 @@ def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
     device.
 
     Args:
-      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
-      params: the parameters; `None` for those of an optimizer. Arrays of which `init` uses only the
-        shape are not moved.
+      tx: the transformation, its `init`, or a definition; see `explain`.
+      params: the parameters. Arrays of which `init` uses only the shape are not moved.
       state_shardings: a `Layout` as returned by `logical_to_mesh` or `extend_over`, or a tree of
         `NamedSharding`s for the state or a prefix of it. The mesh may be Auto or Explicit.
 
@@ -103,10 +81,9 @@ def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
       >>> state.trace['w'].sharding == sharding
       True
     """
-    init, params = init_of(tx), params_of(tx, params)
     if isinstance(state_shardings, Layout):
         state_shardings = state_shardings.shardings
-    return jit_init(init, params, state_shardings)(params)
+    return jit_init(init_of(tx), params, state_shardings)(params)
 
 
 def jit_init(init: Init, params: Any, shardings: Any) -> jax.stages.Wrapped:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey
 
 from opt_partition._explain import explain
-from opt_partition._init import StateMaker, params_of
+from opt_partition._init import StateMaker
 from opt_partition._layout import AnyMesh, Layout, LeafLayout, mesh_axes_of, named_sizes
 from opt_partition._logical_to_mesh import (
     LogicalAxisRules,
@@ -52,8 +52,8 @@ def memory_plan(
     padding and temporary buffers of a compiler.
 
     Args:
-      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
-      params: arrays or `jax.ShapeDtypeStruct`s; `None` for those of an optimizer.
+      tx: the transformation, its `init`, or a definition; see `explain`.
+      params: arrays or `jax.ShapeDtypeStruct`s.
       param_axes: logical axes of each parameter; see `derive_logical_axes`.
       rules: rules from logical names to mesh axes; see `logical_to_mesh`.
       mesh: the mesh.
@@ -109,7 +109,6 @@ def memory_plan(
     _check_dtype("accumulate", accumulate)
     # Read several times (parameters, state, reasons), so an iterator would be exhausted.
     pairs = rule_pairs(rules)
-    params = params_of(tx, params)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
     lay = functools.partial(
         logical_to_mesh,

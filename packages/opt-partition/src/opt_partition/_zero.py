@@ -244,7 +244,7 @@ def shard_optimizer_state(
     they are gathered once, and their gradients are reduced.
 
     Args:
-      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
+      tx: the transformation, its `init`, or a definition; see `explain`.
       abstract_params: arrays or `jax.ShapeDtypeStruct`s in Flax boxes, e.g. of
         `jax.eval_shape(model.init, ...)`, or in an `nnx.State` with sharding metadata.
       rules: rules from logical names to mesh axes; see `logical_to_mesh`.
