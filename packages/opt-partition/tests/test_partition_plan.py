@@ -213,13 +213,6 @@ def test_a_plan_as_json() -> None:
     assert owner == ("state", "enc/wi", "enc", "ScaleByAdamState.mu")
 
 
-def test_a_plan_of_muon_says_the_line_to_write() -> None:
-    contrib: Any = optax.contrib
-    line = "`opt_matrix.muon(learning_rate, plan=...)`"
-    assert line in str(plan_of(contrib.muon(1e-3), zero="data"))
-    assert line not in str(plan_of(optax.adam(1e-3), zero="data"))
-
-
 @dataclasses.dataclass(frozen=True)
 class Odd:
     """A transformation whose state nothing explains."""

@@ -16,7 +16,7 @@ from jax.tree_util import tree_leaves_with_path
 from opt_partition._display import dtype_name
 from opt_partition._flow import Deps, Flow, trace
 from opt_partition._hlo import Module
-from opt_partition._layout import Layout, itemsize, mesh_axes_of, padded, shard_shape
+from opt_partition._layout import Layout, itemsize, mesh_axes_of, padded
 from opt_partition._trees import (
     KeyPath,
     children,
@@ -138,13 +138,12 @@ def leaf_report(
         )
     if dtype_asked is not None:
         dtype_asked = jax.dtypes.canonicalize_dtype(dtype_asked, allow_extended_dtype=True)
-    shard_size, axes, sharding_ok, bytes_asked = 0, None, True, None
-    if found is not None:
-        shard_size = _shard_size(found, shape)
+    axes, sharding_ok, bytes_asked = None, True, None
+    shard_size = 0 if found is None else math.prod(found.shard_shape(shape))
     if isinstance(found, NamedSharding):
         axes = tuple(map(mesh_axes_of, padded(found.spec, len(shape))))
     if asked is not None:
-        bytes_asked = _shard_size(asked, shape) * itemsize(dtype_asked or dtype)
+        bytes_asked = math.prod(asked.shard_shape(shape)) * itemsize(dtype_asked or dtype)
         if found is not None:
             on_devices = _on_devices_of(asked, found, path)
             sharding_ok = on_devices.is_equivalent_to(found, len(shape))
@@ -326,11 +325,6 @@ def _is_in(names: Keys, place: Keys) -> bool:
 
 def _keys(arguments: Any, path: str, field: str) -> Keys:
     """Returns the keys of a path; checks that it exists."""
-    if not isinstance(path, str):
-        raise TypeError(
-            f"`{field}` must be a path in the step's arguments, e.g. '0' or '0/params'; got "
-            f"{path!r}"
-        )
     keys = split_path(path)
     tree = arguments
     for depth, key in enumerate(keys):
@@ -407,9 +401,3 @@ def _on_devices_of(asked: Sharding, found: Sharding, path: str) -> Sharding:
         )
     assert isinstance(found.mesh, Mesh)
     return NamedSharding(found.mesh, asked.spec, memory_kind=asked.memory_kind)
-
-
-def _shard_size(sharding: Sharding, shape: tuple[int, ...]) -> int:
-    if isinstance(sharding, NamedSharding):
-        return math.prod(shard_shape(shape, sharding.spec, sharding.mesh))
-    return math.prod(sharding.shard_shape(shape))

@@ -38,10 +38,6 @@ KINDS: Final[dict[Kind, tuple[str, str]]] = {
 }
 _WASTE: Final = "#d1495b"
 _INK: Final = "#808080"
-_MUON: Final = (
-    "Muon needs whole matrices of this state: `opt_matrix.muon(learning_rate, plan=...)` hands "
-    "them out"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,8 +253,6 @@ def plan_text(plan: MemoryPlan, *, everything: bool = False) -> str:
             parts[-1] += f"\n{count:,} more group{'s' * (count > 1)}: {human_bytes(total)}"
     if plan.replicated:
         parts.append(_replicated(plan, None if everything else 3))
-    if plan.zero and "MuonState.mu" in plan.state_fields:
-        parts.append(_MUON)
     return "\n\n".join(parts)
 
 

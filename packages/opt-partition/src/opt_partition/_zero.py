@@ -83,15 +83,14 @@ def extend_over(
     Examples:
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
       >>> layout = extend_over(
-      ...     {'mu': P(None, 'model'), 'count': P(), 'odd': P()},
+      ...     {'mu': P(None, 'model'), 'odd': P()},
       ...     {'mu': jax.ShapeDtypeStruct((16, 6), 'float32'),
-      ...      'count': jax.ShapeDtypeStruct((), 'int32'),
       ...      'odd': jax.ShapeDtypeStruct((7,), 'float32')},
       ...     AbstractMesh((8, 2), ('data', 'model')),
       ...     'data',
       ... )
       >>> [(leaf.path, tuple(leaf.spec)) for leaf in layout.rows]
-      [('count', ()), ('mu', ('data', 'model')), ('odd', (None,))]
+      [('mu', ('data', 'model')), ('odd', (None,))]
       >>> layout.notes
       ('odd: ZeRO: stays replicated over data=8: no dimension of (7,) is divisible',)
     """
