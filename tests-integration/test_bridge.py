@@ -119,7 +119,7 @@ def test_the_state_of_a_definition_has_axes_and_a_description() -> None:
     optimizer = definition.create(PARAMS)
     specs = {key: P(*names) for key, names in AXES.items()}
     expected = definition.derive_logical_axes(optimizer, specs).state.param_states
-    found = part.derive_logical_axes(optimizer, None, AXES).param_states
+    found = part.derive_logical_axes(definition, PARAMS, AXES).param_states
     structure: Any = jax.tree.structure(optimizer.state.param_states)
     leaves = jax.tree.leaves(optimizer.state.param_states)
     for leaf, *pair in zip(leaves, *map(structure.flatten_up_to, (found, expected)), strict=True):
