@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -14,10 +13,8 @@ import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import structure
-from jax.sharding import PartitionSpec
-from opt_checkpoint import Schema, errors, named_state, plan_restore
+from opt_checkpoint import errors, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer
-from opt_core.extend import read_record, record_data
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
@@ -34,27 +31,6 @@ def wrapped(tx: Any, of: Any = None) -> Optimizer:
 
 def names(optimizer: Optimizer) -> set[str]:
     return {name for name in named_state(optimizer) if name.startswith("state/")}
-
-
-def test_logical_axes_are_recorded_for_every_leaf() -> None:
-    param_axes = {"b": PartitionSpec("mlp"), "w": PartitionSpec("embed", "mlp")}
-    tx = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.trace(0.9))
-    schema = named_state(wrapped(tx), param_axes=param_axes).schema
-    data = json.loads(json.dumps(record_data(schema)))
-    assert read_record(Schema, data, "schema", ValueError) == schema
-    assert {leaf.name: leaf.axes for leaf in schema.leaves if leaf.axes} == {
-        "params/b": ("mlp",),
-        "params/w": ("embed", "mlp"),
-        "state/factored_rms/v_row/w": ("embed",),
-        "state/factored_rms/v_col/w": ("mlp",),
-        "state/factored_rms/v/b": ("mlp",),
-        "state/trace/trace/b": ("mlp",),
-        "state/trace/trace/w": ("embed", "mlp"),
-    }
-    groups = MultiOptimizer.from_rules([("w", opt.adam(0.1))], rest=FROZEN).create(params())
-    found = named_state(groups, param_axes=param_axes).schema.by_name
-    assert found["state/groups/0/adam/mu/w"].axes == ("embed", "mlp")
-    assert {leaf.axes for leaf in named_state(groups).schema.leaves} == {None}
 
 
 class Pair(NamedTuple):

@@ -77,7 +77,7 @@ class TrainingState:
     step: Any = 0
 
 
-def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
+def named_state(target: Any) -> NamedState:
     """Returns the leaves of an optimizer by name.
 
     A parameter is `params/<path>`. What a transformation keeps is `state/<transformation>/<field>`,
@@ -92,8 +92,6 @@ def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
         without the fields that a subclass adds; or the pair of a model and its `nnx.Optimizer`,
         where variables that the optimizer does not update are `params/<path>` too. Leaves may be
         abstract.
-      param_axes: logical axes of the parameters, recorded for every leaf where the definition
-        derives them.
 
     Returns:
       The leaves and their schema; nothing is copied.
@@ -108,7 +106,7 @@ def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
       >>> list(named_state(opt.adam(1e-3).create({'w': jnp.ones(2)})))
       ['params/w', 'state/step', 'state/adam/count', 'state/adam/mu/w', 'state/adam/nu/w']
     """
-    return named_view(view_of(target), param_axes=param_axes)
+    return named_view(view_of(target))
 
 
 def plan_restore(
