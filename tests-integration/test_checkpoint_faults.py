@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_checkpoint import Checkpointer, LeafInfo, NamedState, Schema, leaf_path
+from opt_checkpoint import Checkpointer, LeafInfo, NamedState, Schema
 from opt_checkpoint.errors import CheckpointError, MissingError, SaveError
+from opt_core.extend import split_path
 
 pytestmark = pytest.mark.faults
 
@@ -28,7 +29,7 @@ def state(seed: int, shape: tuple[int, ...] = SHAPE) -> NamedState:
     leaves = {
         f"params/w{i}": jnp.asarray(rng.standard_normal(shape), jnp.float32) for i in range(2)
     }
-    infos = (LeafInfo(leaf_path(name), shape, "float32", "params") for name in leaves)
+    infos = (LeafInfo(split_path(name), shape, "float32", "params") for name in leaves)
     return NamedState(leaves, Schema(tuple(infos)))
 
 

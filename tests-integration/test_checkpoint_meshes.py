@@ -13,9 +13,9 @@ from opt_checkpoint import (
     NamedState,
     Schema,
     _digest,
-    leaf_path,
 )
 from opt_checkpoint._digest import digests
+from opt_core.extend import split_path
 
 P = PartitionSpec
 VALUES = {
@@ -37,7 +37,7 @@ def placed(on: jax.sharding.Mesh, specs: dict[str, P], kind: str | None = None) 
         for name, value in VALUES.items()
     }
     infos = (
-        LeafInfo(leaf_path(name), leaf.shape, str(leaf.dtype), "params")
+        LeafInfo(split_path(name), leaf.shape, str(leaf.dtype), "params")
         for name, leaf in leaves.items()
     )
     return NamedState(leaves, Schema(tuple(infos)))

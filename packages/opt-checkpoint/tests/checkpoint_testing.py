@@ -13,7 +13,8 @@ import numpy as np
 import opt_optax_bridge
 import optax
 from flax.training.train_state import TrainState
-from opt_checkpoint import LeafInfo, NamedState, Schema, TrainingState, leaf_path
+from opt_checkpoint import LeafInfo, NamedState, Schema, TrainingState
+from opt_core.extend import split_path
 
 with warnings.catch_warnings():  # Flax 0.12.0 asks jax 0.8 for names that it deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -42,7 +43,7 @@ def structure(tree: Any) -> Any:
 def state(leaves: Mapping[str, Any]) -> NamedState:
     """A named state of given leaves."""
     infos = tuple(
-        LeafInfo(leaf_path(name), tuple(np.shape(leaf)), str(leaf.dtype), "state")
+        LeafInfo(split_path(name), tuple(np.shape(leaf)), str(leaf.dtype), "state")
         for name, leaf in leaves.items()
     )
     return NamedState(dict(leaves), Schema(infos, versions={"test": "1"}))

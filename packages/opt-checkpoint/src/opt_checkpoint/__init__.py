@@ -31,8 +31,6 @@ from opt_core.extend import (
     Stack,
     Unstack,
 )
-from opt_core.extend import path_str as leaf_name
-from opt_core.extend import split_path as leaf_path
 
 from opt_checkpoint import errors
 from opt_checkpoint._targets import TrainingState, named_state, plan_restore
@@ -67,8 +65,6 @@ __all__ = [
     "TrainingState",
     "Unstack",
     "errors",
-    "leaf_name",
-    "leaf_path",
     "named_state",
     "open_foreign",
     "open_step",
