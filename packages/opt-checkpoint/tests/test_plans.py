@@ -114,6 +114,8 @@ def test_no_checkpoint_is_named() -> None:
     for checkpoint in wrong:
         with pytest.raises(TypeError, match=r"`checkpoint` must be a step .* or a `NamedState`"):
             plan_restore(checkpoint, optimizer)
+    with pytest.raises(TypeError, match="an array for each name, such as `params/w`; `params` is"):
+        plan_restore({"params": {"w": jnp.ones(2)}}, optimizer)
 
 
 # What applying it does with arrays

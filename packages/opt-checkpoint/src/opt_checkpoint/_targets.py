@@ -180,6 +180,12 @@ def plan_restore(
 
 def _without_schema(named: Mapping[str, Any]) -> NamedState:
     """Leaves by name as a source: what they follow and mean is not known."""
+    for name, leaf in named.items():
+        if isinstance(leaf, Mapping | list | tuple):
+            raise TypeError(
+                f"`checkpoint` must have an array for each name, such as `params/w`; "
+                f"`{name!s:.80}` is a {type(leaf).__name__}"
+            )
     infos = (
         leaf_info(leaf, path := split_path(name), "params" if path[0] == "params" else "state")
         for name, leaf in named.items()
