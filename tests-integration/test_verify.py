@@ -52,6 +52,7 @@ from verify_steps import (
     constrain,
     dense_loss,
     exchange_and_sum,
+    gather_and_sum,
     micro_batched,
     moving,
 )
@@ -315,6 +316,13 @@ class TestReductions:
         report = checked(by_hand(exchange_and_sum, all_gather), gradients="reduce-scatter")
         assert report.ok
         assert {row.kind for row in report.collectives} == {"all-gather", "all-to-all"}
+
+    def test_summands_that_are_gathered_are_an_error_in_bytes(self) -> None:
+        report = checked(by_hand(gather_and_sum, all_gather), gradients="reduce-scatter")
+        assert (
+            "to f32[8,256,512] over data gathers the summands of a gradient of which 1/0/trace/w "
+            "uses only 1/8 per device: a reduce-scatter would send 1/8 of these 3,670,016 bytes"
+        ) in report.errors[-1].message
 
 
 # Tables of training steps: the faults that were planted are found, nothing else is.

@@ -98,6 +98,13 @@ class TestKeywordArguments:
         assert leaves["batch"].asked is None
         assert report.bytes_per_device("state", "output") == 8 * 4 * 4 + 4
 
+    def test_those_not_asked_about_are_noted(self, by_keyword: jax.stages.Compiled) -> None:
+        report = verify(by_keyword, Expected(None, None, state="state"))
+        assert [(f.kind, f.severity, f.path) for f in report.findings] == [
+            ("keyword argument", "note", "batch"),
+            ("keyword argument", "note", "state"),
+        ]
+
     def test_unknown_ones_are_errors(self, by_keyword: jax.stages.Compiled) -> None:
         with pytest.raises(AxesError, match=r"`keywords`: (.*\n)*.*key"):
             verify(by_keyword, Expected(None, None, state="state", keywords={"key": None}))

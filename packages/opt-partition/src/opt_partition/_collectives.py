@@ -238,6 +238,7 @@ class Moved:
     from_inputs: bool  # whether it depends on arguments that are neither parameters nor state
     follows: tuple[int, ...]  # numbers of the arrays that it is computed from elementwise
     reaches: tuple[LeafReport, ...]  # results that are computed from it elementwise
+    adds_to: tuple[LeafReport, ...]  # results computed from it elementwise or by a reduction
 
     @property
     def size(self) -> int:
@@ -276,9 +277,12 @@ def moved_arrays(
     first_tag = FIRST_LEAF + len(state)
     all_state = (1 << first_tag) - (1 << FIRST_LEAF)
     reaches: defaultdict[int, list[LeafReport]] = defaultdict(list)
+    adds_to: defaultdict[int, list[LeafReport]] = defaultdict(list)
     for leaf, deps in zip(outputs, flow.outputs, strict=True):
         for n in _bits(deps.direct >> first_tag):
             reaches[n].append(leaf)
+        for n in _bits((deps.direct | deps.reduced) >> first_tag):
+            adds_to[n].append(leaf)
 
     @functools.cache
     def leaves(bits: int) -> tuple[LeafReport, ...]:
@@ -309,6 +313,7 @@ def moved_arrays(
                 from_inputs="inputs" in sources,
                 follows=tuple(_bits(deps.direct >> first_tag)) if depends else (),
                 reaches=tuple(reaches[n]),
+                adds_to=tuple(adds_to[n]),
             )
         )
     return moved

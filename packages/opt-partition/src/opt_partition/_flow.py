@@ -1,6 +1,6 @@
 """Dataflow analysis: what every value of a compiled program depends on.
 
-Each input has a bit, which is carried into fusions, branches and loops; `Deps` has three sets.
+Each input has a bit, which is carried into fusions, branches and loops; `Deps` has four sets.
 """
 
 from __future__ import annotations
@@ -34,9 +34,16 @@ class Deps:
     direct: int = 0
     # Written into a larger array, or selected by index or mask: sums over devices gather them.
     placed: int = 0
+    # Reduced along a dimension on the device, and otherwise elementwise or placed.
+    reduced: int = 0
 
     def __or__(self, other: Deps) -> Deps:
-        return Deps(self.any | other.any, self.direct | other.direct, self.placed | other.placed)
+        return Deps(
+            self.any | other.any,
+            self.direct | other.direct,
+            self.placed | other.placed,
+            self.reduced | other.reduced,
+        )
 
     @staticmethod
     def of(bit: int) -> Deps:
@@ -219,12 +226,18 @@ def _otherwise(instruction: Instruction, operands: list[Deps]) -> Deps:
         kept, put = (_union(operands[part]) for part in parts)
         # What is scattered may be added up, and is then no element.
         direct = kept.direct | (0 if opcode == "scatter" else put.direct)
-        return Deps(whole.any, direct, kept.placed | put.direct | put.placed)
+        placed = kept.placed | put.direct | put.placed
+        return Deps(whole.any, direct, placed, kept.reduced | put.reduced)
     if opcode in _PICKS:
-        return Deps(whole.any, 0, operands[0].direct | operands[0].placed)
-    if opcode == "dynamic-slice":  # the other operands are start indices
-        return Deps(whole.any, operands[0].direct, operands[0].placed)
-    return Deps(whole.any)
+        # What is repeated is a statistic, such as a norm: it is no longer a sum of some elements.
+        reduced = 0 if opcode == "broadcast" else operands[0].reduced
+        return Deps(whole.any, 0, operands[0].direct | operands[0].placed, reduced)
+    if opcode in _REDUCES:
+        return Deps(whole.any, reduced=whole.direct | whole.placed | whole.reduced)
+    if opcode != "dynamic-slice":
+        return Deps(whole.any)
+    # The other operands are start indices.
+    return Deps(whole.any, operands[0].direct, operands[0].placed, operands[0].reduced)
 
 
 def _is_reshape(computation: Computation, instruction: Instruction) -> bool:
@@ -372,8 +385,6 @@ _MIXES = frozenset(
         "fft",
         "map",
         "ragged-dot",
-        "reduce",
-        "reduce-window",
         "rng",
         "rng-bit-generator",
         "scaled-dot",
@@ -382,6 +393,7 @@ _MIXES = frozenset(
         "triangular-solve",
     }
 )
+_REDUCES = frozenset({"reduce", "reduce-window"})
 # Their elements are elements of an operand, at other positions or repeated.
 _PICKS = frozenset({"broadcast", "gather", "sort"})
 # The operands whose elements keep their positions, and those that are written among them.
@@ -391,7 +403,7 @@ _PLACES = {
     "scatter": (slice(0, 1), slice(2, 3)),
     "select": (slice(0, 0), slice(1, 3)),
 }
-_OTHERWISE = _MIXES | _PICKS | {"custom-call", "dynamic-slice", *_PLACES}
+_OTHERWISE = _MIXES | _REDUCES | _PICKS | {"custom-call", "dynamic-slice", *_PLACES}
 # Custom calls on TPUs and GPUs that move values unchanged.
 _MOVES = re.compile(
     r'custom_call_target="(ConcatBitcast|AsyncCollectiveStart|AsyncCollectiveDone|MoveTo\w+)"'

@@ -31,7 +31,7 @@ class Finding:
 
     Attributes:
       kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
-        `'ownership'` or `'not traced'`.
+        `'ownership'`, `'keyword argument'` or `'not traced'`.
       severity: `verify` raises for an `'error'`.
       path: path of the leaf concerned, if any.
       message: the leaf, what was expected, and what was found.
@@ -318,28 +318,44 @@ def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity,
 def _gradient_findings(
     moved: Sequence[Moved], mesh: Mapping[str, int], severity: Severity, of_small: Severity
 ) -> Iterator[Finding]:
-    """Yields the all-reduces of gradients of which each device uses only a part."""
+    """Yields the all-reduces and gathers of gradients of which each device uses only a part."""
     for reduce in moved:
         if reduce.row.kind != "all-reduce" or reduce.size == 1 or not reduce.from_inputs:
             continue
-        trips = [times for _, times in reversed(reduce.where.loops)]
-        # In one iteration, in all of the innermost loop, the next, ...
-        sizes = {*itertools.accumulate(trips, operator.mul, initial=reduce.size)}
         for leaf in reduce.reaches:
             ways = 1 if leaf.role == "other" else _ways(reduce, leaf, mesh)
-            if ways > 1 and leaf.shard_size * ways in sizes:
+            if ways > 1 and leaf.shard_size * ways in _in_loops(reduce, reduce.size):
                 is_vector = sum(size > 1 for size in reduce.row.shape) < 2
-                is_small = Array(reduce.row.dtype, reduce.row.operand_shape).bytes < _SMALL
-                sent = reduce.row.bytes * reduce.count
-                yield Finding(
-                    "gradient all-reduce",
-                    of_small if is_vector or is_small else severity,
-                    leaf.path,
-                    f"{reduce} all-reduces a gradient of which {leaf.path} uses only 1/{ways} per "
-                    f"device: a reduce-scatter would send half of these {sent:,} bytes per device "
-                    "and step",
-                )
+                small = is_vector or _operand_bytes(reduce) < _SMALL
+                kind = of_small if small else severity
+                yield _gradient_finding(reduce, leaf, ways, kind, "all-reduces", "half")
                 break
+    # Gathers whose result, or its sums on a device, end in a leaf.
+    gathers: defaultdict[LeafReport, list[Moved]] = defaultdict(list)
+    for gather in moved:
+        if gather.row.kind == "all-gather" and gather.from_inputs and not gather.directly:
+            for leaf in gather.adds_to:
+                if leaf.role != "other":
+                    gathers[leaf].append(gather)
+    for leaf, (first, *rest) in gathers.items():
+        # In the loops that the first of them is in: those add up in each iteration.
+        together = [first, *(gather for gather in rest if gather.where.loops == first.where.loops)]
+        size = sum(math.prod(gather.row.operand_shape) for gather in together)
+        ways = _ways(first, leaf, mesh)
+        if ways > 1 and leaf.shard_size * ways in _in_loops(first, size):
+            kind = of_small if _operand_bytes(first) < _SMALL else severity
+            does, share = "gathers the summands of", f"1/{first.row.group_size}"
+            yield _gradient_finding(first, leaf, ways, kind, does, share)
+
+
+def _in_loops(moved: Moved, size: int) -> set[int]:
+    """Returns the elements moved in one iteration, in all of the innermost loop, the next, ..."""
+    trips = [times for _, times in reversed(moved.where.loops)]
+    return set(itertools.accumulate(trips, operator.mul, initial=size))
+
+
+def _operand_bytes(moved: Moved) -> int:
+    return Array(moved.row.dtype, moved.row.operand_shape).bytes
 
 
 def _ways(moved: Moved, leaf: LeafReport, mesh: Mapping[str, int]) -> int:
@@ -348,3 +364,16 @@ def _ways(moved: Moved, leaf: LeafReport, mesh: Mapping[str, int]) -> int:
         return moved.row.group_size
     divided = {axis for axes in leaf.mesh_axes for axis in axes}
     return math.prod(mesh[axis] for axis in moved.row.axes if axis in divided)
+
+
+def _gradient_finding(
+    moved: Moved, leaf: LeafReport, ways: int, severity: Severity, does: str, share: str
+) -> Finding:
+    sent = moved.row.bytes * moved.count
+    return Finding(
+        "gradient all-reduce",
+        severity,
+        leaf.path,
+        f"{moved} {does} a gradient of which {leaf.path} uses only 1/{ways} per device: a "
+        f"reduce-scatter would send {share} of these {sent:,} bytes per device and step",
+    )

@@ -16,7 +16,7 @@ from jax.tree_util import tree_leaves_with_path
 from opt_partition._display import dtype_name
 from opt_partition._flow import Deps, Flow, trace
 from opt_partition._hlo import Module
-from opt_partition._layout import Layout, itemsize, mesh_axes_of, padded
+from opt_partition._layout import Layout, itemsize, mesh_axes_of, padded, shard_shape
 from opt_partition._trees import (
     KeyPath,
     children,
@@ -51,7 +51,8 @@ class Expected:
       params: path of the parameters in the arguments, e.g. `'0/target'` for `f(optimizer, batch)`,
         or `'params'` for `f(*, params, state)`.
       state: path of the optimizer state in the arguments, e.g. `'0/state'`.
-      keywords: expected keyword arguments by name, e.g. `{'state': state_layout}`.
+      keywords: expected keyword arguments by name, e.g. `{'state': state_layout}`; omitted ones are
+        not checked, which is noted in the report.
     """
 
     inputs: Any
@@ -143,7 +144,11 @@ def leaf_report(
     if isinstance(found, NamedSharding):
         axes = tuple(map(mesh_axes_of, padded(found.spec, len(shape))))
     if asked is not None:
-        bytes_asked = math.prod(asked.shard_shape(shape)) * itemsize(dtype_asked or dtype)
+        if isinstance(asked, NamedSharding):  # it may not divide an argument that is not used
+            shard = shard_shape(shape, asked.spec, asked.mesh)
+        else:
+            shard = asked.shard_shape(shape)
+        bytes_asked = math.prod(shard) * itemsize(dtype_asked or dtype)
         if found is not None:
             on_devices = _on_devices_of(asked, found, path)
             sharding_ok = on_devices.is_equivalent_to(found, len(shape))

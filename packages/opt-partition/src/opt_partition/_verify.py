@@ -156,9 +156,9 @@ def verify(
        ones; norms, clipping and factored moments, which reduce on the device before, do not. Of a
        `lax.cond` the branch that communicates most counts, and a loop over steps counts as one.
        Parameters (FSDP) and activations are not judged; `Report.unjudged` lists what could not be.
-    4. *Gradients are all-reduced*, although each device uses only a part: the sum over mesh axes
-       that shard the new parameter or state has the size of the unsharded gradient, and ends up
-       there elementwise.
+    4. *Gradients are all-reduced*, or gathered and summed, although each device uses only a part:
+       the sum over mesh axes that shard the new parameter or state has the size of the unsharded
+       gradient, and ends up there elementwise.
 
     Parameters and state that are not donated cause a warning with the bytes held twice, and so does
     donated memory that is not reused.
@@ -211,8 +211,8 @@ def verify(
     outputs = output_leaves(compiled, expected, inputs, traced)
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    devices: list[Any] = [device for sharding in shardings for device in sharding.device_set]
-    platform = devices[0].platform if devices else jax.default_backend()
+    devices = (device for sharding in shardings for device in sharding.device_set)
+    platform = next((device.platform for device in devices), jax.default_backend())
     judged = judge_collectives(
         module,
         traced,
@@ -227,6 +227,7 @@ def verify(
         *_leaf_findings(inputs, outputs),
         *_role_findings(inputs, outputs, expected),
         *donation_findings(inputs),
+        *_keyword_findings(compiled, expected),
         *judged.findings,
     ]
     report = Report(
@@ -327,6 +328,15 @@ def donation_findings(inputs: Sequence[LeafReport]) -> Iterator[Finding]:
             f"{listed([*arguments])} as `donate_argnums` or `donate_argnames` of `jax.jit`"
         )
         yield Finding("donation", "warning", kept[0].path, message)
+
+
+def _keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iterator[Finding]:
+    """Yields a note for each keyword argument without an expectation."""
+    for name, argument in compiled.args_info[1].items():
+        count = len(jax.tree.leaves(argument))
+        if count and name not in expected.keywords:
+            message = f"{name}: {count} arrays are not checked; pass `Expected(..., keywords=...)`"
+            yield Finding("keyword argument", "note", name, message)
 
 
 def _role_findings(
