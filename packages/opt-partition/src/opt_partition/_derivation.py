@@ -110,18 +110,17 @@ def _provenance(
     names = tuple(by_tag) or ("unused",)  # a mesh has at least one axis
     mesh = AbstractMesh((1,) * len(names), names, (AxisType.Explicit,) * len(names))
 
-    @functools.cache
-    def tagged(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    shapes = [tagged(p.shape, p.dtype, spec) for p, spec in zip(table, specs, strict=True)]
+    shapes = [
+        jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, spec))
+        for p, spec in zip(table, specs, strict=True)
+    ]
     notes: tuple[str, ...] = ()
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             state = evaluate(shapes)
     except Exception as error:  # it is a user's function: anything can happen
-        says = f"`init` does not work on an Explicit mesh ({first_line(error)})"
-        notes = (f"no provenance: {says}",)
+        says = f"no provenance: `init` does not work on an Explicit mesh ({first_line(error)})"
+        notes = (says,)
 
     def origin(size: int, entry: Any) -> Origin:
         found = tuple(by_tag[tag] for tag in mesh_axes_of(entry))
@@ -129,7 +128,9 @@ def _provenance(
             return CONSTANT if size < 2 else Origin(note=note, is_known=False)
         if len(found) > 1:
             return Origin(None, found, "computed from the parameter dimensions {}")
-        return Origin(found[0], found) if found[0][1] == size else Origin(None, found, _PART)
+        if found[0][1] != size:
+            return Origin(None, found, "a part of parameter dimension {}")
+        return Origin(found[0], found)
 
     def entries(leaf: Any) -> list[Any]:
         has_spec = isinstance(leaf.sharding, NamedSharding)
@@ -137,9 +138,6 @@ def _provenance(
 
     leaves = jax.tree.leaves(state)
     return [tuple(map(origin, leaf.shape, entries(leaf))) for leaf in leaves], notes
-
-
-_PART = "a part of parameter dimension {}"
 
 
 def _owners(

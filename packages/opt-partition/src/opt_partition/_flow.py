@@ -45,11 +45,6 @@ class Deps:
             self.reduced | other.reduced,
         )
 
-    @staticmethod
-    def of(bit: int) -> Deps:
-        """Returns the dependencies of the source with that bit: itself."""
-        return Deps(1 << bit, 1 << bit)
-
 
 _NOTHING = Deps()
 
@@ -70,20 +65,18 @@ class Where(NamedTuple):
 class Flow:
     """The dependencies of the values of a program."""
 
-    outputs: list[Deps] = dataclasses.field(default_factory=list)  # of each array of the result
+    outputs: list[Deps]  # of each array of the result
     # The collectives in program order, and where they are.
-    sites: dict[tuple[str, Where], tuple[Computation, Instruction]] = dataclasses.field(
-        default_factory=dict
-    )
-    moved: dict[Part, Deps] = dataclasses.field(default_factory=dict)  # operands of collectives
-    tags: dict[Part, int] = dataclasses.field(default_factory=dict)  # of their results
-    step_loops: set[str] = dataclasses.field(default_factory=set)  # `while`s over whole steps
+    sites: dict[tuple[str, Where], tuple[Computation, Instruction]]
+    moved: dict[Part, Deps]  # operands of collectives
+    tags: dict[Part, int]  # of their results
+    step_loops: set[str]  # `while`s over whole steps
 
 
 def trace(
     module: Module,
     inputs: Sequence[Deps] = (),
-    first_tag: int | None = None,
+    first_tag: int = 0,
     stepped: tuple[int, ...] = (),
 ) -> Flow:
     """Propagates the dependencies of the entry's parameters, `inputs`, through a program.
@@ -104,9 +97,9 @@ def trace(
 class _Interpreter:
     """Interprets computations on `Value`s, and records the collectives."""
 
-    def __init__(self, module: Module, first_tag: int | None, stepped: tuple[int, ...]) -> None:
+    def __init__(self, module: Module, first_tag: int, stepped: tuple[int, ...]) -> None:
         self.module, self.first_tag, self.stepped = module, first_tag, stepped
-        self.flow = Flow()
+        self.flow = Flow([], {}, {}, {}, set())
 
     def run(self, computation: Computation, arguments: Sequence[Value], where: Where) -> Value:
         values: dict[str, Value] = {}
@@ -192,10 +185,8 @@ class _Interpreter:
         for n, value in enumerate(operands):
             part, deps = (instruction.name, n), _union([value])
             self.flow.moved[part] = self.flow.moved.get(part, _NOTHING) | deps
-            if self.first_tag is not None:
-                tag = self.flow.tags.setdefault(part, self.first_tag + len(self.flow.tags))
-                deps |= Deps.of(tag)
-            results.append(deps)
+            tag = self.flow.tags.setdefault(part, self.first_tag + len(self.flow.tags))
+            results.append(deps | Deps(1 << tag, 1 << tag))
         return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -190,17 +190,11 @@ def input_leaves(
 
 
 class Traced(NamedTuple):
-    """A program that is traced from the arguments of a step.
+    """A program that is traced from the arguments of a step."""
 
-    Attributes:
-      flow: the dependencies of its values.
-      roles: the bits of the arguments of each role.
-      state: the sharded leaves of the state; each has a bit, from `FIRST_LEAF`.
-    """
-
-    flow: Flow
-    roles: Mapping[Role, int]
-    state: list[LeafReport]
+    flow: Flow  # the dependencies of its values
+    roles: Mapping[Role, int]  # the bits of the arguments of each role
+    state: list[LeafReport]  # the sharded leaves of the state; each has a bit, from `FIRST_LEAF`
 
 
 FIRST_LEAF = 3

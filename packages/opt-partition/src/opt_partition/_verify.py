@@ -187,15 +187,12 @@ def verify(
       >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> tx = optax.sgd(0.1, momentum=0.9)
       >>> params = {'w': jnp.ones((8, 4))}
-      >>> def step(params, state, batch):
-      ...     grads = jax.grad(lambda params: jnp.mean((batch @ params['w']) ** 2))(params)
+      >>> def step(params, state, grads):
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
       >>> whole = NamedSharding(jax.make_mesh((1,), ('data',)), PartitionSpec())
-      >>> jitted = jax.jit(
-      ...     step, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1)
-      ... )
-      >>> lowered = jitted.lower(params, tx.init(params), jnp.ones((2, 8)))
+      >>> jitted = jax.jit(step, out_shardings=whole, donate_argnums=(0, 1))
+      >>> lowered = jitted.lower(*jax.device_put((params, tx.init(params), params), whole))
       >>> report = verify(lowered, Expected(inputs=(whole, whole), outputs=(whole, whole)))
       >>> report.ok, report.bytes_per_device('state'), report.collectives
       (True, 128, ())

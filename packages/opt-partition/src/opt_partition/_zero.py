@@ -69,11 +69,7 @@ def extend_over(
     Warns:
       ReplicatedWarning: `axes` have one device, or no dimension of leaves with more than 1 % of
         the bytes on a device is divisible. Scalars, leaves with fewer elements than devices and
-        leaves below `min_bytes` do not count.
-
-    Raises:
-      AxesError: the arguments do not match; or, if `strict`, `axes` have one device.
-      IndivisibleError: leaves stay replicated, and `strict`.
+        leaves below `min_bytes` do not count. If `strict`, an `AxesError` or `IndivisibleError`.
 
     References:
       Rajbhandari, Rasley, Ruwase and He,
