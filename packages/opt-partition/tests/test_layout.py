@@ -41,7 +41,7 @@ def test_a_layout_is_what_it_was_made_from() -> None:
         (P(None, "model"), "dimension 1 of (8, 7) is not divisible by model=2"),
         (
             P(P.UNCONSTRAINED),
-            "P(UNCONSTRAINED) has unconstrained dimensions; specify their mesh axes",
+            f"{P(P.UNCONSTRAINED)} has unconstrained dimensions; specify their mesh axes",
         ),
     ],
 )

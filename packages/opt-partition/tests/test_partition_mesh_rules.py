@@ -107,7 +107,7 @@ NONE = {"a": None, "b": None}
             {"w": ("a", "b"), "b": P("a", "b")},
             NONE,
             {},
-            r"b: expected at most 1 entries, .* found P\('a', 'b'\)\n  w: expected a PartitionSpec",
+            r"b: expected at most 1 entries, .* P.*\('a', 'b'\)\n  w: expected a PartitionSpec",
         ),
         (FITTING, {"a": None}, {}, r"'b', of b, w: no rule\n  Add `\(name, None\)` to `rules` or"),
         (

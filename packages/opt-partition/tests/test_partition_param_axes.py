@@ -103,7 +103,7 @@ def test_all_that_does_not_fit_is_listed() -> None:
         "  a/b: missing",
         "  a/x: unexpected",
         "  c/w: missing",
-        "  c: expected a container, found a PartitionSpec",
+        f"  c: expected a container, found {P()!r}",
     ]
     params = {**dict.fromkeys("cde", jnp.ones(2)), "g": "text"}
     axes = {"c": P("embed", "mlp"), "d": "embed", "e": P(3), "g": None}

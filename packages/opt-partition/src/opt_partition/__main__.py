@@ -22,8 +22,7 @@ from opt_partition._plan import plan_text
 
 _EXAMPLES = """\
 MODULE:FUNCTION is called without arguments and returns (transformation, parameters, logical axes);
-the parameters may be jax.ShapeDtypeStructs. Modules in the current directory can be imported.
-The devices of the mesh need not exist, and nothing is allocated on them.
+the parameters may be jax.ShapeDtypeStructs. The devices of the mesh need not exist.
 
 examples:
   opt-partition explain train:optimizer
@@ -43,11 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = _explain(arguments, job) if arguments.command == "explain" else _plan(arguments, job)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader may close a pipe early
-        # Flushing the rest when Python exits would fail again, with a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     }
     what = "Explain and plan the sharding of an optimizer state."
     parser = argparse.ArgumentParser(prog="opt-partition", description=what, **style)
-    program_version = f"%(prog)s {version('opt-partition')}"
-    parser.add_argument("--version", action="version", version=program_version)
+    named_version = f"%(prog)s {version('opt-partition')}"
+    parser.add_argument("--version", action="version", version=named_version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="explain|plan")
     what = "Show which parameter dimension each dimension of the state follows, and why."
     explain_parser = commands.add_parser("explain", help=what, description=what, **style)

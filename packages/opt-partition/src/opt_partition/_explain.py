@@ -37,8 +37,6 @@ class Row:
       dtype: its dtype.
       bytes: its size in bytes.
       parameter: path of the parameter that it belongs to, or `None`.
-      parameter_shape: shape of that parameter.
-      parameter_axes: axes of that parameter, as given.
       dims: for each dimension the parameter dimension that it indexes, or `None`.
       axes: for each dimension its logical name, or `None`.
       dropped: names of parameter dimensions that the leaf does not have.
@@ -56,8 +54,6 @@ class Row:
     dtype: Any
     bytes: int
     parameter: str | None
-    parameter_shape: tuple[int, ...] | None
-    parameter_axes: PartitionSpec | None
     dims: tuple[int | None, ...]
     axes: tuple[Axis, ...]
     dropped: tuple[Axis, ...]
@@ -176,18 +172,16 @@ def explain(
     finally:
         if was_enabled:
             gc.enable()
-    param_axes = axes_of(params, table)
     state, evaluations, notes = derivation.state, derivation.evaluations, derivation.notes
-    explanation = Explanation(state, rows, param_axes, evaluations, notes)
+    explanation = Explanation(state, rows, axes_of(params, table), evaluations, notes)
     if strict and explanation.undecided:
         lines = ["the axes of these state leaves could not be determined:"]
+        by_path = {parameter.path: parameter for parameter in table}
         for row in explanation.undecided:
             lines.append(f"  {row.path} {row.shape}: {row.note}")
-            if row.parameter is not None and row.parameter_axes is not None:
-                axes = tuple(row.parameter_axes)
-                lines[-1] += (
-                    f"; parameter {row.parameter} of shape {row.parameter_shape} has axes {axes}"
-                )
+            if parameter := by_path.get(row.parameter or ""):
+                shape, axes = parameter.shape, parameter.axes
+                lines[-1] += f"; parameter {row.parameter} of shape {shape} has axes {axes}"
         raise UndecidedError(
             "\n".join([*lines, "Pass a rule for their type: `rules={MyState: rule}`."])
         )
@@ -235,8 +229,6 @@ def _rows(derivation: Derivation, rules: Mapping[Any, Rule]) -> Iterator[Row]:
             dtype=leaf.dtype,
             bytes=math.prod(leaf.shape) * itemsize(leaf.dtype),
             parameter=owner.path if owner else None,
-            parameter_shape=owner.shape if owner else None,
-            parameter_axes=owner.given if owner else None,
             **decide(
                 leaf.shape,
                 origins,

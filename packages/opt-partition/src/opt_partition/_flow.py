@@ -89,7 +89,7 @@ def trace(
     """
     interpreter = _Interpreter(module, first_tag, stepped)
     entry = module.computations[module.entry]
-    result = interpreter.run(entry, inputs, Where())
+    result = interpreter.run(module.entry, inputs, Where())
     interpreter.flow.outputs = _flatten(result, entry.instructions[entry.root].type)
     return interpreter.flow
 
@@ -101,7 +101,8 @@ class _Interpreter:
         self.module, self.first_tag, self.stepped = module, first_tag, stepped
         self.flow = Flow([], {}, {}, {}, set())
 
-    def run(self, computation: Computation, arguments: Sequence[Value], where: Where) -> Value:
+    def run(self, name: str, arguments: Sequence[Value], where: Where) -> Value:
+        computation = self.module.computations[name]
         values: dict[str, Value] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode == "parameter":
@@ -149,20 +150,17 @@ class _Interpreter:
             results = []
             for n, (branch, value) in enumerate(zip(called, operands[1:], strict=True)):
                 inside = where._replace(branches=(*where.branches, (name, n)))
-                results.append(self.call(branch, [value], inside))
+                results.append(self.run(branch, [value], inside))
             return _join(*results)
         if called:
-            return _join(*(self.call(callee, operands, where) for callee in called))
+            return _join(*(self.run(callee, operands, where) for callee in called))
         return _otherwise(instruction, [_union([value]) for value in operands])
-
-    def call(self, name: str, arguments: Sequence[Value], where: Where) -> Value:
-        return self.run(self.module.computations[name], arguments, where)
 
     def loop(self, condition: str, body: str, start: Value, where: Where) -> Value:
         carry = start
         while True:
-            self.call(condition, [carry], where)
-            result = _join(carry, self.call(body, [carry], where))
+            self.run(condition, [carry], where)
+            result = _join(carry, self.run(body, [carry], where))
             settled = _keep_inputs(start, result)
             if settled == carry:
                 return result

@@ -151,7 +151,7 @@ class _StateMoves:
         if params:
             self._of_params[array] = params
         elif array.is_move:
-            self._pass(array, _NO_OWNER if array.directly else _NO_SIZE)
+            self.unjudged.append(Unjudged(array.row, _NO_OWNER if array.directly else _NO_SIZE))
 
     def _is_gather(self, reduce: Moved) -> bool:
         """Whether a reduction over devices is a gather of state; sorts it otherwise."""
@@ -162,7 +162,7 @@ class _StateMoves:
             if any(
                 reduce.elements >= leaf.shard_size and not self._is_factor(leaf) for leaf in ends
             ):
-                self._pass(reduce, _COMPUTED)
+                self.unjudged.append(Unjudged(reduce.row, _COMPUTED))
             return False
         names = {leaf.name for leaf in ends}
         into = tuple(leaf for leaf in reduce.state if leaf.name in names)
@@ -172,7 +172,7 @@ class _StateMoves:
             return False
         if not into and reduce.placed:
             return True
-        self._pass(reduce, _REPLICAS if into else _ELSEWHERE)
+        self.unjudged.append(Unjudged(reduce.row, _REPLICAS if into else _ELSEWHERE))
         return False
 
     def _count(self, array: Moved, leaves: Sequence[LeafReport]) -> None:
@@ -183,9 +183,6 @@ class _StateMoves:
             share = array.elements * shard // sum(shards) if together else array.elements
             self._of_leaves[leaf][array] = share
 
-    def _pass(self, array: Moved, reason: str) -> None:
-        self.unjudged.append(Unjudged(array.row, reason))
-
     def _judge_leaf(self, leaf: LeafReport, shares: Mapping[Moved, int]) -> Iterator[Finding]:
         """Judges a leaf that is communicated by itself: its shard is too much, or its parameter."""
         total, owner = _most_at_once(shares), self._owner(leaf)
@@ -194,9 +191,9 @@ class _StateMoves:
         if total <= owner.size if owner and is_factor else total < leaf.shard_size:
             for array in shares:
                 if array.row.per_iteration and not is_factor:
-                    self._pass(array, _NO_COUNT)
+                    self.unjudged.append(Unjudged(array.row, _NO_COUNT))
                 elif array in reduced:
-                    self._pass(array, _PART)
+                    self.unjudged.append(Unjudged(array.row, _PART))
             return
         what = "reduced over devices, shard by shard" if reduced else "communicated by itself"
         yield self._finding(
@@ -221,7 +218,7 @@ class _StateMoves:
         if total - budget < min((leaf.shard_size for leaf in leaves), default=1):
             for array in kept:
                 if array.row.per_iteration:
-                    self._pass(array, _NO_COUNT)
+                    self.unjudged.append(Unjudged(array.row, _NO_COUNT))
             return
         named = leaves or list(arrays[0].state)
         yield self._finding(

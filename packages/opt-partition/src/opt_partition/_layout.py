@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from opt_partition._trees import align, brief, map_leaves
+from opt_partition._trees import align, map_leaves
 from opt_partition.errors import AxesError
 
 AnyMesh = Mesh | AbstractMesh
@@ -150,8 +150,8 @@ def _leaf_layout(mesh: AnyMesh, path: str, leaf: Any, entry: Any) -> LeafLayout:
             spec = PartitionSpec()
         case _:
             raise AxesError(
-                "expected a PartitionSpec of mesh axes, a NamedSharding or None, found "
-                f"{brief(entry)}"
+                "expected a PartitionSpec of mesh axes, a NamedSharding or None, found a "
+                f"{type(entry).__name__}"
             )
     full = checked_spec(spec, shape, mesh)
     return LeafLayout(path, shape, dtype, full, shard_shape(shape, full, mesh), memory_kind)
@@ -220,11 +220,6 @@ def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
     )
 
 
-def spec_str(spec: PartitionSpec) -> str:
-    """Formats a spec independently of the JAX version."""
-    return f"P({', '.join(map(repr, spec))})"
-
-
 def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
     """Raises `ValueError` if the value of an argument is not one of `choices`."""
     if value not in choices:
@@ -238,19 +233,19 @@ def checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> 
     if getattr(spec, "unreduced", None):
         raise AxesError(f"{spec} is unreduced: reduce first")
     if len(spec) > len(shape):
-        raise AxesError(f"{spec_str(spec)} has more entries than {shape} has dimensions")
+        raise AxesError(f"{spec} has more entries than {shape} has dimensions")
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
-        raise AxesError(f"{spec_str(spec)} has unconstrained dimensions; specify their mesh axes")
+        raise AxesError(f"{spec} has unconstrained dimensions; specify their mesh axes")
     names = list(map(mesh_axes_of, padded(spec, len(shape))))
     flat = [axis for axes in names for axis in axes]
     absent = [axis for axis in flat if axis not in mesh.shape]
     if absent:
         raise AxesError(
-            f"{spec_str(spec)} uses {', '.join(map(repr, absent))}, but `mesh` only has "
+            f"{spec} uses {', '.join(map(repr, absent))}, but `mesh` only has "
             f"{named_sizes(mesh, mesh.axis_names)}"
         )
     if len(set(flat)) < len(flat):
-        raise AxesError(f"{spec_str(spec)} uses a mesh axis twice")
+        raise AxesError(f"{spec} uses a mesh axis twice")
     for dim, (size, axes) in enumerate(zip(shape, names, strict=True)):
         if size % math.prod(mesh.shape[axis] for axis in axes):
             raise AxesError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._display import dtype_name
@@ -107,11 +107,6 @@ class LeafReport:
 
     def __str__(self) -> str:
         return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
-
-    @property
-    def ok(self) -> bool:
-        """Whether it has the expected sharding, memory kind and dtype."""
-        return self.sharding_ok and self.dtype_asked in (None, self.dtype)
 
     @property
     def size(self) -> int:
@@ -398,5 +393,4 @@ def _on_devices_of(asked: Sharding, found: Sharding, path: str) -> Sharding:
             f"{path}: expected on an abstract mesh of {dict(asked.mesh.shape)}, but compiled with "
             f"{found}: create the layout with the mesh that the step runs on"
         )
-    assert isinstance(found.mesh, Mesh)
     return NamedSharding(found.mesh, asked.spec, memory_kind=asked.memory_kind)

@@ -22,9 +22,8 @@ from opt_partition._layout import (
     shape_and_dtype,
     shard_shape,
     spec_of,
-    spec_str,
 )
-from opt_partition._trees import align, brief, leaves_with_paths, map_leaves
+from opt_partition._trees import align, leaves_with_paths, map_leaves
 from opt_partition.errors import AxesError, IndivisibleError
 
 MeshAxes = str | Sequence[str] | None
@@ -222,12 +221,11 @@ def _named_leaf(_path: str, leaf: Any, entry: Any) -> tuple[tuple[int, ...], Any
     if entry is None:
         return shape, dtype, ((),) * len(shape)
     if not isinstance(entry, PartitionSpec):
-        raise AxesError(f"expected a PartitionSpec of logical names or None, found {brief(entry)}")
+        kind = type(entry).__name__
+        raise AxesError(f"expected a PartitionSpec of logical names or None, found a {kind}")
     if len(entry) > len(shape):
-        raise AxesError(
-            f"expected at most {len(shape)} entries, one per dimension; found {spec_str(entry)}"
-        )
+        raise AxesError(f"expected at most {len(shape)} entries, one per dimension; found {entry}")
     dims = tuple(map(mesh_axes_of, padded(entry, len(shape))))
     if not all(isinstance(name, str) for names in dims for name in names):
-        raise AxesError(f"expected names, tuples of names or None, found {spec_str(entry)}")
+        raise AxesError(f"expected names, tuples of names or None, found {entry}")
     return shape, dtype, dims

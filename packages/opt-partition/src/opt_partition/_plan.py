@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["params", "grads", "accumulators", "state"]
 NO_PARAMETER = "(no parameter)"
-# The label of each kind, and its colour: mid tones, with a contrast of at least 3 to white and to a
-# dark page's #14191f.
+# Label and colour, with a contrast of at least 3 to white and to a dark page's #14191f.
 KINDS: Final[dict[Kind, tuple[str, str]]] = {
     "params": ("parameters", "#3b7dbb"),
     "grads": ("gradients", "#b9770e"),
@@ -71,8 +70,6 @@ class MemoryPlan:
 
     `print` shows totals, the largest groups and the three leaves with the most waste; `to_data` and
     the command line's `--all` have everything, and `plot` draws the groups.
-
-    Byte counts are exact integers.
 
     Attributes:
       mesh: the mesh.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -126,7 +125,7 @@ def align(
                 problems.append(f"{path_str((*path, key, *inside))}: missing")
                 yield None
         if given is None and tree is not None:
-            problems.append(f"{path_str(path)}: expected a container, found {brief(tree)}")
+            problems.append(f"{path_str(path)}: expected a container, found {tree!r}")
         for key, child in entries.values():
             if jax.tree.leaves(child):
                 problems.append(f"{path_str((*path, key))}: unexpected")
@@ -136,13 +135,6 @@ def align(
         head = f"`{argument}` does not have the tree structure of its leaves:"
         raise AxesError("\n  ".join([head, *problems]))
     return entries
-
-
-def brief(value: Any) -> str:
-    """Describes an unexpected value in a few words."""
-    if isinstance(value, PartitionSpec):
-        return "a PartitionSpec"  # the name of the class depends on the JAX version
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def map_leaves(

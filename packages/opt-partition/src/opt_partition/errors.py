@@ -45,10 +45,7 @@ class IndivisibleError(PartitionError, ValueError):
 
 
 class ReplicatedWarning(UserWarning):
-    """ZeRO leaves more than 1 % of the bytes on a device replicated, or its axes have one device.
-
-    With `strict=True` it is an error instead.
-    """
+    """ZeRO leaves more than 1 % of a device's bytes replicated, or its axes have one device."""
 
 
 class ShardingMismatchError(PartitionError, ValueError):
