@@ -471,7 +471,7 @@ def test_plans_of_all_defaults_cost_what_whole_matrices_do(name: str, mesh: str)
     for group in plan.groups:
         assert group.collectives <= 2
         share = matrix_plans.share_of(plan, group)
-        stack = group.stack_size(plan.mesh_shape)
+        stack = len(plan.numbers(group))
         matrices = stack - group.padding * stack // (group.count + group.padding)
         if matrices >= devices:
             assert group.flops_per_device <= 1.1 * group.ideal_flops * stack / matrices

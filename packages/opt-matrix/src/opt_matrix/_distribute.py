@@ -19,7 +19,7 @@ from opt_matrix import _costs
 from opt_matrix._layouts import LeafLayout, place_like, placed
 from opt_matrix._matrices import Matrices, leaves_by_path, path_str, refuse_others
 from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices, scope
-from opt_matrix._transfer import Transfer, split
+from opt_matrix._transfer import on_whole_matrices, split
 from opt_matrix.errors import OptionError, PlanError
 
 
@@ -188,7 +188,9 @@ class Distributed:
                     parts = [_after(last, part) for part in parts]
                 prepared.append(prepare(waiting, *parts).astype(group.kind.dtype))
             function = functools.partial(self._compute, group, state)
-            stack, state = Transfer(group, plan.mesh_shape).run(function, jnp.concatenate(prepared))
+            stack, state = on_whole_matrices(
+                function, group, plan.mesh_shape, jnp.concatenate(prepared)
+            )
             pieces = jnp.split(stack, list(itertools.accumulate(counts))[:-1])
             written = {
                 path: lax.dynamic_update_slice_in_dim(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -94,10 +94,6 @@ class Group:
     def continues(self, before: Group) -> bool:
         """Whether it is the same computation with the next matrices of the same leaf."""
         return len(self.leaves) == 1 and dataclasses.replace(before, parts=self.parts) == self
-
-    def stack_size(self, mesh: Mapping[str, int]) -> int:
-        """Number of matrices in the stack, over all devices and with padding."""
-        return (self.count + self.padding) * _costs.size(mesh, self.kind.batch_axes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -370,7 +366,7 @@ def _is_sharding(node: Any) -> bool:
 def _table(plan: MatrixPlan) -> str:
     """Returns a row for each group between a line on all leaves and one on all groups."""
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh_shape.items())
-    rows = [("leaves", "groups", *_COLUMNS), *_rows(plan.groups)]
+    rows = [_HEAD, *_rows(plan.groups)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -396,11 +392,26 @@ def _table(plan: MatrixPlan) -> str:
     return "\n".join([above, *lines, below])
 
 
+_HEAD = (
+    *("leaves", "groups", "matrices", "choice", "axes"),
+    *("collectives", "FLOP / ideal", "temporary"),
+)
+
+
 def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     """A row for each group; one for all that differ in nothing but the leaves."""
     alike: dict[tuple[str, ...], list[Group]] = {}
     for group in groups:
-        cells = tuple(cell(group) for cell in _COLUMNS.values())
+        kind, axes = group.kind, dataclasses.asdict(group.way).items()
+        each = f" on each of {','.join(kind.batch_axes)}" if kind.batch_axes else ""
+        cells = (
+            f"{group.count} x [{kind.fan_in}, {kind.fan_out}] {kind.dtype}{each}",
+            group.choice,
+            "; ".join(f"{do} {','.join(names)}" for do, names in axes if names) or "-",
+            f"{_bytes(group.bytes_per_device)} in {group.collectives}",
+            f"{group.flops_per_device / group.ideal_flops:.2f}",
+            _bytes(group.temp_bytes),
+        )
         alike.setdefault(cells, []).append(group)
     rows = []
     for cells, members in alike.items():
@@ -410,33 +421,12 @@ def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _matrices(group: Group) -> str:
-    rows, columns = group.shape
-    each = f" on each of {','.join(group.kind.batch_axes)}" if group.kind.batch_axes else ""
-    return f"{group.count} x [{rows}, {columns}] {group.kind.dtype}{each}"
-
-
-def _axes(group: Group) -> str:
-    ways = dataclasses.asdict(group.way)
-    return "; ".join(f"{do} {','.join(axes)}" for do, axes in ways.items() if axes) or "-"
-
-
 def _bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} GiB"
-
-
-_COLUMNS: dict[str, Callable[[Group], str]] = {
-    "matrices": _matrices,
-    "choice": lambda group: group.choice,
-    "axes": _axes,
-    "collectives": lambda group: f"{_bytes(group.bytes_per_device)} in {group.collectives}",
-    "FLOP / ideal": lambda group: f"{group.flops_per_device / group.ideal_flops:.2f}",
-    "temporary": lambda group: _bytes(group.temp_bytes),
-}
 
 
 _SCOPE = re.compile(r"\bopt_matrix\.(\d+)\b")
