@@ -366,7 +366,7 @@ def _is_sharding(node: Any) -> bool:
 def _table(plan: MatrixPlan) -> str:
     """Returns a row for each group between a line on all leaves and one on all groups."""
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh_shape.items())
-    rows = [_HEAD, *_rows(plan.groups)]
+    rows: list[tuple[str, ...]] = [_HEAD, *_rows(plan.groups)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -392,7 +392,7 @@ def _table(plan: MatrixPlan) -> str:
     return "\n".join([above, *lines, below])
 
 
-_HEAD = (
+_HEAD: tuple[str, ...] = (
     *("leaves", "groups", "matrices", "choice", "axes"),
     *("collectives", "FLOP / ideal", "temporary"),
 )
@@ -413,7 +413,7 @@ def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
             _bytes(group.temp_bytes),
         )
         alike.setdefault(cells, []).append(group)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for cells, members in alike.items():
         paths = list(dict.fromkeys(path for group in members for path in group.leaves))
         more = f" + {len(paths) - 1}" if len(paths) > 1 else ""
