@@ -404,7 +404,7 @@ def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     for group in groups:
         kind, axes = group.kind, dataclasses.asdict(group.way).items()
         each = f" on each of {','.join(kind.batch_axes)}" if kind.batch_axes else ""
-        cells = (
+        cells: tuple[str, ...] = (
             f"{group.count} x [{kind.fan_in}, {kind.fan_out}] {kind.dtype}{each}",
             group.choice,
             "; ".join(f"{do} {','.join(names)}" for do, names in axes if names) or "-",
