@@ -62,11 +62,6 @@ class Kind:
         """The mesh axes that each matrix is cut over."""
         return tuple(axis for axes in self.matrix_spec for axis in axes)
 
-    def side_axes(self, rows: bool) -> Axes:
-        """The mesh axes that the rows, or the columns, lie over."""
-        part = self.matrix_spec[: self.num_rows] if rows else self.matrix_spec[self.num_rows :]
-        return tuple(axis for axes in part for axis in axes)
-
 
 @dataclasses.dataclass(frozen=True)
 class Way:
@@ -104,7 +99,8 @@ def best_way(
         return each.flops_per_device, each.collectives, each.bytes_per_device, len(way.share)
 
     kept = tuple(axis for axis in kind.matrix_axes if axis in split)
-    if kind.split or not _divides(kind, Way(split=kept), mesh):
+    # While matrices are computed with, these axes all cut the larger side.
+    if kind.split or max(kind.fan_in, kind.fan_out) % size(mesh, kept):
         kept = ()
     return min(_ways(kind, mesh, world, kept), key=rank)
 
@@ -124,19 +120,11 @@ def _ways(kind: Kind, mesh: Mapping[str, int], world: Axes, split: Axes) -> Iter
         yield Way(share, gather, split)
 
 
-def _divides(kind: Kind, way: Way, mesh: Mapping[str, int]) -> bool:
-    """Whether the larger side can be cut over all axes that a matrix stays cut over."""
-    moved = size(mesh, turned_axes(kind, way))
-    rows = kind.fan_in > kind.fan_out
-    large = kind.fan_in if rows else kind.fan_out
-    kept = [axis for axis in kind.side_axes(rows) if axis in way.split]
-    return large % (size(mesh, tuple(kept)) * moved) == 0
-
-
 def turned_axes(kind: Kind, way: Way) -> Axes:
     """The split axes that cut the smaller side, and have to be moved to the larger one."""
-    small_is_rows = kind.fan_in <= kind.fan_out
-    return tuple(axis for axis in kind.side_axes(small_is_rows) if axis in way.split)
+    rows, columns = kind.matrix_spec[: kind.num_rows], kind.matrix_spec[kind.num_rows :]
+    small = rows if kind.fan_in <= kind.fan_out else columns
+    return tuple(axis for axes in small for axis in axes if axis in way.split)
 
 
 def size(mesh: Mapping[str, int], axes: Axes) -> int:

@@ -445,11 +445,6 @@ def _check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
         raise OptionError(
             "`check` reads the program with opt-partition: install `opt-matrix[partition]`"
         ) from None
-    if not isinstance(compiled, jax.stages.Compiled):
-        raise OptionError(
-            "`compiled` must be what `jax.jit(f).lower(...).compile()` returns; got "
-            f"{type(compiled).__name__}"
-        )
     counts, moved, others = [0] * len(plan.groups), [0] * len(plan.groups), list[str]()
     together = [
         set(range(first, first + turns)) for first, turns in plan.loops() for _ in range(turns)
