@@ -180,7 +180,7 @@ def _owners(
             unclear[number] = able or {*range(len(table))}
     if unclear:
         single: Keys = [
-            keys_of([(index, dim) for dim in range(len(parameter.shape))], parameter.shape)
+            tuple(((index, dim), size) for dim, size in enumerate(parameter.shape))
             for index, parameter in enumerate(table)
         ]
         shown, _ = symbolic_origins(evaluate, table, single, state)

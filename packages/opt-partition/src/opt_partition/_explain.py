@@ -306,4 +306,4 @@ def _may_be(origin: Origin, key: Key | None) -> bool:
     """Whether a dimension may be that with a key; one without a name is a number."""
     if origin.keys:
         return origin.key == key
-    return origin.is_known and key is None
+    return origin.is_known and (key is None or key[1] < 2)

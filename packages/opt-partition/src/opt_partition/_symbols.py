@@ -53,12 +53,9 @@ Evaluate = Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
 
 
 def keys_of(axes: Sequence[Any], shape: Sequence[int]) -> tuple[Key | None, ...]:
-    """Returns name and size of each dimension that has a name, and a size that is not 1 or 0.
-
-    `init` may treat these two in a special way, and they are never sharded.
-    """
+    """Returns name and size of each dimension that has a name."""
     pairs = zip(axes, shape, strict=True)
-    return tuple(None if axis is None or size < 2 else (axis, size) for axis, size in pairs)
+    return tuple(None if axis is None else (axis, size) for axis, size in pairs)
 
 
 class Origin(NamedTuple):
@@ -82,10 +79,21 @@ def symbolic_origins(
     state: Any,
 ) -> tuple[list[Origins | None], str]:
     """Returns the origins of each leaf, `None` if symbols change its shape; and an error or ''."""
-    try:
-        return _Symbols(evaluate, table, keys).origins(state), ""
-    except Exception as error:  # it is a user's function: anything can happen
-        return [None] * len(jax.tree.leaves(state)), first_line(error)
+    origins: list[Origins | None] = [None] * len(jax.tree.leaves(state))
+    reason = ""
+    # A symbol never has the size 1 or 0, which `init` may treat in a special way.
+    has_small = any(key is not None and key[1] < 2 for row in keys for key in row)
+    for smallest in (0, 2) if has_small else (0,):
+        kept = [tuple(k if k and k[1] >= smallest else None for k in row) for row in keys]
+        try:
+            shown = _Symbols(evaluate, table, kept).origins(state)
+        except Exception as error:  # it is a user's function: anything can happen
+            reason = reason or first_line(error)
+            continue
+        origins = [b if a is None else a for a, b in zip(origins, shown, strict=True)]
+        if None not in origins:
+            break
+    return origins, reason
 
 
 def first_line(error: Exception) -> str:
@@ -100,7 +108,9 @@ class _Symbols:
     def __init__(self, evaluate: Evaluate, table: Sequence[Parameter], keys: Keys) -> None:
         self._evaluate, self._table, self._keys = evaluate, table, keys
         distinct = dict.fromkeys(key for row in keys for key in row if key is not None)
-        self._texts = {key: f"{key[1]}*d{i}" for i, key in enumerate(distinct)}
+        self._texts = {
+            key: f"{key[1]}*d{i}" if key[1] > 1 else f"d{i}" for i, key in enumerate(distinct)
+        }
         self._by_text = {text: key for key, text in self._texts.items()}
         self._by_variable = {f"d{i}": key for i, key in enumerate(distinct)}
 
@@ -122,8 +132,9 @@ class _Symbols:
     def _at_all_multiples(self, state: Any) -> list[Any] | None:
         """Returns the dimensions of each leaf; `None` if `init` depends on the multiple."""
         texts = {
-            (name, size): f"{size}*t + {size}*d{i} - {size}"
-            for i, (name, size) in enumerate(self._texts)
+            key: f"{size}*t + {size}*d{i} - {size}"
+            for i, key in enumerate(self._texts)
+            for size in [max(1, key[1])]
         }
         try:
             shown = self._shapes(texts, 1, state)
@@ -201,8 +212,16 @@ class _Symbols:
                 return Origin(None, (key,), note, is_doubted=True)
             return Origin(key, (key,))
         keys = tuple(self._by_variable[v] for v in dict.fromkeys(_VARIABLE.findall(text)))
+        if not self._has_value(text, size, keys):
+            return None
+        return _computed(text, keys)
+
+    def _has_value(self, text: str, size: int, keys: Sequence[Key]) -> bool:
+        """Whether an expression has a value at the true sizes."""
+        if any(key[1] == 0 for key in keys):  # stands for 1, as no symbol can be 0
+            return size == 0
         (dimension,) = export.symbolic_shape(text, scope=self._true_scope)
-        return _computed(text, keys) if dimension >= size and dimension <= size else None
+        return bool(dimension >= size and dimension <= size)
 
     @functools.cached_property
     def _true_scope(self) -> export.SymbolicScope:
@@ -218,7 +237,7 @@ def _computed(text: str, keys: tuple[Key, ...]) -> Origin:
     """Returns the origin of a dimension that is no parameter dimension but computed from some."""
     if len(keys) > 1:
         return Origin(None, keys, "computed from the parameter dimensions {}")
-    [(_, size)] = keys
+    size = max(1, keys[0][1])
     if multiple := _MULTIPLE.fullmatch(text):
         times = fractions.Fraction(int(multiple[1] or 1), size)
         if times.denominator == 1 or times == _HALF:
