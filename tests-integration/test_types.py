@@ -50,7 +50,7 @@ weight = plan.apply().params["w"] + regroup(frozen, opt.sgd(0.1))[0].params["w"]
 print(describe(groups), opt.resolve_hyper_params(groups), optimizer.step + 1)
 tx = opt.as_transformation(MultiOptimizer.from_rules(rules))
 updates, state = tx.update(grads, tx.init(params), params)
-for tx_or_definition in (tx, optax.adam(1e-3), definition, optimizer):
+for tx_or_definition in (tx, optax.adam(1e-3), definition):
     opt_partition.explain(tx_or_definition, params, {"w": ("embed",), "b": None})
 
 

@@ -109,6 +109,11 @@ class LeafReport:
         return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
 
     @property
+    def ok(self) -> bool:
+        """Whether it has the expected sharding, memory kind and dtype."""
+        return self.sharding_ok and self.dtype_asked in (None, self.dtype)
+
+    @property
     def size(self) -> int:
         """Global number of elements."""
         return math.prod(self.shape)
