@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_precision import _bits, _place, _program
 from opt_precision._formats import Encoded, decode, encode, is_encoded
+from opt_precision._loop import Block, Loop, block_shape, run, run_on_mesh
 from opt_precision._place import fetched
 from opt_precision._program import (
     Atom,
@@ -28,28 +29,31 @@ from opt_precision._program import (
     type_of,
 )
 from opt_precision._select import Shape, path_str
-from opt_precision._storage import Weights
-from opt_precision._stream import (
-    REDUCTIONS,
-    Numbers,
-    Piece,
-    Work,
-    piece_shape,
-    stream,
-    stream_on_mesh,
-)
 from opt_precision._update import (
     COMPUTED,
+    EXTRA,
     GRADIENT,
     NUMBER,
     PARAMETER,
     Arguments,
-    Elements,
     Leaf,
     Update,
     as_array,
 )
 from opt_precision.errors import StateError
+
+SMALL: Final = 4096
+"""Leaves with fewer elements are not worth a loop."""
+
+_UPDATE: Final = -6  # what is made of a leaf where it is not the parameter
+
+# What makes one number of a block, what joins it to that of the blocks before, and what it begins
+# with.
+_REDUCTIONS: Final[Mapping[str, tuple[Any, Any, float]]] = {
+    "reduce_max": (jnp.max, lax.max, -jnp.inf),
+    "reduce_min": (jnp.min, lax.min, jnp.inf),
+    "reduce_sum": (jnp.sum, lax.add, 0),
+}
 
 
 class Results(NamedTuple):
@@ -64,34 +68,16 @@ class Results(NamedTuple):
 class Plan(NamedTuple):
     """How values of a leaf are computed."""
 
-    leaf: Leaf  # the parameter
+    leaf: Leaf
     jaxpr: Jaxpr  # what makes them of the leaf's elements, and of numbers
     starts: list[Var]  # what that takes, in the trace on whole leaves
     sources: list[int]  # what these are of the leaf
-    piece: Shape  # the shape of blocks
+    block: Shape  # the shape of blocks
     is_elementwise: bool = True  # whether an element needs only the same one of other arrays
 
     def of(self, source: int) -> list[Var]:
         """What it takes from one source."""
         return [x for x, own in zip(self.starts, self.sources, strict=True) if own == source]
-
-    def outs(self, arrays: Elements, numbers: Numbers, weights: Weights, shape: Shape) -> list[Any]:
-        """The values of a block."""
-        known: dict[int, Any] = {
-            i: decode(x.format, x.codes, x.scale) if is_encoded(x) else x
-            for i, x in enumerate(arrays.state)
-        }
-        if arrays.grad is not None:
-            known[GRADIENT] = _bits.widen(arrays.grad)
-        if arrays.param is not None:
-            known[PARAMETER] = weights.value(arrays.param, arrays.extra)
-        in_order = {NUMBER: iter(numbers.values), COMPUTED: iter(arrays.computed)}
-        values = [next(in_order[x]) if x in in_order else known[x] for x in self.sources]
-        if self.is_elementwise:
-            outs = run_on_block(self.jaxpr, values, self.leaf.shape, shape)
-        else:
-            outs = jax.core.eval_jaxpr(self.jaxpr, (), *values)
-        return list(map(as_array, outs))
 
 
 class Step:
@@ -100,24 +86,11 @@ class Step:
     def __init__(self, arguments: Arguments) -> None:
         self._args = arguments
         self._update = update = Update(arguments)
-        likes = [
-            leaf.arrays.grad if leaf.arrays.param is None else leaf.arrays.param
-            for leaf in update.leaves
-        ]
-        self._place = _place.find_place(arguments.layout, likes)
+        self._place = _place.find_place(arguments.layout, [leaf.like for leaf in update.leaves])
         _place.warn_of_crossing_blocks(
             self._place, [(x.path, x.shape, x.formats) for x in update.leaves]
         )
-        self._is_traced = any(
-            isinstance(leaf.arrays.grad, jax.core.Tracer) for leaf in update.leaves
-        )
-        # Which leaves are computed in a loop: those that are rounded, or lie on the host. Without
-        # codes compilers need no temporaries, and eager calls keep theirs anyway.
-        is_known = self._is_traced and not self._place.is_hidden
-        self._is_cut = [
-            is_known and (leaf.is_rounded(arguments.weights) or leaf.is_hosted)
-            for leaf in update.leaves
-        ]
+        self._is_cut = list(map(self._is_worth_a_loop, update.leaves))
         self._closed = update.trace()
         self._program = Program(self._closed)
         self._check_extremes()
@@ -139,6 +112,25 @@ class Step:
             else:
                 self._outs[owner].append(out)
 
+    def _is_worth_a_loop(self, leaf: Leaf) -> bool:
+        """Whether a leaf is computed block by block: if it is rounded, or lies on the host.
+
+        Without codes compilers need no temporaries, and eager calls keep theirs anyway.
+        """
+        if leaf.is_hosted and not self._is_traced:
+            raise StateError(
+                f"the state of {leaf.path} lies on the host, and is fetched block by block by a "
+                "compiled step: call it under `jax.jit`"
+            )
+        is_rounded = leaf.formats or self._args.weights.is_met_by(leaf.like.dtype)
+        is_large = is_rounded and math.prod(leaf.shape) >= SMALL
+        return self._is_traced and not self._place.is_hidden and (is_large or leaf.is_hosted)
+
+    @functools.cached_property
+    def _is_traced(self) -> bool:
+        grads = [leaf.arrays[GRADIENT] for leaf in self._update.leaves]
+        return any(isinstance(grad, jax.core.Tracer) for grad in grads)
+
     def _check_extremes(self) -> None:
         update = self._update
         if not any(map(is_encoded, update.stored)):
@@ -159,38 +151,33 @@ class Step:
 
     def run(self) -> Results:
         """Computes numbers of all leaves, then leaf by leaf the new values, and the rest."""
-        update, plans = self._update, self._plans
-        cut = [plan for plan in plans if self._is_cut[plan.leaf.at]]
-        zero = self._zero
-        if cut:
+        update, zero = self._update, self._zero
+        if any(self._is_cut):
             zero = self._totals(zero)
-            wanted = ([*plan.of(NUMBER), *plan.of(COMPUTED)] for plan in plans)
+            wanted = ([*plan.of(NUMBER), *plan.of(COMPUTED)] for plan in self._plans)
             self._compute([*self._rest.values(), *itertools.chain.from_iterable(wanted)])
         else:  # as it was traced
             arguments = map(self._value, self._program.arguments)
             outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arguments)
             rows = zip(self._program.outs, outs, strict=True)
             self._known |= {out: value for out, value in rows if isinstance(out, Var)}
-        new = {
-            plan.leaf.at: _at_once(self._work(plan))
-            for plan in plans
-            if not self._is_cut[plan.leaf.at]
-        }
-        results, _ = self._streamed(cut, [self._work(plan) for plan in cut], zero)
-        new |= zip((plan.leaf.at for plan in cut), results, strict=True)
-        leaves: list[Elements] = [new[leaf.at] for leaf in update.leaves]
+        new: list[dict[int, Any]] = []
+        for plan in self._plans:
+            loop = self._new_values(plan)
+            if self._is_cut[plan.leaf.at]:
+                values, zero = self._looped(plan, loop, zero)
+            else:
+                values = _at_once(loop)
+            new.append(values)
+        stored = zip(update.stored, update.places[len(new) :], strict=False)
         state = [
-            _as_before(old, self._value(self._rest[j]))
-            if owner is None
-            else leaves[owner].state[place]
-            for j, (old, (owner, place)) in enumerate(
-                zip(update.stored, update.places[len(leaves) :], strict=False)
-            )
+            _as_before(old, self._value(self._rest[j])) if owner is None else new[owner][source]
+            for j, (old, (owner, source)) in enumerate(stored)
         ]
         return Results(
             update.tree,
-            [leaf.param for leaf in leaves],
-            [leaf.extra for leaf in leaves],
+            [values[PARAMETER if self._args.is_in_place else _UPDATE] for values in new],
+            [values.get(EXTRA) for values in new],
             jax.tree.unflatten(update.state_tree, state),
         )
 
@@ -201,18 +188,18 @@ class Step:
         for leaf, outs in zip(self._update.leaves, self._outs, strict=True):
             own = (leaf.at, _program.UNIFORM, _program.NUMBER)
             is_elementwise = all(isinstance(x, Literal) or self._kinds[x] in own for x in outs)
-            is_cut, piece = self._is_cut[leaf.at], self._piece(leaf)
+            is_cut, block = self._is_cut[leaf.at], self._block(leaf)
             part = None
             if is_cut and is_elementwise:
                 part = self._program.part(outs, self._is_number)
             elif is_cut and (part := self._alone(leaf, outs)) is not None:
-                piece = leaf.shape
+                block = leaf.shape
             if part is None:  # the values themselves, computed before
                 part = Part([], [*dict.fromkeys(x for x in outs if isinstance(x, Var))], outs)
-            plans.append(self._plan(leaf, part, piece, is_elementwise=is_elementwise))
+            plans.append(self._plan(leaf, part, block, is_elementwise=is_elementwise))
         return plans
 
-    def _plan(self, leaf: Leaf, part: Part, piece: Shape, *, is_elementwise: bool = True) -> Plan:
+    def _plan(self, leaf: Leaf, part: Part, block: Shape, *, is_elementwise: bool = True) -> Plan:
         """A plan, with the sources of what its equations start from."""
         sources = []
         for value in part.starts:
@@ -222,7 +209,7 @@ class Step:
                 source = COMPUTED if is_computed else NUMBER
             sources.append(source)
         jaxpr = self._program.jaxpr(part)
-        return Plan(leaf, jaxpr, part.starts, sources, piece, is_elementwise)
+        return Plan(leaf, jaxpr, part.starts, sources, block, is_elementwise)
 
     def _alone(self, leaf: Leaf, outs: Sequence[Atom]) -> Part | None:
         """What makes the new values of a whole leaf, if no other leaf takes part but by numbers."""
@@ -248,12 +235,12 @@ class Step:
             return leaf.shape
         return _place.part_shape(mesh, self._spec(leaf), leaf.shape)
 
-    def _piece(self, leaf: Leaf) -> Shape:
+    def _block(self, leaf: Leaf) -> Shape:
         if not self._is_cut[leaf.at]:
             return leaf.shape
         blocked = [form for form in leaf.formats if form.block]
         units = {form.axis: math.lcm(*(form.block for form in blocked)) for form in blocked}
-        return piece_shape(self._shape(leaf), self._args.limit, units, is_even=leaf.is_hosted)
+        return block_shape(self._shape(leaf), self._args.limit, units)
 
     def _compute(self, wanted: Iterable[Atom]) -> None:
         """Computes values for whole leaves."""
@@ -271,21 +258,30 @@ class Step:
         if atom in self._known:
             return self._known[atom]
         array, (owner, source) = self._arguments[atom], self._places[atom]
+        if owner is None or not is_encoded(array):
+            array = jax.tree.map(fetched, array)
+            return self._seen(source, array, None if owner is None else self._extra(owner))
+        return self._decoded(array, owner)
+
+    def _extra(self, at: int) -> Any:
+        return self._update.leaves[at].arrays.get(EXTRA)
+
+    def _seen(self, source: int, array: Any, extra: Any) -> jax.Array:
+        """An array of a leaf, or a block of it, as the inner transformation sees it."""
         if source == PARAMETER:
-            assert owner is not None
-            return self._args.weights.value(array, self._update.leaves[owner].arrays.extra)
+            return self._args.weights.value(array, extra)
         if source == GRADIENT:
             return _bits.widen(array)
-        return self._decoded(array, owner) if is_encoded(array) else fetched(array)
+        return decode(array.format, array.codes, array.scale) if is_encoded(array) else array
 
-    def _decoded(self, leaf: Encoded, owner: int | None) -> jax.Array:
+    def _decoded(self, leaf: Encoded, owner: int) -> jax.Array:
         """A whole leaf of the state as the inner transformation knows it."""
         leaf = jax.tree.map(fetched, leaf)
 
         def values(leaf: Encoded) -> jax.Array:
             return decode(leaf.format, leaf.codes, leaf.scale)
 
-        if self._place.mesh is None or owner is None:
+        if self._place.mesh is None:
             return values(leaf)
         lies = self._place.specs[owner]
         spec = _place.block_spec(self._place.mesh, lies, leaf.shape, [leaf.format])
@@ -303,18 +299,14 @@ class Step:
             for at, eqns in of_leaves.items():
                 leaf = self._update.leaves[at]
                 part = self._program.part([eqn.invars[0] for eqn in eqns], self._is_number)
-                plans.append(self._plan(leaf, part, self._piece(leaf)))
+                plans.append(self._plan(leaf, part, self._block(leaf)))
             self._compute(x for plan in plans for x in plan.of(NUMBER))
-            rows = list(zip(plans, of_leaves.values(), strict=True))
-            works = [self._total_work(plan, eqns) for plan, eqns in rows]
-            names = [[eqn.primitive.name for eqn in eqns] for _, eqns in rows]
-            found, zero = self._streamed(plans, works, zero, names)
-            for (_, eqns), numbers in zip(rows, found, strict=True):
-                outs = (eqn.outvars[0] for eqn in eqns)
-                self._known |= {
-                    out: number.reshape(type_of(out).shape)
-                    for out, number in zip(outs, numbers, strict=True)
-                }
+            for plan, eqns in zip(plans, of_leaves.values(), strict=True):
+                numbers, zero = self._looped(plan, self._numbers_of(plan, eqns), zero)
+                for eqn, number in zip(eqns, numbers, strict=True):
+                    reduce, _, _ = _REDUCTIONS[eqn.primitive.name]
+                    total = number if self._place.mesh is None else reduce(number)  # of all devices
+                    self._known[eqn.outvars[0]] = total.reshape(type_of(eqn.outvars[0]).shape)
         return zero
 
     def _is_total(self, eqn: JaxprEqn) -> bool:
@@ -323,7 +315,7 @@ class Step:
         Compilers would hold all of these; sums over gradients alone they make in passing.
         """
         operand = eqn.invars[0] if eqn.invars else None
-        if eqn.primitive.name not in REDUCTIONS or not isinstance(operand, Var):
+        if eqn.primitive.name not in _REDUCTIONS or not isinstance(operand, Var):
             return False
         at, aval = self._kinds[operand], type_of(operand)
         is_float = jnp.issubdtype(aval.dtype, jnp.floating)
@@ -333,94 +325,92 @@ class Step:
         is_of_gradient = all(self._places.get(x) == (at, GRADIENT) for x in starts)
         return self._is_cut[at] and not is_of_gradient
 
-    def _total_work(self, plan: Plan, eqns: Sequence[JaxprEqn]) -> Work:
+    def _numbers_of(self, plan: Plan, eqns: Sequence[JaxprEqn]) -> Loop:
         """What makes numbers of the elements of a leaf, each with those of the blocks before."""
-        weights, names = self._args.weights, tuple(eqn.primitive.name for eqn in eqns)
+        ways = [_REDUCTIONS[eqn.primitive.name] for eqn in eqns]
 
-        def body(numbers: Numbers, piece: Piece, held: list[Any], read: Elements) -> list[Any]:
-            joined = []
-            outs = plan.outs(read, numbers, weights, piece.shape)
-            for name, before, elements in zip(names, held, outs, strict=True):
-                reduce, join, _, first = REDUCTIONS[name]
-                elements = jnp.broadcast_to(elements, piece.shape)
-                if piece.is_new is not None:
-                    start = jnp.asarray(first, elements.dtype)
-                    elements = jnp.where(piece.is_new, elements, start)
-                joined.append(join(before, reduce(elements)))
-            return joined
+        def body(numbers: list[Any], block: Block, held: list[Any], read: Any) -> list[Any]:
+            outs = self._outs_of(plan, read, numbers, block.shape)
+            return [
+                join(before, reduce(jnp.broadcast_to(elements, block.shape)))
+                for (reduce, join, _), before, elements in zip(ways, held, outs, strict=True)
+            ]
 
-        rows = zip(names, eqns, strict=True)
         held = [
-            jnp.asarray(REDUCTIONS[name][3], type_of(eqn.outvars[0]).dtype) for name, eqn in rows
+            jnp.asarray(first, type_of(eqn.outvars[0]).dtype)
+            for (_, _, first), eqn in zip(ways, eqns, strict=True)
         ]
-        read = self._read(plan)
-        if PARAMETER not in plan.sources:
-            read = read._replace(param=None, extra=None)
-        state = [x if i in plan.sources else None for i, x in enumerate(read.state)]
-        read = read._replace(state=state)
-        return self._work_of(plan, held, read, self._numbers(plan), body, names)
+        return self._loop(plan, held, self._read(plan), self._numbers(plan), body)
 
-    def _work(self, plan: Plan) -> Work:
+    def _new_values(self, plan: Plan) -> Loop:
         """What makes the new values of a leaf."""
-        leaf, weights, is_in_place = plan.leaf, self._args.weights, self._args.is_in_place
+        leaf, first = plan.leaf, self._first_keys[plan.leaf.at]
         strides = _bits.strides_of(leaf.shape)
+        made = PARAMETER if self._args.is_in_place else _UPDATE
 
-        def body(numbers: Numbers, piece: Piece, held: Elements, read: Elements) -> Elements:
-            param = held.param if is_in_place else read.param
-            arrays = read._replace(param=param, extra=held.extra, state=held.state)
-            update, *states = plan.outs(arrays, numbers, weights, piece.shape)
-            begin = numbers.begin or (0,) * len(piece.shape)
-            origin = [first + more for first, more in zip(begin, piece.origin, strict=True)]
-            index = functools.cache(lambda: _bits.global_index(piece.shape, origin, strides))
+        def body(
+            numbers: Any, block: Block, held: dict[int, Any], read: dict[int, Any]
+        ) -> dict[int, Any]:
+            values, keys = numbers
+            arrays = {**read, **held}
+            update, *states = self._outs_of(plan, arrays, values, block.shape)
+            index = functools.cache(lambda: _bits.global_index(block.shape, block.origin, strides))
 
             def noise(place: int) -> jax.Array:
-                assert numbers.keys is not None
-                key = lax.dynamic_index_in_dim(
-                    numbers.keys, numbers.first + np.uint32(place), keepdims=False
-                )
+                key = lax.dynamic_index_in_dim(keys, np.uint32(first + place), keepdims=False)
                 return _bits.noise_at(key, index())
 
-            new, kept = self._placed(param, held.extra, update, lambda: noise(0))
-            state = [
-                _stored(old, value, functools.partial(noise, place))
-                for place, (old, value) in enumerate(zip(held.state, states, strict=True), 1)
-            ]
-            return Elements(new.astype(held.param.dtype), kept, state)
+            param, extra = arrays.get(PARAMETER), arrays.get(EXTRA)
+            value, kept = self._placed(param, extra, update, lambda: noise(0))
+            new: dict[int, Any] = {made: value.astype(held[made].dtype)}
+            if EXTRA in held:
+                new[EXTRA] = kept
+            for place, state in enumerate(states):
+                new[place] = _stored(held[place], state, functools.partial(noise, place + 1))
+            return new
 
-        arrays, read = leaf.arrays, self._read(plan)._replace(extra=None, state=())
-        if is_in_place:
-            held, read = (
-                Elements(arrays.param, arrays.extra, arrays.state),
-                read._replace(param=None),
-            )
+        held = {key: x for key, x in leaf.arrays.items() if key not in (GRADIENT, PARAMETER)}
+        if made == PARAMETER:
+            held[PARAMETER] = leaf.arrays[PARAMETER]
         else:
-            like = arrays.grad if arrays.param is None else arrays.param
-            buffer = jnp.zeros_like(like, dtype=type_of(self._outs[leaf.at][0]).dtype)
-            held = Elements(buffer, arrays.extra, arrays.state)
-        if leaf.is_hosted and not self._is_traced:
-            raise StateError(
-                f"the state of {leaf.path} lies on the host, and is fetched piece by piece by a "
-                "compiled step: call it under `jax.jit`"
-            )
-        numbers = self._numbers(plan)._replace(keys=self._keys, first=self._first_keys[leaf.at])
-        return self._work_of(plan, held, read, numbers, body, strides)
+            dtype = type_of(self._outs[leaf.at][0]).dtype
+            held[_UPDATE] = jnp.zeros_like(leaf.like, dtype=dtype)
+        read = {key: x for key, x in self._read(plan).items() if key not in held}
+        if PARAMETER in leaf.arrays and PARAMETER not in held:
+            read[PARAMETER] = leaf.arrays[PARAMETER]
+        return self._loop(plan, held, read, (self._numbers(plan), self._keys), body)
 
-    def _read(self, plan: Plan) -> Elements:
-        """The arrays of a leaf, with the gradient if it is needed."""
-        computed = [self._value(x) for x in plan.of(COMPUTED)]
-        arrays = plan.leaf.arrays._replace(computed=computed)
-        return arrays if GRADIENT in plan.sources else arrays._replace(grad=None)
+    def _outs_of(
+        self, plan: Plan, arrays: dict[int, Any], numbers: Sequence[Any], shape: Shape
+    ) -> list[Any]:
+        """The values of a block."""
+        in_order = {NUMBER: iter(numbers), COMPUTED: iter(arrays.get(COMPUTED, ()))}
+        operands = [
+            next(in_order[source])
+            if source in in_order
+            else self._seen(source, arrays[source], arrays.get(EXTRA))
+            for source in plan.sources
+        ]
+        if plan.is_elementwise:
+            outs = run_on_block(plan.jaxpr, operands, plan.leaf.shape, shape)
+        else:
+            outs = jax.core.eval_jaxpr(plan.jaxpr, (), *operands)
+        return list(map(as_array, outs))
 
-    def _numbers(self, plan: Plan) -> Numbers:
-        return Numbers([self._value(x) for x in plan.of(NUMBER)])
+    def _read(self, plan: Plan) -> dict[int, Any]:
+        """The arrays of a leaf that a plan takes."""
+        needed = {*plan.sources, *([EXTRA] if PARAMETER in plan.sources else [])}
+        arrays = {key: array for key, array in plan.leaf.arrays.items() if key in needed}
+        if computed := plan.of(COMPUTED):
+            arrays[COMPUTED] = list(map(self._value, computed))
+        return arrays
 
-    def _work_of(
-        self, plan: Plan, held: Any, read: Any, numbers: Numbers, body: Any, more: Hashable
-    ) -> Work:
-        shape, key = self._shape(plan.leaf), None
-        if shape == plan.piece:  # what may be alike: but for this, bodies differ in numbers alone
-            key = str(plan.jaxpr), tuple(plan.sources), more
-        return Work(shape, plan.piece, held, read, numbers, body, key)
+    def _numbers(self, plan: Plan) -> list[Any]:
+        return list(map(self._value, plan.of(NUMBER)))
+
+    def _loop(self, plan: Plan, held: Any, read: Any, numbers: Any, body: Any) -> Loop:
+        shape = self._shape(plan.leaf)
+        return Loop(shape, plan.block, held, read, numbers, body, (0,) * len(shape))
 
     def _placed(
         self,
@@ -453,34 +443,23 @@ class Step:
         return _bits.noise_keys(jnp.where(is_field, fields, weights), [name for name, _ in rows])
 
     @functools.cached_property
-    def _first_keys(self) -> list[np.uint32]:
+    def _first_keys(self) -> list[int]:
         numbers = (1 + len(leaf.names) for leaf in self._update.leaves)
-        return [np.uint32(first) for first in itertools.accumulate(numbers, initial=0)]
+        return list(itertools.accumulate(numbers, initial=0))
 
-    def _streamed(
-        self,
-        plans: Sequence[Plan],
-        works: Sequence[Work],
-        zero: jax.Array,
-        names: Sequence[Sequence[str]] = (),
-    ) -> tuple[list[Any], jax.Array]:
-        """Computes leaves; see `stream`."""
-        mesh, limit = self._place.mesh, self._args.limit
+    def _looped(self, plan: Plan, loop: Loop, zero: jax.Array) -> tuple[Any, jax.Array]:
+        """What a loop makes, where its sources were; numbers of every device."""
+        mesh = self._place.mesh
         if mesh is None:
-            return stream(works, limit, zero)
-        specs = [self._spec(plan.leaf) for plan in plans]
-        found, zero = stream_on_mesh(works, limit, zero, mesh, specs, names)
-        results = [
-            jax.tree.map(functools.partial(self._moved_back, plan.leaf), new, work.held)
-            for plan, work, new in zip(plans, works, found, strict=True)
-        ]
-        return results, zero
+            return run(loop, zero)
+        at, spec = self._place.specs[plan.leaf.at], self._spec(plan.leaf)
+        found, zero = run_on_mesh(loop, zero, mesh, spec)
 
-    def _moved_back(self, leaf: Leaf, new: jax.Array, old: jax.Array) -> jax.Array:
-        """A result of a leaf where its source was."""
-        at, mesh = self._place.specs[leaf.at], self._place.mesh
-        is_elsewhere = new.shape == leaf.shape and self._spec(leaf) != at
-        return _place.moved_back(new, old, NamedSharding(mesh, at) if is_elsewhere else None)
+        def moved_back(new: jax.Array, old: jax.Array) -> jax.Array:
+            is_elsewhere = new.shape == plan.leaf.shape and spec != at
+            return _place.moved_back(new, old, NamedSharding(mesh, at) if is_elsewhere else None)
+
+        return jax.tree.map(moved_back, found, loop.held), zero
 
     @property
     def _zero(self) -> jax.Array:
@@ -489,18 +468,16 @@ class Step:
         counts = [step for step in self._args.steps if isinstance(step, jax.Array)]
         if counts:
             return jnp.minimum(counts[0], 0)
-        grads = [leaf.arrays.grad for leaf in self._update.leaves]
+        grads = [leaf.arrays[GRADIENT] for leaf in self._update.leaves]
         arrays = [x for x in grads if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
         return jnp.int32(0) if not arrays else _zero_of(arrays[0])
 
 
-def _at_once(work: Work) -> Elements:
+def _at_once(loop: Loop) -> Any:
     """The results of a leaf that is computed as a whole, with no order among leaves."""
-    held, read = jax.tree.map(fetched, (work.held, work.read))
-    piece = Piece(work.shape, (0,) * len(work.shape))
-    results: Elements = work.body(work.numbers, piece, held, read)
-    placed: Elements = jax.tree.map(_place.placed_like, results, work.held)
-    return placed
+    held, read = jax.tree.map(fetched, (loop.held, loop.read))
+    results = loop.body(loop.numbers, Block(loop.shape, loop.begin), held, read)
+    return jax.tree.map(_place.placed_like, results, loop.held)
 
 
 def _stored(old: Any, new: jax.Array, noise: Callable[[], jax.Array]) -> Any:

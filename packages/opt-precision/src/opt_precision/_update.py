@@ -23,6 +23,7 @@ GRADIENT: Final = -1
 PARAMETER: Final = -2
 COMPUTED: Final = -3  # an array of the leaf's shape that was computed before
 NUMBER: Final = -4  # nothing of it: a number, or an array that is not cut
+EXTRA: Final = -5  # what is kept besides the parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +51,6 @@ class Arguments:
         return max(1, self.chunk_bytes // 4)
 
 
-class Elements(NamedTuple):
-    """The arrays that belong to a parameter, or those that are needed, or blocks of them."""
-
-    param: Any = None  # the parameter; `None` if there are gradients alone
-    extra: Any = None  # what is kept besides it
-    state: Sequence[Any] = ()  # the leaves of the state that mirror it
-    grad: Any = None
-    computed: Sequence[Any] = ()  # what was computed before
-
-
 class Leaf(NamedTuple):
     """A parameter, and what belongs to it."""
 
@@ -67,22 +58,27 @@ class Leaf(NamedTuple):
     path: str  # of the parameter
     shape: Shape  # of all of it
     names: list[str]  # the paths of the leaves of the state
-    arrays: Elements
+    arrays: dict[int, Any]  # its gradient, the parameter, what is kept besides it, and its state
+
+    @property
+    def like(self) -> Any:
+        """The parameter, or the gradient if there are gradients alone."""
+        return self.arrays.get(PARAMETER, self.arrays[GRADIENT])
+
+    @property
+    def state(self) -> list[Any]:
+        """The leaves of the state that mirror it."""
+        return [self.arrays[place] for place in range(len(self.names))]
 
     @property
     def formats(self) -> list[Format]:
         """How the leaves of the state are encoded that are."""
-        return [leaf.format for leaf in self.arrays.state if is_encoded(leaf)]
+        return [leaf.format for leaf in self.state if is_encoded(leaf)]
 
     @property
     def is_hosted(self) -> bool:
         """Whether a part of its state lies on the host."""
-        return any(map(is_on_host, jax.tree.leaves(self.arrays.state)))
-
-    def is_rounded(self, weights: Weights) -> bool:
-        """Whether a part of it is stored in fewer bits."""
-        like = self.arrays.grad if self.arrays.param is None else self.arrays.param
-        return bool(self.formats) or weights.is_met_by(like.dtype)
+        return any(map(is_on_host, jax.tree.leaves(self.state)))
 
 
 class Update:
@@ -113,14 +109,13 @@ class Update:
                 owned[owner].append(j)
         self.leaves = []
         for i, ((path, shape), own) in enumerate(zip(shapes, owned, strict=True)):
-            arrays_of_it = Elements(
-                params[i] if params else None,
-                args.extras[i] if args.extras else None,
-                [self.stored[j] for j in own],
-                grads[i],
-            )
+            own_arrays = {GRADIENT: grads[i], **{k: self.stored[j] for k, j in enumerate(own)}}
+            if params:
+                own_arrays[PARAMETER] = params[i]
+            if args.extras and args.extras[i] is not None:
+                own_arrays[EXTRA] = args.extras[i]
             names = [path_str(self.paths[j]) for j in own]
-            self.leaves.append(Leaf(i, path_str(path), shape, names, arrays_of_it))
+            self.leaves.append(Leaf(i, path_str(path), shape, names, own_arrays))
         rows = zip(self.leaves, grads, strict=True)
         self.places = [
             *((leaf.at if leaf.shape == grad.shape else None, GRADIENT) for leaf, grad in rows),
@@ -150,10 +145,10 @@ class Update:
             return jax.make_jaxpr(self._called)(*types)
         except (TypeError, ValueError) as error:
             wrong = "; ".join(
-                f"the gradient of {leaf.path} has shape {tuple(leaf.arrays.grad.shape)}, the "
+                f"the gradient of {leaf.path} has shape {tuple(leaf.arrays[GRADIENT].shape)}, the "
                 f"parameter {leaf.shape}"
                 for leaf in self.leaves
-                if tuple(leaf.arrays.grad.shape) != leaf.shape
+                if tuple(leaf.arrays[GRADIENT].shape) != leaf.shape
             )
             if wrong:
                 raise StateError(wrong) from error
