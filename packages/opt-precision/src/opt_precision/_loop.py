@@ -134,17 +134,20 @@ def _run(loop: Loop, spans: Sequence[_Span], zero: jax.Array) -> tuple[Any, jax.
     number, sizes = math.prod(span.count for span in spans), tuple(span.size for span in spans)
     wholes, tree = jax.tree.flatten(loop.held)
 
+    def is_cut(whole: jax.Array) -> bool:
+        return whole.ndim == len(spans) and sizes != loop.shape
+
     def cut(whole: jax.Array, index: Any) -> jax.Array:
-        if whole.ndim != len(spans):
-            return whole
-        starts, shape = _window(loop, whole, sizes, _origin(spans, index))
-        return fetched(lax.dynamic_slice(whole, starts, shape))
+        if is_cut(whole):
+            whole = lax.dynamic_slice(whole, *_window(loop, whole, sizes, _origin(spans, index)))
+        return fetched(whole)
 
     def written(whole: jax.Array, new: jax.Array, index: Any) -> jax.Array:
-        if whole.ndim != len(spans):
+        new = placed_like(new, whole)
+        if not is_cut(whole):
             return new
         starts, _ = _window(loop, whole, sizes, _origin(spans, index))
-        return lax.dynamic_update_slice(whole, placed_like(new, whole), starts)
+        return lax.dynamic_update_slice(whole, new, starts)
 
     def step(index: Any, carry: Any) -> Any:
         wholes, ready = carry

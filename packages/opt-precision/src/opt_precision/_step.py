@@ -344,20 +344,21 @@ class Step:
 
     def _new_values(self, plan: Plan) -> Loop:
         """What makes the new values of a leaf."""
-        leaf, first = plan.leaf, self._first_keys[plan.leaf.at]
+        leaf = plan.leaf
         strides = _bits.strides_of(leaf.shape)
         made = PARAMETER if self._args.is_in_place else _UPDATE
 
         def body(
             numbers: Any, block: Block, held: dict[int, Any], read: dict[int, Any]
         ) -> dict[int, Any]:
-            values, keys = numbers
+            values, keys, first = numbers
             arrays = {**read, **held}
             update, *states = self._outs_of(plan, arrays, values, block.shape)
             index = functools.cache(lambda: _bits.global_index(block.shape, block.origin, strides))
 
             def noise(place: int) -> jax.Array:
-                key = lax.dynamic_index_in_dim(keys, np.uint32(first + place), keepdims=False)
+                at = first + np.uint32(place)
+                key = lax.dynamic_index_in_dim(keys, at, keepdims=False)
                 return _bits.noise_at(key, index())
 
             param, extra = arrays.get(PARAMETER), arrays.get(EXTRA)
@@ -378,7 +379,9 @@ class Step:
         read = {key: x for key, x in self._read(plan).items() if key not in held}
         if PARAMETER in leaf.arrays and PARAMETER not in held:
             read[PARAMETER] = leaf.arrays[PARAMETER]
-        return self._loop(plan, held, read, (self._numbers(plan), self._keys), body)
+        # A number, not a constant: XLA for GPUs compiles kernels that are alike once.
+        first = jnp.uint32(self._first_keys[leaf.at])
+        return self._loop(plan, held, read, (self._numbers(plan), self._keys, first), body)
 
     def _outs_of(
         self, plan: Plan, arrays: dict[int, Any], numbers: Sequence[Any], shape: Shape
