@@ -126,5 +126,3 @@ def test_wrappers_combine_in_any_order() -> None:
 def test_arguments() -> None:
     with pytest.raises(OrderError, match="`offload_state` is there twice"):
         offload_state(quantize_state(offload_state(optax.adam(1e-3)), op.dynamic8()))
-    with pytest.raises(PrecisionError, match="`memory_kind` must be one of"):
-        offload_state(optax.adam(1e-3), memory_kind="disk")

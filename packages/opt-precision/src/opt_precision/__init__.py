@@ -10,8 +10,7 @@ from importlib.metadata import version as _version
 from opt_precision import errors
 from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, log8
 from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
-from opt_precision._formats import Encoded, Format
-from opt_precision._place import partition_rules
+from opt_precision._formats import Encoded, Format, partition_rules
 from opt_precision._precision import (
     Precision,
     master_weights,
@@ -31,7 +30,7 @@ from opt_precision._states import (
     master_of,
     set_params,
 )
-from opt_precision._storage import read_storage
+from opt_precision._weights import read_storage
 from opt_precision._wrapper import apply, apply_updates
 
 __version__ = _version("opt-precision")

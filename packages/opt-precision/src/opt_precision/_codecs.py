@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 
@@ -13,6 +13,7 @@ from opt_precision._formats import Format, Kind, block_axis, block_size
 from opt_precision.errors import PrecisionError
 
 Role: TypeAlias = Literal["moment", "slow_moment", "second_moment"]
+ROLES: Final = frozenset(get_args(Role))
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 

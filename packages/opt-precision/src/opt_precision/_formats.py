@@ -16,13 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from opt_precision import _bits, _maps
+from opt_precision._place import fetched
 
 if TYPE_CHECKING:
-    from opt_precision._storage import LeafStorage
+    from opt_partition import Rules, StateLeaf
 
 Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
+PACKAGE: Final = "opt_precision"
 VERSION: Final = 1
 SHORTEST: Final = 64
 LONGEST: Final = 512
@@ -72,6 +75,45 @@ class Format:
         """`'stochastic'` or `'nearest'`."""
         return "stochastic" if self.stochastic else "nearest"
 
+    @property
+    def name(self) -> str:
+        """The name of the codec, as plans call it."""
+        return self.kind
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all digits of a float32 are kept."""
+        return False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The arrays of an `Encoded`."""
+        return ("codes", "scale") if self.block else ("codes",)
+
+    def __str__(self) -> str:
+        kind = f"{self.kind}-v{self.version}{' squared' if self.squared else ''}"
+        blocks = f" {self.block} along {self.axis}" if self.block else ""
+        return f"{kind}{blocks} {self.dtype}"
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns what `read_storage` reads."""
+        return {"package": PACKAGE, "of": "leaf", **dataclasses.asdict(self)}
+
+    def decode(self, *arrays: jax.Array) -> jax.Array:
+        """Returns the values of codes and scales, on the device."""
+        decoded = functools.partial(_decoded, self)
+        results = jax.typeof(arrays[0]).sharding
+        values: jax.Array = _untyped(decoded, arrays[0], results)(*arrays)
+        return values
+
+    def encode(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns codes and scales of values, each rounded to nearest."""
+        encoded = functools.partial(_encoded, self)
+        like = jax.typeof(values).sharding
+        results = (like, like.update(spec=PartitionSpec()))[: len(self.fields)]
+        arrays: tuple[jax.Array, ...] = _untyped(encoded, values, results)(values)
+        return arrays
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +141,14 @@ class Encoded:
         """The dtype of the leaf when decoded."""
         return np.dtype(self.format.dtype)
 
-    def leaf_storage(self) -> LeafStorage:
-        """Returns what the codes mean, as `opt_core.protocols.StoresLeaf` asks."""
-        from opt_precision._storage import LeafStorage  # which decodes by this module
+    def leaf_storage(self) -> Format:
+        """Returns what the codes mean, as `opt_core.protocols.StoresLeaf` asks.
 
-        return LeafStorage.of(self.format)
+        How they were rounded does not matter, nor are there roots without scales.
+        """
+        form = self.format
+        is_squared = form.squared and form.block > 0
+        return dataclasses.replace(form, stochastic=False, squared=is_squared)
 
 
 def is_encoded(node: Any) -> bool:
@@ -304,3 +349,47 @@ def spread(scale: jax.Array, axis: int, block: int, size: int) -> jax.Array:
 
 def _split(x: jax.Array, axis: int, number: int, block: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], number, block, *x.shape[axis + 1 :])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decoded(form: Format, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    return decode(form, fetched(codes), None if scale is None else fetched(scale))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encoded(form: Format, values: jax.Array) -> tuple[jax.Array, ...]:
+    codes, scale = encode(form, fetched(values), None)
+    return (codes,) if scale is None else (codes, scale)
+
+
+def _untyped(function: Any, operand: jax.Array, results: Any) -> Any:
+    """The function where shardings are not types: explicit ones forbid to look up by an index."""
+    if not jax.typeof(operand).sharding.mesh.explicit_axes:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=results)
+
+
+def partition_rules(base: Rules | None = None) -> Rules:
+    """Returns rules by which opt-partition knows the leaves of encoded state.
+
+    Codes have the dimensions of their parameter. So have scales, whose elements are blocks along
+    one of them: that dimension is cut as the parameter's is where whole blocks lie on each device,
+    and otherwise whole on every device, which the plan reports.
+
+    Args:
+      base: the rules for everything else.
+    """
+    return {**(base or {}), Encoded: encoded_axes}
+
+
+def encoded_axes(leaf: StateLeaf) -> Any:
+    """The axes of one array of an encoded leaf."""
+    if leaf.parameter is None:
+        return None
+    if leaf.field == "codes":
+        return tuple(range(len(leaf.shape)))
+    form = leaf.state.format
+    names = list(leaf.parameter.axes)
+    if leaf.parameter.shape[form.axis] % form.block:
+        names[form.axis] = None  # the last block is short: parts of equal size cut others
+    return PartitionSpec(*names)

@@ -23,7 +23,7 @@ from opt_precision._formats import (
     scale_shape,
 )
 from opt_precision._place import block_spec, explicit_sharding, padded
-from opt_precision._program import Atom, Program, feeding_extremes
+from opt_precision._program import Atom, Program
 from opt_precision._select import Candidate, Choice, KeyPath, Select, find_mirrors, path_str
 from opt_precision._states import WEIGHT_STATES, QuantizedState
 from opt_precision._update import as_array, wide
@@ -88,29 +88,7 @@ class First:
         places = [i for i, leaf in enumerate(self.leaves) if leaf.is_candidate]
         candidates = [mirror for i in places if (mirror := self.leaves[i].mirror) is not None]
         chosen = dict(zip(places, select(candidates), strict=True))
-        if {choice.role is None for choice in chosen.values()} == {True, False}:
-            for i, extreme in self._feeding_extremes().items():
-                if i in chosen and chosen[i].role is not None:
-                    path = path_str(self.leaves[extreme].path)
-                    chosen[i] = Choice(None, f"feeds {path}, which would keep errors of rounding")
         return [_planned(leaf, chosen.get(i), codecs) for i, leaf in enumerate(self.leaves)]
-
-    def _feeding_extremes(self) -> dict[int, int]:
-        """See `feeding_extremes`; a step checks it again."""
-        types: list[list[Any]] = [[*map(wide, self.params)], self._avals]
-        # Without their shardings.
-        wides, stored = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in own] for own in types)
-
-        def update(grads: Any, state: Any, params: Any) -> Any:
-            trees = [jax.tree.unflatten(self._tree, flat) for flat in (grads, params)]
-            state = jax.tree.unflatten(self._state_tree, state)
-            return jax.tree.leaves(self._tx.update(trees[0], state, trees[1]))
-
-        try:
-            closed = jax.make_jaxpr(update)(wides, stored, wides)
-        except Exception:  # an update may need more arguments, or the axes of a mesh
-            return {}
-        return feeding_extremes(Program(closed), len(wides), len(stored))
 
     def state(self, plan: Sequence[Planned] | None = None) -> Any:
         """The state; its encoded leaves are made without the leaves themselves where they can."""

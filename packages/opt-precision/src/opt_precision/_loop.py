@@ -54,7 +54,7 @@ class _Span(NamedTuple):
 
     start: int
     size: int
-    count: int
+    number: int
 
 
 def block_shape(shape: Shape, limit: int, units: Mapping[int, int]) -> Shape:
@@ -102,7 +102,7 @@ def run_on_mesh(
     """The same by each device for its part; numbers get a dimension, with one for each part."""
     nowhere = PartitionSpec()
 
-    def is_cut(x: Any) -> bool:
+    def is_cut(x: jax.Array) -> bool:
         return x.ndim == len(spec)
 
     def part(held: Any, read: Any, numbers: Any, zero: jax.Array) -> Any:
@@ -131,7 +131,7 @@ def _spans(size: int, part: int) -> list[_Span]:
 
 def _run(loop: Loop, spans: Sequence[_Span], zero: jax.Array) -> tuple[Any, jax.Array]:
     """The loop over blocks of one shape. What lies on the host is fetched one block ahead."""
-    number, sizes = math.prod(span.count for span in spans), tuple(span.size for span in spans)
+    number, sizes = math.prod(span.number for span in spans), tuple(span.size for span in spans)
     wholes, tree = jax.tree.flatten(loop.held)
 
     def is_cut(whole: jax.Array) -> bool:
@@ -206,7 +206,7 @@ def _varying(x: Any, index: Any) -> Any:
 
 def _origin(spans: Sequence[_Span], index: Any) -> list[Any]:
     """Where a block begins: of one type, also with numbers of 64 bits."""
-    if spans and all(span.count == 1 for span in spans):
+    if spans and all(span.number == 1 for span in spans):
         # The index is 0, which the compiler does not know: noise of known indices it would store.
         return [spans[0].start + index, *(np.int32(span.start) for span in spans[1:])]
     origin: list[Any] = []

@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from opt_precision._formats import Encoded, Format
-from opt_precision._select import Shape
 from opt_precision.errors import StateError
 
 if TYPE_CHECKING:
-    from opt_partition import Rules, StateLeaf
+    from opt_precision._formats import Format
 
 Space = jax.memory.Space
-KINDS: Final = ("pinned_host",)
 
 
 def is_on_host(array: Any) -> bool:
@@ -125,7 +122,7 @@ def block_spec(
 
 
 def warn_of_crossing_blocks(
-    place: Place, leaves: Sequence[tuple[str, Shape, list[Format]]]
+    place: Place, leaves: Sequence[tuple[str, tuple[int, ...], list[Format]]]
 ) -> None:
     """Warns of leaves, by path, shape and formats, that are gathered in every step."""
     lines = []
@@ -192,29 +189,3 @@ def moved_back(new: jax.Array, old: jax.Array, lies: NamedSharding | None) -> ja
         lies = typed if jax.typeof(new).sharding != typed else None
         return new if lies is None else jax.sharding.reshard(new, lies)
     return new if lies is None else lax.with_sharding_constraint(new, lies)
-
-
-def partition_rules(base: Rules | None = None) -> Rules:
-    """Returns rules by which opt-partition knows the leaves of encoded state.
-
-    Codes have the dimensions of their parameter. So have scales, whose elements are blocks along
-    one of them: that dimension is cut as the parameter's is where whole blocks lie on each device,
-    and otherwise whole on every device, which the plan reports.
-
-    Args:
-      base: the rules for everything else.
-    """
-    return {**(base or {}), Encoded: encoded_axes}
-
-
-def encoded_axes(leaf: StateLeaf) -> Any:
-    """The axes of one array of an encoded leaf."""
-    if leaf.parameter is None:
-        return None
-    if leaf.field == "codes":
-        return tuple(range(len(leaf.shape)))
-    form = leaf.state.format
-    names = list(leaf.parameter.axes)
-    if leaf.parameter.shape[form.axis] % form.block:
-        names[form.axis] = None  # the last block is short: parts of equal size cut others
-    return PartitionSpec(*names)

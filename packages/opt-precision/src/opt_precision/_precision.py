@@ -13,16 +13,14 @@ import jax
 import optax
 
 from opt_precision import _select
-from opt_precision._codecs import Codec, Role
+from opt_precision._codecs import ROLES, Codec, Role
 from opt_precision._init import Codecs, order_message
-from opt_precision._place import KINDS
-from opt_precision._storage import Storage, Weights
+from opt_precision._weights import Storage, Weights
 from opt_precision._wrapper import CHUNK_BYTES, Precise, Quantized, put_together, taken_apart
 from opt_precision.errors import OrderError, PrecisionError
 
 Rounding: TypeAlias = Literal["stochastic"] | Storage
 _ROUNDINGS: Final = ("stochastic", *get_args(Storage))
-_ROLES: Final = frozenset(get_args(Role))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ class Precision:
         if self.weights not in (None, *_ROUNDINGS):
             raise PrecisionError(f"`weights` must be one of {_ROUNDINGS}, found {self.weights!r}")
         if self.state is not None:
-            checked_codec(self.state)
+            _check_codec(self.state)
         elif not self.offload:
             if self.weights is None:
                 raise PrecisionError(
@@ -117,8 +115,9 @@ class Precision:
         if self.state is not None:
             if settings.codec is not None:
                 raise OrderError(order_message("quantize_state", "quantize_state"))
-            codec = checked_codec(self.state)
-            settings = dataclasses.replace(settings, codec=codec, select=select, seed=self.seed)
+            settings = dataclasses.replace(
+                settings, codec=self.state, select=select, seed=self.seed
+            )
         if self.offload:
             if settings.on_host is not None:
                 raise OrderError(order_message("offload_state", "offload_state"))
@@ -181,8 +180,9 @@ def quantize_state(
       >>> sum(leaf.nbytes for leaf in jax.tree.leaves(state.inner[0].nu))
       16640
     """
+    _check_codec(codec)
     return Precision(
-        state=checked_codec(codec),
+        state=codec,
         select=select,
         chunk_bytes=int(chunk_bytes),
         seed=int(seed),
@@ -193,7 +193,6 @@ def quantize_state(
 def offload_state(
     tx: Any,
     select: _select.Select | None = None,
-    memory_kind: str = "pinned_host",
     *,
     chunk_bytes: int = CHUNK_BYTES,
     layout: Any = None,
@@ -207,7 +206,6 @@ def offload_state(
     Args:
       tx: an Optax transformation.
       select: which leaves lie on the host, by default all moments; never counts.
-      memory_kind: `'pinned_host'`.
       chunk_bytes: see `quantize_state`; the smaller one counts if both have one.
       layout: see `quantize_state`.
 
@@ -216,7 +214,7 @@ def offload_state(
 
     Raises:
       OrderError: moments of `tx` lie on the host already, or it is a window.
-      PrecisionError: another kind of memory, or jax before 0.10.2.
+      PrecisionError: jax before 0.10.2.
       StateError: the update is not called under `jax.jit`.
 
     Examples:
@@ -228,8 +226,6 @@ def offload_state(
       >>> state.inner[0].mu['w'].sharding.memory_kind, params['w'].sharding.memory_kind
       ('pinned_host', 'device')
     """
-    if memory_kind not in KINDS:
-        raise PrecisionError(f"`memory_kind` must be one of {KINDS}, found {memory_kind!r}")
     return Precision(offload=True, select=select, chunk_bytes=int(chunk_bytes), layout=layout)(tx)
 
 
@@ -315,17 +311,16 @@ def _checked(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)  # type: ignore[attr-defined]
 
 
-def checked_codec(codec: Any) -> Codecs:
-    """A codec, or one for some of the roles."""
+def _check_codec(codec: Any) -> None:
+    """Raises unless it is a codec, or a mapping with one for some of the roles."""
     if isinstance(codec, Codec):
-        return codec
+        return
     if codec == {}:
-        raise PrecisionError(f"`codec` is empty; the roles are {sorted(_ROLES)}")
-    if isinstance(codec, Mapping) and all(isinstance(one, Codec) for one in codec.values()):
-        if unknown := sorted(codec.keys() - _ROLES):
-            raise PrecisionError(f"`codec` has {unknown}; the roles are {sorted(_ROLES)}")
-        return dict(codec)
-    raise TypeError(
-        "`codec` must be a codec such as `opt_precision.dynamic8()`, or a mapping from roles to "
-        f"codecs, found {codec!r}"
-    )
+        raise PrecisionError(f"`codec` is empty; the roles are {sorted(ROLES)}")
+    if not isinstance(codec, Mapping) or not all(isinstance(x, Codec) for x in codec.values()):
+        raise TypeError(
+            "`codec` must be a codec such as `opt_precision.dynamic8()`, or a mapping from roles "
+            f"to codecs, found {codec!r}"
+        )
+    if unknown := sorted(codec.keys() - ROLES):
+        raise PrecisionError(f"`codec` has {unknown}; the roles are {sorted(ROLES)}")

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 
-from opt_precision._codecs import Role
+from opt_precision._codecs import ROLES, Role
 from opt_precision.errors import SelectionError
 
 Shape: TypeAlias = tuple[int, ...]
@@ -52,7 +52,6 @@ _SECOND: Final = {
     "ScaleByAdamState": "nu",
     "ScaleByAdanState": "n",
     "ScaleByAdemamixState": "nu",
-    "ScaleByAmsgradState": "nu",
     "ScaleByBeliefState": "nu",
     "ScaleByRmsState": "nu",
     "ScaleByRmsWithCountState": "nu",
@@ -80,6 +79,7 @@ _KEPT: Final = {
         "PerElementMeanAndSumSqDiffGradsState": "mean_grads sum_sq_diff_grads",
     },
     "a maximum, which rounding could only raise": {"ScaleByAmsgradState": "nu_max"},
+    "feeds a maximum, which would keep errors of rounding": {"ScaleByAmsgradState": "nu"},
     "a sum of signed terms, which rounding biases": {
         "COCOBState": "cumulative_gradients",
         "DAdaptAdamWState": "grad_sum",
@@ -121,7 +121,6 @@ def _table() -> dict[tuple[str, str], tuple[Role | None, str]]:
 
 
 KNOWN: Final[Mapping[tuple[str, str], tuple[Role | None, str]]] = MappingProxyType(_table())
-_ROLES: Final = frozenset({"moment", "slow_moment", "second_moment"})
 
 
 KeyPath: TypeAlias = tuple[Any, ...]
@@ -195,7 +194,7 @@ def meaning(leaf: Candidate) -> Choice:
         return Choice(*found) if found is not None else Choice(None, UNKNOWN)
     describe = getattr(leaf.owner, "describe_fields", None)
     said = dict(describe()).get("roles", {}).get(leaf.field) if callable(describe) else None
-    if said in _ROLES:
+    if said in ROLES:
         return Choice(said)
     return Choice(None, UNKNOWN if said is None else str(said).replace("_", " "))
 
@@ -240,9 +239,9 @@ def by_field(roles: Mapping[str, Role]) -> Select:
       SelectionError: a role is not one of these, or (from `init`) there is no such field.
     """
     for field, role in roles.items():
-        if role not in _ROLES:
+        if role not in ROLES:
             raise SelectionError(
-                f"`by_field`: the role of {field!r} must be one of {sorted(_ROLES)}, found {role!r}"
+                f"`by_field`: the role of {field!r} must be one of {sorted(ROLES)}, found {role!r}"
             )
 
     def select(leaves: Sequence[Candidate]) -> list[Choice]:

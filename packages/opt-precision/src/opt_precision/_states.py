@@ -15,7 +15,7 @@ import optax
 from opt_precision import _bits
 from opt_precision._formats import is_encoded
 from opt_precision._select import path_str
-from opt_precision._storage import Weights
+from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
 
@@ -43,6 +43,15 @@ class StochasticState(NamedTuple):
     inner: Any
 
 
+def _master_params(state: Any, params: Any) -> Any:
+    field, storage = state.params_storage()
+
+    def master(param: Any, extra: Any) -> Any:
+        return wide_param(param) if is_masked(extra) else storage.decode(param, extra)
+
+    return jax.tree.map(master, params, getattr(state, field), is_leaf=is_masked)
+
+
 class MasterState(NamedTuple):
     """The state of `master_weights(storage='f32')`.
 
@@ -60,7 +69,7 @@ class MasterState(NamedTuple):
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
-        return _masters(self, params)
+        return _master_params(self, params)
 
 
 class RemainderState(NamedTuple):
@@ -81,7 +90,7 @@ class RemainderState(NamedTuple):
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
-        return _masters(self, params)
+        return _master_params(self, params)
 
 
 class Remainder8State(NamedTuple):
@@ -103,7 +112,7 @@ class Remainder8State(NamedTuple):
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
-        return _masters(self, params)
+        return _master_params(self, params)
 
 
 class KahanState(NamedTuple):
@@ -125,17 +134,7 @@ class KahanState(NamedTuple):
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known."""
-        return _masters(self, params)
-
-
-def _masters(state: Any, params: Any) -> Any:
-    """The parameters in float32, from what a state keeps besides them."""
-    field, storage = state.params_storage()
-
-    def master(param: Any, extra: Any) -> Any:
-        return wide_param(param) if is_masked(extra) else storage.decode(param, extra)
-
-    return jax.tree.map(master, params, getattr(state, field), is_leaf=is_masked)
+        return _master_params(self, params)
 
 
 def wide_param(param: Any) -> Any:

@@ -466,14 +466,9 @@ class Step:
 
     @property
     def _zero(self) -> jax.Array:
-        """A zero that the compiler does not know to be one."""
-        # Our own counts are never negative; of other integers in the state nothing is known.
+        """A zero that the compiler does not know to be one: our own counts are never negative."""
         counts = [step for step in self._args.steps if isinstance(step, jax.Array)]
-        if counts:
-            return jnp.minimum(counts[0], 0)
-        grads = [leaf.arrays[GRADIENT] for leaf in self._update.leaves]
-        arrays = [x for x in grads if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
-        return jnp.int32(0) if not arrays else _zero_of(arrays[0])
+        return jnp.minimum(counts[0], 0) if counts else lax.optimization_barrier(jnp.int32(0))
 
 
 def _at_once(loop: Loop) -> Any:
@@ -489,13 +484,6 @@ def _stored(old: Any, new: jax.Array, noise: Callable[[], jax.Array]) -> Any:
         return new.astype(old.dtype)
     form = old.format
     return Encoded(*encode(form, new, noise() if form.needs_noise else None, old.codes), form)
-
-
-def _zero_of(array: jax.Array) -> jax.Array:
-    """A zero from an element of an array, whatever that is: no cube is 3 modulo 9."""
-    first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
-    bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32) & 255
-    return (bits * bits * bits % 9 == 3).astype(jnp.int32)
 
 
 def _as_before(old: Any, new: Any) -> Any:

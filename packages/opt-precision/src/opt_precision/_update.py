@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from opt_precision._formats import Format, is_encoded
 from opt_precision._place import explicit_sharding, is_on_host
 from opt_precision._select import KeyPath, Shape, find_mirrors, path_str
-from opt_precision._storage import NEAREST, Weights
+from opt_precision._weights import NEAREST, Weights
 from opt_precision.errors import StateError
 
 # What an argument of the update, or a value that equations start from, is of a leaf: an index is

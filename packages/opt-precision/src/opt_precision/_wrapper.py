@@ -19,9 +19,9 @@ from opt_precision._formats import is_encoded
 from opt_precision._init import Codecs, First, Planned, each_in_a_variable, refuse_named
 from opt_precision._place import on_host
 from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState, is_masked
-from opt_precision._step import Results, Step
-from opt_precision._storage import NEAREST, Weights
+from opt_precision._step import SMALL, Results, Step
 from opt_precision._update import Arguments
+from opt_precision._weights import NEAREST, Weights
 from opt_precision.errors import StateError
 
 CHUNK_BYTES: Final = 64 << 20
@@ -48,9 +48,11 @@ class Precise(optax.GradientTransformationExtraArgs):
         """
         quantized = taken_apart(self)[1]
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+        largest, small = max(sizes, default=0), sum(size for size in sizes if size < SMALL)
         chunk = CHUNK_BYTES if quantized is None else quantized.chunk_bytes
-        copied = 4 * max(sizes, default=0) if jax.default_backend() == "cpu" else 0
-        most: int = 4 * _ARRAYS * min(chunk // 4, sum(sizes)) + _LEAF_BYTES * len(sizes) + copied
+        copied = 4 * largest if jax.default_backend() == "cpu" else 0
+        elements = max(min(chunk // 4, largest), small)
+        most: int = 4 * _ARRAYS * elements + _LEAF_BYTES * len(sizes) + copied
         return most
 
     @property
@@ -142,7 +144,8 @@ class Quantized(_Wrapper):
 
     def next_state(self, state: QuantizedState, results: Results) -> QuantizedState:
         """The state after a step."""
-        return QuantizedState(_incremented(state.step), results.state)
+        step: Any = optax.safe_increment(state.step)  # the largest int32 stays what it is
+        return QuantizedState(step, results.state)
 
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
@@ -219,7 +222,7 @@ class Rounded(_Wrapper):
             "inner": results.state if inside is None else inside.next_state(state.inner, results)
         }
         if self.weights.needs_noise:
-            fields["step"] = _incremented(state.step)
+            fields["step"] = optax.safe_increment(state.step)
         if self.weights.method in EXTRA_FIELD:
             field = EXTRA_FIELD[self.weights.method]
             kept = [optax.MaskedNode() if extra is None else extra for extra in results.extras]
@@ -325,10 +328,6 @@ def put_together(tx: Any, quantized: Quantized | None, weights: Weights | None) 
         tx = Precise(rounded.init, rounded.update)
     wrapped: Precise = tx
     return wrapped
-
-
-def _incremented(count: Any) -> Any:
-    return optax.safe_increment(count)  # the largest int32 stays what it is
 
 
 def _check_kind(state: Any, kind: type) -> None:

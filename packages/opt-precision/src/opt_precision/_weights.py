@@ -1,6 +1,7 @@
-"""How parameters and leaves of a state are stored, also for programs that move states.
+"""How parameters are stored: how they are rounded, and what is kept besides them.
 
-The methods are those that `opt_core.protocols.Storage` asks for; opt-core is not imported.
+`Weights` has the methods that `opt_core.protocols.Storage` asks for, as `Format` has for leaves of
+a state; opt-core is not imported.
 """
 
 from __future__ import annotations
@@ -12,14 +13,10 @@ from typing import Any, Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from opt_precision import _bits, _formats
-from opt_precision._formats import VERSION, Format
-from opt_precision._place import fetched
+from opt_precision import _bits
+from opt_precision._formats import PACKAGE, VERSION, Format
 from opt_precision.errors import StateError
-
-PACKAGE: Final = "opt_precision"
 
 Storage: TypeAlias = Literal["f32", "remainder", "remainder8", "kahan"]
 Method: TypeAlias = Literal["nearest", "stochastic"] | Storage
@@ -168,65 +165,7 @@ def _joined(weights: Weights, param: jax.Array, extra: jax.Array) -> jax.Array:
     return value + _bits.widen(extra) if weights.method == "kahan" else value
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafStorage:
-    """How a leaf is stored in codes.
-
-    Attributes:
-      format: what the codes mean; how they were rounded does not matter.
-    """
-
-    format: Format
-    is_exact: bool = dataclasses.field(default=False, init=False)
-
-    @classmethod
-    def of(cls, form: Format) -> LeafStorage:
-        """Returns the storage in a format."""
-        is_squared = form.squared and form.block > 0
-        return cls(dataclasses.replace(form, stochastic=False, squared=is_squared))
-
-    @property
-    def name(self) -> str:
-        """The name of the codec."""
-        return self.format.kind
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the leaf."""
-        return self.format.dtype
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The arrays of an `Encoded`."""
-        return ("codes", "scale") if self.format.block else ("codes",)
-
-    def __str__(self) -> str:
-        form = self.format
-        kind = f"{form.kind}-v{form.version}{' squared' if form.squared else ''}"
-        blocks = f" {form.block} along {form.axis}" if form.block else ""
-        return f"{kind}{blocks} {form.dtype}"
-
-    def to_data(self) -> dict[str, Any]:
-        """Returns what `read_storage` reads."""
-        return {"package": PACKAGE, "of": "leaf", **dataclasses.asdict(self.format)}
-
-    def decode(self, *arrays: jax.Array) -> jax.Array:
-        """Returns the values of codes and scales, on the device."""
-        decoded = functools.partial(_decoded, self.format)
-        results = jax.typeof(arrays[0]).sharding
-        values: jax.Array = _untyped(decoded, arrays[0], results)(*arrays)
-        return values
-
-    def encode(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns codes and scales of values, each rounded to nearest."""
-        encoded = functools.partial(_encoded, self.format)
-        like = jax.typeof(values).sharding
-        results = (like, like.update(spec=PartitionSpec()))[: len(self.fields)]
-        arrays: tuple[jax.Array, ...] = _untyped(encoded, values, results)(values)
-        return arrays
-
-
-def read_storage(data: Mapping[str, Any]) -> LeafStorage | Weights:
+def read_storage(data: Mapping[str, Any]) -> Format | Weights:
     """Returns a storage from its data, as a checkpoint has it; opt-core calls this on a restore.
 
     Args:
@@ -242,23 +181,5 @@ def read_storage(data: Mapping[str, Any]) -> LeafStorage | Weights:
         raise StateError(f"found version {data.get('version')!r}, this release knows {VERSION}")
     fields = {name: value for name, value in data.items() if name not in ("package", "of")}
     if data["of"] == "leaf":
-        return LeafStorage(Format(**fields))
+        return Format(**fields)
     return Weights(fields["name"])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _decoded(form: Format, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    return _formats.decode(form, fetched(codes), None if scale is None else fetched(scale))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _encoded(form: Format, values: jax.Array) -> tuple[jax.Array, ...]:
-    codes, scale = _formats.encode(form, fetched(values), None)
-    return (codes,) if scale is None else (codes, scale)
-
-
-def _untyped(function: Any, operand: jax.Array, results: Any) -> Any:
-    """The function where shardings are not types: explicit ones forbid to look up by an index."""
-    if not jax.typeof(operand).sharding.mesh.explicit_axes:
-        return function
-    return jax.sharding.auto_axes(function, out_sharding=results)
