@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from opt_precision._place import (
     resharded,
 )
 from opt_precision._select import Shape
+
+_SMALL: Final = 1 << 18
+"""Leaves of at most so many elements are stacked, which takes a copy of them."""
 
 
 class Block(NamedTuple):
@@ -88,38 +91,102 @@ def block_shape(shape: Shape, limit: int, units: Mapping[int, int]) -> Shape:
     return tuple(block)
 
 
-def run(loop: Loop, zero: jax.Array) -> tuple[Any, jax.Array]:
-    """Returns what the body made of what is held, and a zero that is there later."""
+def groups(loops: Sequence[Loop], keys: Sequence[Hashable], limit: int) -> list[list[int]]:
+    """Small leaves whose computations differ in numbers alone, as many as make one block."""
+    found: dict[Hashable, list[list[int]]] = {}
+    for k, (loop, key) in enumerate(zip(loops, keys, strict=True)):
+        arrays, tree = jax.tree.flatten((loop.held, loop.read))
+        size = math.prod(loop.shape)
+        is_small = size <= _SMALL and loop.shape == loop.block and not any(map(is_on_host, arrays))
+        types = tuple(array.dtype for array in arrays)
+        alike = found.setdefault((key, loop.shape, tree, types) if is_small else k, [])
+        if not alike or size * (len(alike[-1]) + 1) > limit:
+            alike.append([])
+        alike[-1].append(k)
+    return [members for alike in found.values() for members in alike]
+
+
+def run(loops: Sequence[Loop], zero: jax.Array) -> tuple[list[Any], jax.Array]:
+    """Returns what the bodies made of what is held, and a zero that is there later.
+
+    Several leaves are alike: they are stacked, and compiled once.
+    """
+    loop = loops[0] if len(loops) == 1 else _stacked(loops, zero)
     held = loop.held
     for spans in itertools.product(*map(_spans, loop.shape, loop.block)):
         held, zero = _run(loop._replace(held=held), spans, zero)
-    return held, zero
+    if len(loops) == 1:
+        return [held], zero
+    # XLA for CPUs makes machine code for each index that it knows.
+    known = np.arange(len(loops), dtype=np.int32)
+    hidden, _ = _repeat(lambda index, at: at + index, zero, 1, known)
+    return [
+        jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, hidden[k], keepdims=False), held)  # noqa: B023
+        for k in range(len(loops))
+    ], zero
 
 
 def run_on_mesh(
-    loop: Loop, zero: jax.Array, mesh: Any, spec: PartitionSpec
-) -> tuple[Any, jax.Array]:
+    loops: Sequence[Loop], zero: jax.Array, mesh: Any, spec: PartitionSpec
+) -> tuple[list[Any], jax.Array]:
     """The same by each device for its part; numbers get a dimension, with one for each part."""
     nowhere = PartitionSpec()
 
     def is_cut(x: jax.Array) -> bool:
         return x.ndim == len(spec)
 
-    def part(held: Any, read: Any, numbers: Any, zero: jax.Array) -> Any:
-        begin = local_origin(mesh, spec, loop.shape)
-        own = loop._replace(held=held, read=read, numbers=numbers, begin=begin)
+    def part(arrays: Any, numbers: Any, zero: jax.Array) -> Any:
+        begin = local_origin(mesh, spec, loops[0].shape)
+        own = [
+            loop._replace(held=held, read=read, numbers=these, begin=begin)
+            for loop, (held, read), these in zip(loops, arrays, numbers, strict=True)
+        ]
         found, zero = run(own, zero)
         return jax.tree.map(lambda x: x if is_cut(x) else x[None], found), zero
 
-    trees = loop.held, loop.read
-    specs = jax.tree.map(lambda x: spec if is_cut(x) else nowhere, trees)
+    arrays = [(loop.held, loop.read) for loop in loops]
+    specs = jax.tree.map(lambda x: spec if is_cut(x) else nowhere, arrays)
     parts = PartitionSpec(tuple(name for entry in spec for name in axis_names(entry)))
-    out_specs = jax.tree.map(lambda x: spec if is_cut(x) else parts, loop.held)
-    function = mapped(part, mesh, (*specs, nowhere, nowhere), (out_specs, nowhere))
-    found: tuple[Any, jax.Array] = function(
-        *jax.tree.map(resharded, trees, specs), loop.numbers, zero
+    out_specs = [jax.tree.map(lambda x: spec if is_cut(x) else parts, loop.held) for loop in loops]
+    function = mapped(part, mesh, (specs, nowhere, nowhere), (out_specs, nowhere))
+    numbers = [loop.numbers for loop in loops]
+    found: tuple[list[Any], jax.Array] = function(
+        jax.tree.map(resharded, arrays, specs), numbers, zero
     )
     return found
+
+
+def _stacked(loops: Sequence[Loop], zero: jax.Array) -> Loop:
+    """Leaves that are alike as one."""
+    loop = loops[0]
+    columns = list(zip(*(jax.tree.leaves(each.numbers) for each in loops), strict=True))
+    axes = [None if all(x is column[0] for x in column) else 0 for column in columns]
+    numbers = [
+        column[0] if axis is None else _stack(*column)
+        for column, axis in zip(columns, axes, strict=True)
+    ]
+    held, read = jax.tree.map(
+        lambda first, *rest: _stack(_varying(first, zero), *rest),
+        *((each.held, each.read) for each in loops),
+    )
+    tree = jax.tree.structure(loop.numbers)
+
+    def body(numbers: Any, block: Block, held: Any, read: Any) -> Any:
+        index = (block.origin[0], *(0 for _ in loop.shape[1:])) if loop.shape else ()
+        own = Block(loop.shape, tuple(map(operator.add, loop.begin, index)))
+
+        def each(numbers: Any, held: Any, read: Any) -> Any:
+            return loop.body(jax.tree.unflatten(tree, numbers), own, held, read)
+
+        return jax.vmap(each, in_axes=(axes, 0, 0))(numbers, held, read)
+
+    shape = (len(loops), *loop.shape)
+    return Loop(shape, shape, held, read, numbers, body, (0,) * len(shape))
+
+
+def _stack(*leaves: Any) -> Any:
+    is_known = all(isinstance(leaf, np.generic) for leaf in leaves)
+    return np.stack(leaves) if is_known else jnp.stack(leaves)
 
 
 def _spans(size: int, part: int) -> list[_Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_precision import _bits, _place, _program
 from opt_precision._formats import Encoded, decode, encode, is_encoded
-from opt_precision._loop import Block, Loop, block_shape, run, run_on_mesh
+from opt_precision._loop import Block, Loop, block_shape, groups, run, run_on_mesh
 from opt_precision._place import fetched
 from opt_precision._program import (
     Atom,
@@ -41,9 +41,6 @@ from opt_precision._update import (
     as_array,
 )
 from opt_precision.errors import StateError
-
-SMALL: Final = 4096
-"""Leaves with fewer elements are not worth a loop."""
 
 _UPDATE: Final = -6  # what is made of a leaf where it is not the parameter
 
@@ -122,9 +119,8 @@ class Step:
                 f"the state of {leaf.path} lies on the host, and is fetched block by block by a "
                 "compiled step: call it under `jax.jit`"
             )
-        is_rounded = leaf.formats or self._args.weights.is_met_by(leaf.like.dtype)
-        is_large = is_rounded and math.prod(leaf.shape) >= SMALL
-        return self._is_traced and not self._place.is_hidden and (is_large or leaf.is_hosted)
+        is_rounded = bool(leaf.formats) or self._args.weights.is_met_by(leaf.like.dtype)
+        return self._is_traced and not self._place.is_hidden and (is_rounded or leaf.is_hosted)
 
     @functools.cached_property
     def _is_traced(self) -> bool:
@@ -161,14 +157,14 @@ class Step:
             outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arguments)
             rows = zip(self._program.outs, outs, strict=True)
             self._known |= {out: value for out, value in rows if isinstance(out, Var)}
-        new: list[dict[int, Any]] = []
-        for plan in self._plans:
-            loop = self._new_values(plan)
-            if self._is_cut[plan.leaf.at]:
-                values, zero = self._looped(plan, loop, zero)
-            else:
-                values = _at_once(loop)
-            new.append(values)
+        loops = list(map(self._new_values, self._plans))
+        cut = [plan for plan in self._plans if self._is_cut[plan.leaf.at]]
+        found, _ = self._looped(cut, [loops[plan.leaf.at] for plan in cut], zero)
+        looped = iter(found)
+        new: list[dict[int, Any]] = [
+            next(looped) if is_cut else _at_once(loop)
+            for is_cut, loop in zip(self._is_cut, loops, strict=True)
+        ]
         stored = zip(update.stored, update.places[len(new) :], strict=False)
         state = [
             _as_before(old, self._value(self._rest[j])) if owner is None else new[owner][source]
@@ -301,8 +297,11 @@ class Step:
                 part = self._program.part([eqn.invars[0] for eqn in eqns], self._is_number)
                 plans.append(self._plan(leaf, part, self._block(leaf)))
             self._compute(x for plan in plans for x in plan.of(NUMBER))
-            for plan, eqns in zip(plans, of_leaves.values(), strict=True):
-                numbers, zero = self._looped(plan, self._numbers_of(plan, eqns), zero)
+            rows = list(zip(plans, of_leaves.values(), strict=True))
+            loops = [self._numbers_of(plan, eqns) for plan, eqns in rows]
+            names = [tuple(eqn.primitive.name for eqn in eqns) for _, eqns in rows]
+            found, zero = self._looped(plans, loops, zero, names)
+            for (_, eqns), numbers in zip(rows, found, strict=True):
                 for eqn, number in zip(eqns, numbers, strict=True):
                     reduce, _, _ = _REDUCTIONS[eqn.primitive.name]
                     total = number if self._place.mesh is None else reduce(number)  # of all devices
@@ -380,7 +379,7 @@ class Step:
         if PARAMETER in leaf.arrays and PARAMETER not in held:
             read[PARAMETER] = leaf.arrays[PARAMETER]
         # A number, not a constant: XLA for GPUs compiles kernels that are alike once.
-        first = jnp.uint32(self._first_keys[leaf.at])
+        first = np.uint32(self._first_keys[leaf.at])
         return self._loop(plan, held, read, (self._numbers(plan), self._keys, first), body)
 
     def _outs_of(
@@ -450,19 +449,36 @@ class Step:
         numbers = (1 + len(leaf.names) for leaf in self._update.leaves)
         return list(itertools.accumulate(numbers, initial=0))
 
-    def _looped(self, plan: Plan, loop: Loop, zero: jax.Array) -> tuple[Any, jax.Array]:
-        """What a loop makes, where its sources were; numbers of every device."""
+    def _looped(
+        self,
+        plans: Sequence[Plan],
+        loops: Sequence[Loop],
+        zero: jax.Array,
+        names: Sequence[Hashable] = (),
+    ) -> tuple[list[Any], jax.Array]:
+        """What loops make, where their sources were; numbers of every device."""
         mesh = self._place.mesh
-        if mesh is None:
-            return run(loop, zero)
-        at, spec = self._place.specs[plan.leaf.at], self._spec(plan.leaf)
-        found, zero = run_on_mesh(loop, zero, mesh, spec)
+        specs = [None if mesh is None else self._spec(plan.leaf) for plan in plans]
+        keys = [
+            (str(plan.jaxpr), tuple(plan.sources), spec, more)
+            for plan, spec, more in itertools.zip_longest(plans, specs, names)
+        ]
+        results: dict[int, Any] = {}
+        for members in groups(loops, keys, self._args.limit):
+            own, spec = [loops[k] for k in members], specs[members[0]]
+            found, zero = run(own, zero) if spec is None else run_on_mesh(own, zero, mesh, spec)
+            results |= zip(members, found, strict=True)
+        if mesh is not None:
+            for k, plan in enumerate(plans):
+                back = functools.partial(self._moved_back, plan.leaf)
+                results[k] = jax.tree.map(back, results[k], loops[k].held)
+        return [results[k] for k in range(len(loops))], zero
 
-        def moved_back(new: jax.Array, old: jax.Array) -> jax.Array:
-            is_elsewhere = new.shape == plan.leaf.shape and spec != at
-            return _place.moved_back(new, old, NamedSharding(mesh, at) if is_elsewhere else None)
-
-        return jax.tree.map(moved_back, found, loop.held), zero
+    def _moved_back(self, leaf: Leaf, new: jax.Array, old: jax.Array) -> jax.Array:
+        at = self._place.specs[leaf.at]
+        is_elsewhere = new.shape == leaf.shape and self._spec(leaf) != at
+        lies = NamedSharding(self._place.mesh, at) if is_elsewhere else None
+        return _place.moved_back(new, old, lies)
 
     @property
     def _zero(self) -> jax.Array:

@@ -19,7 +19,7 @@ from opt_precision._formats import is_encoded
 from opt_precision._init import Codecs, First, Planned, each_in_a_variable, refuse_named
 from opt_precision._place import on_host
 from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState, is_masked
-from opt_precision._step import SMALL, Results, Step
+from opt_precision._step import Results, Step
 from opt_precision._update import Arguments
 from opt_precision._weights import NEAREST, Weights
 from opt_precision.errors import StateError
@@ -48,11 +48,9 @@ class Precise(optax.GradientTransformationExtraArgs):
         """
         quantized = taken_apart(self)[1]
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-        largest, small = max(sizes, default=0), sum(size for size in sizes if size < SMALL)
         chunk = CHUNK_BYTES if quantized is None else quantized.chunk_bytes
-        copied = 4 * largest if jax.default_backend() == "cpu" else 0
-        elements = max(min(chunk // 4, largest), small)
-        most: int = 4 * _ARRAYS * elements + _LEAF_BYTES * len(sizes) + copied
+        copied = 4 * max(sizes, default=0) if jax.default_backend() == "cpu" else 0
+        most: int = 4 * _ARRAYS * min(chunk // 4, sum(sizes)) + _LEAF_BYTES * len(sizes) + copied
         return most
 
     @property
