@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -118,12 +119,10 @@ def run(loops: Sequence[Loop], zero: jax.Array) -> tuple[list[Any], jax.Array]:
     if len(loops) == 1:
         return [held], zero
     # XLA for CPUs makes machine code for each index that it knows.
-    known = np.arange(len(loops), dtype=np.int32)
-    hidden, _ = _repeat(lambda index, at: at + index, zero, 1, known)
-    return [
-        jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, hidden[k], keepdims=False), held)  # noqa: B023
-        for k in range(len(loops))
-    ], zero
+    known = [np.int32(k) for k in range(len(loops))]
+    hidden, _ = _repeat(lambda index, indices: [at + index for at in indices], zero, 1, known)
+    cut = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
+    return [jax.tree.map(functools.partial(cut, index=at), held) for at in hidden], zero
 
 
 def run_on_mesh(
