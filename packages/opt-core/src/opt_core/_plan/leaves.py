@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
@@ -42,7 +41,6 @@ class LeafInfo:
       role: what it is for, see `opt_core.LeafDescription`; empty for other leaves.
       dimensions: for each of its dimensions that of the parameter, or `None`; `None` altogether if
         that is not known.
-      axes: logical axes, if known.
       value: of a single integer: counts are needed before arrays are read.
       stored: of an array that stands for another leaf, or for more digits of a parameter, how: a
         key of `Schema.storage`.
@@ -57,7 +55,6 @@ class LeafInfo:
     transformation: str = ""
     role: str = ""
     dimensions: tuple[int | None, ...] | None = None
-    axes: tuple[Any, ...] | None = None
     value: int | None = None
     stored: str = ""
 
@@ -290,20 +287,19 @@ def is_wide(dtype: Any) -> bool:
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
-def named_view(view: View, *, param_axes: Any = None) -> NamedState:
+def named_view(view: View) -> NamedState:
     """Returns the leaves of what the planner sees: parameters, then others, then the state."""
     optimizer, states = view.optimizer, view.optimizer.state.param_states
     described, stored = describe_state(optimizer), _storages(states)
-    axes = iter(_axes(optimizer, param_axes))
     infos = [
-        leaf_info(leaf, ("params", *at), "params", parameter=at, axes=next(axes))
+        leaf_info(leaf, ("params", *at), "params", parameter=at)
         for at, leaf in named_leaves(optimizer.target)
     ]
     infos += [
         leaf_info(leaf, ("params", *at), "params", parameter=at) for at, leaf in view.others.items()
     ]
     infos += [
-        leaf_info(leaf, ("state", "step"), "state", axes=next(axes))
+        leaf_info(leaf, ("state", "step"), "state")
         for leaf in jax.tree.leaves(optimizer.state.step)
     ]
     infos += [
@@ -316,7 +312,6 @@ def named_view(view: View, *, param_axes: Any = None) -> NamedState:
             transformation=state_path(known.kept_by)[-1],
             role=known.role,
             dimensions=known.dimensions,
-            axes=next(axes),
             stored=str(how or ""),
         )
         for leaf, known, how in zip(jax.tree.leaves(states), described.leaves, stored, strict=True)
@@ -417,18 +412,6 @@ def local(leaf: Any) -> np.ndarray[Any, Any]:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
     return np.asarray(leaf)
-
-
-def _axes(optimizer: Optimizer, param_axes: Any) -> Iterator[tuple[Any, ...] | None]:
-    """The logical axes of the leaves of an optimizer, in their order; `None` if not known."""
-    if param_axes is None:
-        yield from itertools.repeat(None)
-        return
-    axes = optimizer.optimizer_def.derive_logical_axes(optimizer, param_axes)
-    ours, theirs = ((o.target, o.state.step, o.state.param_states) for o in (optimizer, axes))
-    structure: Any = jax.tree.structure(ours)
-    for spec in structure.flatten_up_to(theirs):  # `None` stands for no axes, and for no leaf
-        yield None if spec is None else tuple(spec)
 
 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
