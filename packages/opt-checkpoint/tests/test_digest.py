@@ -51,7 +51,7 @@ def test_of_less_than_a_byte_only_its_bits_count(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
 @pytest.mark.parametrize("way", ["large", "large without XLA", "on device"])
 def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts are summed by NumPy, large ones by a program, or in blocks."""
+    """Small parts of one shape are summed together, large ones by a program, or in blocks."""
     arrays = [random_bits(dtype, shape, seed) for seed, shape in enumerate([(3, 5), (257, 33)])]
     expected = digests(arrays)
     monkeypatch.setattr(_digest, "_LARGE", 1)

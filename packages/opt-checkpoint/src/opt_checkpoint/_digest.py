@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ class Digests:
         """Waits, and returns the sums of the parts that this process is responsible for."""
         total = np.zeros((self._count, 2), np.uint32)
         is_cpu = jax.default_backend() == "cpu"
+        alike = defaultdict(list)  # small parts of one shape and place, for NumPy to sum together
         for i, part, known in zip(self._numbers, self._parts, self._places, strict=True):
             words = _host_words(part)
             # The words of an element are one more dimension, whose stride is 1.
@@ -92,7 +94,14 @@ class Digests:
                 on_cpu = jax.device_put(words, jax.local_devices()[0])
                 total[i] += np.asarray(_device_sums([on_cpu], [place]))[0]
             else:
-                total[i] += _host_sums(words, place)
+                alike[words.shape, words.dtype, tuple(place)].append((i, words))
+        for (shape, _, at), members in alike.items():
+            index = _index(np, shape, at).reshape(-1)
+            several = max(_BLOCK // max(index.size, 1), 1)
+            for start in range(0, len(members), several):
+                numbers, rows = zip(*members[start : start + several], strict=True)
+                sums = _row_sums(np.stack(rows).reshape(len(rows), -1), index)
+                np.add.at(total, [*numbers], sums)
         for i, of_parts in self._on_device:
             total[i] += np.asarray(of_parts).sum(axis=0, dtype=np.uint32)
         return total
@@ -161,15 +170,13 @@ def _device_sums(parts: Sequence[jax.Array], places: Sequence[_Place | None]) ->
     return sums
 
 
-def _host_sums(words: np.ndarray[Any, Any], place: Sequence[int]) -> Sums:
-    """The sums of words of a part, uint32[2]."""
-    index = _index(np, words.shape, place).reshape(-1)
-    words = words.reshape(-1)
-    total = np.zeros(2, np.uint32)
-    for start in range(0, words.size, _BLOCK):
+def _row_sums(words: np.ndarray[Any, Any], index: np.ndarray[Any, Any]) -> Sums:
+    """The sums of each row of words, uint32[rows, 2]."""
+    total = np.zeros((len(words), 2), np.uint32)
+    for start in range(0, index.size, _BLOCK):
         block = slice(start, start + _BLOCK)
-        mixed = _mixed(words[block].astype(np.uint32), index[block])
-        total += np.array([np.sum(x, dtype=np.uint32) for x in mixed])
+        mixed = _mixed(words[:, block].astype(np.uint32), index[block])
+        total += np.stack([np.sum(x, axis=1, dtype=np.uint32) for x in mixed], axis=1)
     return total
 
 
