@@ -175,11 +175,11 @@ BAD: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
-        ["argument --mesh: invalid parse_mesh value: 'data=4,model=two'"],
+        ["--mesh: expected different axes with sizes, AXIS=SIZE,..., found 'data=4,model=two'"],
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4,data=2", "--rules", "rules.toml"],
-        ["argument --mesh: invalid parse_mesh value: 'data=4,data=2'"],
+        ["--mesh: expected different axes with sizes, AXIS=SIZE,..., found 'data=4,data=2'"],
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.toml"],
@@ -210,3 +210,12 @@ def test_the_module_runs(module: str) -> None:
     command = [sys.executable, "-m", "opt_partition", "explain", f"{module}:adam", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert len(json.loads(done.stdout)["rows"]) == 7
+
+
+@pytest.mark.slow
+def test_the_program_runs_where_nobody_reads_to_the_end(module: str) -> None:
+    command = f"'{sys.executable}' -m opt_partition explain {module}:adam --json | head -n 1"
+    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True)
+    assert done.stdout == "{\n"
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

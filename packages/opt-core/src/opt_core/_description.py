@@ -1,4 +1,7 @@
-"""What every leaf of a state means: values to print, compare, hash and write as JSON."""
+"""What every leaf of a state means, said by its definition or by types and shapes.
+
+Descriptions are values to print, compare, hash and write as JSON.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = _explain(arguments, job) if arguments.command == "explain" else _plan(arguments, job)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
-    print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader may close a pipe early, as `head` does
+        sys.stderr.close()  # else Python complains at its exit
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,10 +125,11 @@ def _load_job(parser: argparse.ArgumentParser, target: str) -> Any:
 
 def parse_mesh(text: str) -> AbstractMesh:
     """Returns the mesh of a text such as `data=8,model=4`."""
-    pairs = [part.split("=") for part in text.split(",")]
-    sizes = {name: int(size) for name, size in pairs}
-    if len(sizes) < len(pairs) or min(sizes.values()) < 1:
-        raise ValueError(text)
+    pairs = [part.partition("=") for part in text.split(",")]
+    sizes = {name: int(size) for name, _, size in pairs if size.isdecimal()}
+    if len(sizes) < len(pairs) or 0 in sizes.values():
+        message = f"expected different axes with sizes, AXIS=SIZE,..., found {text!r}"
+        raise argparse.ArgumentTypeError(message)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 

@@ -125,7 +125,7 @@ def align(
                 problems.append(f"{path_str((*path, key, *inside))}: missing")
                 yield None
         if given is None and tree is not None:
-            problems.append(f"{path_str(path)}: expected a container, found {tree!r}")
+            problems.append(f"{path_str(path)}: expected a container, found {tree!r:.80}")
         for key, child in entries.values():
             if jax.tree.leaves(child):
                 problems.append(f"{path_str((*path, key))}: unexpected")
