@@ -352,6 +352,8 @@ class Checkpointer:
     def _open_writer(self) -> Writer:
         if self._writer is None:
             self.steps()  # raises a `ForeignError` if that is why there is no writer
-            reading = "open for reading: make a `Checkpointer` without `read_only=True` to save"
-            raise SaveError(f"`{self.directory}` is {reading if self.read_only else 'closed'}")
+            why = "open for reading: make a `Checkpointer` without `read_only=True` to save"
+            if not self.read_only:
+                why = "closed, or had another program's steps when it was opened: make another"
+            raise SaveError(f"`{self.directory}` is {why}")
         return self._writer
