@@ -119,7 +119,6 @@ def test_factored_state_grows_or_changes_places(
     [
         (Pad(0, 7), "dimension 0 of `w` has 6 entries in the target, and a rule pads to 7"),
         (Pad(1, 3), "expected `params/w` of [6, 3], found [4, 3]"),
-        (Pad(0, 6, 1j), "float32 cannot hold 1j"),
     ],
 )
 def test_what_cannot_be_padded_is_told(rule: Pad, told: str) -> None:

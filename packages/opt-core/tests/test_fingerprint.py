@@ -62,6 +62,10 @@ def closure(rate: Any) -> Callable[[Any], Any]:
     return inner
 
 
+def len_of(values: Any) -> int:
+    return len(values)
+
+
 # Built twice from the same rate they are the same, from another they are not.
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "closure": closure,
@@ -91,6 +95,8 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (jax.random.key(0), jax.random.key(1)),
     ([Role.ROW, Role.ROW], [Role.ROW, Role.COLUMN]),
     (Nothing(), NothingStruct()),
+    # Numbers of shared objects are not given again: an index after a container said two things.
+    (((closure,), len_of, closure), ((closure,), len_of, len_of)),
 ]
 
 

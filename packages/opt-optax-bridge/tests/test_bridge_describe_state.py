@@ -187,3 +187,20 @@ def test_transformations_that_describe_their_fields() -> None:
     made = found.transformations[1]
     assert (made.name, made.settings, made.source) == (name, {"decay": 0.9}, "stated")
     assert made.effect("decay") == "refused"
+
+
+def test_a_state_that_is_one_number_goes_on() -> None:
+    class Seen:
+        def init(self, params: Any) -> Any:
+            return jnp.float32(0)
+
+        def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+            return updates, state + 1
+
+        def describe_fields(self) -> Any:
+            return {"name": "seen", "settings": {"rate": 1.0}}
+
+    params = {"w": jnp.ones(2)}
+    optimizer = OptaxWrapper(Seen()).create(params).apply_gradient(params)
+    moved, _ = regroup(optimizer, OptaxWrapper(optax.chain(Seen(), optax.scale(2.0))))
+    assert jax.tree.leaves(moved.state.param_states) == [1.0]

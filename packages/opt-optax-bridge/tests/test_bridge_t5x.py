@@ -45,6 +45,13 @@ def test_the_learning_rate_of_the_trainer_is_ignored(made: t5x.OptaxWrapper) -> 
     assert_close(plain.target, jax.tree.map(lambda p: p / 2, make_params()))
 
 
+def test_a_definition_taken_over_is_not_the_facades() -> None:
+    """Once hashed, as a compiled step has it, it must not pass for the one it was made of."""
+    ignoring = t5x.sgd(0.1)
+    hash(ignoring)
+    assert OptaxWrapper(ignoring) != ignoring
+
+
 def test_parameters_may_come_back_in_another_precision() -> None:
     optimizer = t5x.adam(0.1).create(make_params()).apply_gradient(make_params())
     saved = through_bytes(optimizer.state_dict())

@@ -116,3 +116,10 @@ def test_one_sequence_or_several_arguments() -> None:
     assert str(caught.value) == (
         "`chain` takes definitions and transformations; got a function. Call its constructor first."
     )
+
+
+def test_the_name_of_a_part_may_have_a_dot() -> None:
+    definition = chain(opt.sgd(0.5), **{"decoder.0": opt.sgd(1.0)})
+    optimizer = definition.create({"w": jnp.zeros(1)})
+    stepped = optimizer.apply_gradient({"w": jnp.ones(1)}, **{"decoder.0.learning_rate": 0.25})
+    assert stepped.target["w"].tolist() == [0.125]

@@ -14,7 +14,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -279,6 +279,9 @@ def fingerprint(obj: Any) -> Hashable:
     return _fingerprint(obj, {})
 
 
+_NEXT: Final = -1  # no `id`
+
+
 def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
     match obj:
         case None | bool() | int() | str() | bytes() | type() | types.ModuleType():
@@ -295,7 +298,8 @@ def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
             return _Same(obj)
     if id(obj) in seen:  # a cycle, or a function that many share
         return ("seen", seen[id(obj)])
-    seen[id(obj)] = len(seen)
+    # A number is never used twice, although some objects are forgotten again below.
+    seen[id(obj)] = seen[_NEXT] = seen.get(_NEXT, 0) + 1
     value = _composite(obj, seen)
     if isinstance(obj, tuple | list | Mapping | np.ndarray):
         del seen[id(obj)]  # whether two places share an equal container makes no difference

@@ -122,10 +122,8 @@ class Recipe:
 
     def _at(self, address: str) -> list[_Path]:
         """The hyper-parameters that an address may mean; its own take precedence over parts'."""
-        names = tuple(address.split("."))
-        if names in self._values:
-            return [names]
-        return [path for path in self._values if path[-len(names) :] == names]
+        own = [path for path in self._values if ".".join(path) == address]
+        return own or [path for path in self._values if address in _addresses(path)]
 
     @functools.cached_property
     def hyper_params(self) -> Any:

@@ -150,12 +150,12 @@ class OptaxWrapper(OptimizerDef):
             )
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), precision=precision)
-        vars(new).pop("_fingerprint_cache", None)
         new._define(transformation, recipe)
         return new
 
     def _define(self, optax_optimizer: Any, recipe: Recipe | None) -> None:
         built_with = recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
+        vars(self).pop("_fingerprint_cache", None)  # of the definition that this one is made of
         vars(self).update(
             optax_optimizer=optax_optimizer,
             recipe=recipe,

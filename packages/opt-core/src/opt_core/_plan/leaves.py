@@ -541,7 +541,7 @@ class Side:
     def is_recorded(self, leaf: LeafInfo) -> bool:
         """Whether a leaf is a setting recorded in the state, rather than a result of training."""
         # Of a transformation that nobody has described, a number may be learnt whatever its name.
-        is_number = leaf.parameter is None and leaf.role == "other"
+        is_number = leaf.parameter is None and leaf.role == "other" and leaf.field != ()
         keeper = self.keeper(leaf)
         return is_number and keeper.source != "types" and leaf.field[-1] in keeper.settings
 

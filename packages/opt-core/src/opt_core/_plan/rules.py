@@ -116,7 +116,7 @@ class Pad:
 
     axis: int
     to: int
-    value: float | complex = 0
+    value: float = 0
 
 
 Taking: TypeAlias = Rename | Stack | Unstack | Map
@@ -166,8 +166,8 @@ def _wrong(action: Any) -> str:
         case Pad():
             if not (type(rule.axis) is type(rule.to) is int and rule.to >= 0):
                 return "`axis` of a `Pad` must be an integer and `to` a non-negative one"
-            if not isinstance(rule.value, bool | int | float | complex):
-                return "`value` of a `Pad` must be a number"
+            if not isinstance(rule.value, bool | int | float):
+                return "`value` of a `Pad` must be a real number"
         case str() if rule not in _WORDS:
             return f"expected one of {sorted(_WORDS)}, or a `Rename`, `Stack`, `Map`, ..."
     is_action = isinstance(rule, str | Taking | Pad)
@@ -267,7 +267,7 @@ class Padded(Conversion):
     """The source with more entries along an axis: a value, or those of a second, longer leaf."""
 
     axis: int
-    value: float | complex
+    value: float
 
     def values(self, sources: Sequence[Any], shape: tuple[int, ...]) -> Any:
         old, size = sources[0], shape[self.axis]

@@ -249,7 +249,7 @@ class RuledRows:
         grown = ", ".join(filter(None, (note, grown)))
         return self._converted(plain, [source], how, kinds, note=grown)
 
-    def _wrong_entries(self, leaf: LeafInfo, value: float | complex) -> str:
+    def _wrong_entries(self, leaf: LeafInfo, value: float) -> str:
         """Why there are no new entries, of a parameter with the value; empty if there are."""
         if leaf.is_key:
             return "is a PRNG key, which has no value to pad with"
@@ -259,10 +259,8 @@ class RuledRows:
             return f"{leaf.dtype} for a parameter of {parameter} is a code, not a value to pad with"
         if leaf.kind == "state":
             return self._unlike_init().get(leaf.name, "")
-        fits = not isinstance(value, complex) or jnp.issubdtype(dtype, jnp.complexfloating)
-        if fits and not is_float:
-            with np.errstate(all="ignore"):
-                fits = bool(np.array(value).astype(dtype) == value)
+        with np.errstate(all="ignore"):
+            fits = is_float or bool(np.array(value).astype(dtype) == value)
         return "" if fits else f"{leaf.dtype} cannot hold {value}"
 
     @functools.cached_property
