@@ -1,6 +1,7 @@
 """Sphinx configuration: everything is built from this checkout, offline."""
 
 import importlib.metadata
+import inspect
 import re
 import textwrap
 from typing import Any
@@ -9,6 +10,7 @@ import opt_legacy_stax
 import opt_optax_bridge
 from docutils import nodes
 from sphinx.addnodes import desc, pending_xref
+from sphinx.util.inspect import stringify_signature
 
 project = "Mesopt"
 copyright = "2026, the authors"  # noqa: A001
@@ -71,9 +73,15 @@ _PRIVATE_NAME = re.compile(r"(?<![\w.])_([A-Z]\w*)")  # a type variable, or an i
 def _public_signature(
     app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
 ) -> tuple[str, Any] | None:
-    """Hides the constructor of a class with private fields: functions make its objects."""
-    del app, name, obj, options
-    if what == "class" and re.search(r"[(,] ?_\w", signature or ""):
+    """Hides the constructor of a class with private fields, and of an enumeration.
+
+    The metaclass of Flax NNX hides that of a module: it is looked up.
+    """
+    del app, name, options
+    if what == "class" and signature == "(*args, **kwargs)":
+        found = stringify_signature(inspect.signature(obj.__init__), show_annotation=False)
+        return re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", found.replace("self, ", "")), None
+    if what == "class" and re.search(r"[(,] ?_\w|^\(\*values\)", signature or ""):
         return "", returns
     return None
 
@@ -85,19 +93,19 @@ def _skip_field(app: Any, what: str, name: str, obj: Any, skip: bool, options: A
 
 
 def _drop_undescribed(app: Any, domain: str, objtype: str, content: Any) -> None:
-    """Leaves out what says nothing: parameters of a class that repeat its attributes, `object`."""
+    """Leaves out what says nothing: names that the signature has, `Any`, `object`."""
     del app, domain
-    if objtype != "class":
-        return
-    fields = list(content.findall(nodes.field))
-    described = {
-        field[0].astext().split()[-1]
-        for field in fields
-        if field[0].astext().startswith("param") and field[1].astext()
-    }
-    for field in fields:
-        kind, _, name = field[0].astext().partition(" ")
-        if kind in {"param", "type"} and name not in described:
+    fields = [
+        (*field[0].astext().partition(" ")[::2], field) for field in content.findall(nodes.field)
+    ]
+    described = {name for kind, name, field in fields if kind == "param" and field[1].astext()}
+    for kind, name, field in fields:
+        text = field[1].astext().rpartition(".")[2]
+        if (
+            (kind in {"param", "type"} and name and name not in described)
+            or (kind in {"type", "rtype"} and text in {"Any", "None"})
+            or (kind == "rtype" and objtype == "class")
+        ):
             field.parent.remove(field)
     for line in list(content.findall(nodes.paragraph)):
         if line.astext() == "Bases: object":
@@ -175,6 +183,18 @@ def _site_links(app: Any, path: Any, page: str, source: list[str]) -> None:
         source[0] = text.replace('src="docs/', 'src="')
 
 
+_LONG_CODE = re.compile(r'(?<=<span class="pre">)[^<]{14,}(?=</span>)')
+_BREAK = re.compile(r"(?<=[._/=(,])(?=[\w&])|(?<=[a-z])(?=[A-Z])")
+
+
+def _breakable(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Lets long code in a line of text break between its words; the style sheet says where."""
+    del app, page, template, tree
+    context["body"] = _LONG_CODE.sub(
+        lambda code: _BREAK.sub("<wbr>", code[0]), context.get("body", "")
+    )
+
+
 def setup(app: Any) -> None:
     """What Sphinx calls."""
     for function in vars(opt_legacy_stax).values():
@@ -189,3 +209,4 @@ def setup(app: Any) -> None:
     app.connect("missing-reference", _link)
     app.connect("source-read", _list_constructors)
     app.connect("include-read", _site_links)
+    app.connect("html-page-context", _breakable)

@@ -241,7 +241,7 @@ def test_layouts_of_a_state_without_mu(tmp_path: Path) -> None:
     assert run.size < whole.size / 3
 
 
-def eight_bits(config: Any, schedule: Any, model: Any) -> Any:
+def eight_bits(config: Any, schedule: Any, model: Any = None, mesh: Any = None) -> Any:
     adamw = optax.adamw(schedule, **settings_of(config))
     return opt_precision.quantize_state(adamw, opt_precision.dynamic8())
 
@@ -273,7 +273,7 @@ def test_adafactor_over_fsdp(tmp_path: Path) -> None:
     assert run.size < 7_000
 
 
-def muon(config: Any, schedule: Any, model: Any) -> Any:
+def muon(config: Any, schedule: Any, model: Any, mesh: Any = None) -> Any:
     """Of the matrices that MaxText takes for such, as Optax computes it."""
     numbers = module("utils.muon_utils").get_muon_weight_dimension_numbers(model, config)
     dims = dict(nnx.to_flat_state(numbers))
