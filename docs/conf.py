@@ -83,7 +83,7 @@ def _public_signature(
         return re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", found.replace("self, ", "")), None
     if what == "class" and re.search(r"[(,] ?_\w|^\(\*values\)", signature or ""):
         return "", returns
-    return None
+    return signature and signature.replace("<factory>", "..."), returns
 
 
 def _skip_field(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
@@ -95,18 +95,17 @@ def _skip_field(app: Any, what: str, name: str, obj: Any, skip: bool, options: A
 def _drop_undescribed(app: Any, domain: str, objtype: str, content: Any) -> None:
     """Leaves out what says nothing: names that the signature has, `Any`, `object`."""
     del app, domain
-    fields = [
-        (*field[0].astext().partition(" ")[::2], field) for field in content.findall(nodes.field)
-    ]
-    described = {name for kind, name, field in fields if kind == "param" and field[1].astext()}
-    for kind, name, field in fields:
-        text = field[1].astext().rpartition(".")[2]
-        if (
-            (kind in {"param", "type"} and name and name not in described)
-            or (kind in {"type", "rtype"} and text in {"Any", "None"})
-            or (kind == "rtype" and objtype == "class")
-        ):
-            field.parent.remove(field)
+    for block in content.findall(nodes.field_list):
+        fields = [(*field[0].astext().partition(" ")[::2], field) for field in block]
+        described = {name for kind, name, field in fields if kind == "param" and field[1].astext()}
+        for kind, name, field in fields:
+            text = field[1].astext().rpartition(".")[2]
+            if (
+                (kind in {"param", "type"} and name and name not in described)
+                or (kind in {"type", "rtype"} and text in {"Any", "None"})
+                or (kind == "rtype" and objtype == "class")
+            ):
+                block.remove(field)
     for line in list(content.findall(nodes.paragraph)):
         if line.astext() == "Bases: object":
             line.parent.remove(line)
@@ -120,7 +119,8 @@ def _public_names(app: Any, tree: Any) -> None:
             if isinstance(text.parent.parent, nodes.literal_block):
                 continue
             short = _PRIVATE_PATH.sub(lambda found: found[1] or found[2], text)
-            short = _PRIVATE_NAME.sub(r"\1", short)
+            short = _PRIVATE_NAME.sub(r"\1", short).removeprefix("~")
+            short = short.replace("collections.abc.", "")
             if short != text:
                 text.parent.replace(text, nodes.Text(short))
 
