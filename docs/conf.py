@@ -167,7 +167,7 @@ def _list_constructors(app: Any, page: str, source: list[str]) -> None:
         return
     names = (*opt_optax_bridge.optimizer_names(), *opt_optax_bridge.building_block_names())
     entries = "\n   ".join(f"{name}(...)" for name in sorted(names))
-    directive = f"```{{eval-rst}}\n.. py:function::\n   {entries}\n```"
+    directive = f"```{{eval-rst}}\n.. py:function:: {entries}\n   :module: opt_optax_bridge\n```"
     source[0] = source[0].replace("<!-- constructors -->", directive)
 
 
