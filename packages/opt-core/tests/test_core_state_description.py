@@ -66,8 +66,8 @@ def test_the_table_in_full() -> None:
         "fast/a~1b/adam                    -     other   stated",
         "adam            mu     .                moment  stated",
         "",
-        'fast/a~1b/multi_steps#2: every_k_schedule=4 (window), rates=[0.1, {"b": null}]',
-        "    (window), name=é  (refused), eps=inf, x=true",
+        "fast/a~1b/multi_steps#2: every_k_schedule=4 (window), rates=(0.1, (b=None))",
+        "    (window), name=é  (refused), eps=inf, x=True",
         "adam",
     ]
     long = ("decoder", "layers_10", "self_attention", "relative_positions", "query", "kernel")

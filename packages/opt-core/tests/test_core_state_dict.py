@@ -17,7 +17,7 @@ from core_testing import (
 )
 from flax import serialization
 from hypothesis import strategies as st
-from opt_core import restore_state_dict, to_state_dict
+from opt_core import OptimizerDef, OptimizerState, restore_state_dict, to_state_dict
 from opt_core.errors import RestoreError, StateDictError
 from opt_core.extend import path_str
 
@@ -290,3 +290,13 @@ def test_what_cannot_be_written() -> None:
         to_state_dict(tree)
     with pytest.raises(StateDictError, match="nested too deeply"):
         restore_state_dict(tree, {})
+
+
+def test_only_the_step_of_the_state_may_be_of_another_width() -> None:
+    """A parameter that happens to be called `step` is as strict as any other."""
+    optimizer = OptimizerDef(None)
+    params, state = {"step": np.zeros((), np.uint8)}, OptimizerState(jnp.int32(0), ())
+    saved = {"target": params, "state": {"step": np.int64(7), "param_states": {}}}
+    assert int(optimizer.restore_state(params, state, saved)[1].step) == 7
+    with pytest.raises(RestoreError, match="target/step: dtype"):
+        optimizer.restore_state(params, state, saved | {"target": {"step": np.int64(7)}})

@@ -115,6 +115,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         r"OptaxWrapper\(tx\)",
     ),
     "twice": (lambda: MultiOptimizer(*MADE, names=["a", "a"]), GroupError, "two groups .* `a`"),
+    "root": (lambda: MultiOptimizer(*MADE, names=["a", "."]), GroupError, "and not `.`; got '.'"),
     "expression": (lambda: MultiOptimizer(("(", Momentum())), GroupError, "is not a valid regular"),
     "traversal": (
         lambda: MultiOptimizer(MADE[1], (traversal(lambda p: False), Momentum())).create(PARAMS),

@@ -310,7 +310,7 @@ def _shortened(text: str, width: int) -> str:
 
 def _settings(of: TransformationDescription) -> Iterator[str]:
     cells = [
-        f"{name}={_setting_text(value)}" + (f" ({of.effect(name)})" if name in of.bearing else "")
+        f"{name}={setting_text(value)}" + (f" ({of.effect(name)})" if name in of.bearing else "")
         for name, value in of.settings.items()
     ]
     if of.parameters is not None:
@@ -319,10 +319,15 @@ def _settings(of: TransformationDescription) -> Iterator[str]:
     yield from textwrap.wrap(line, _COLUMNS, subsequent_indent="    ")
 
 
-def _setting_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, default=lambda x: dict(x) if isinstance(x, Mapping) else str(x))
+def setting_text(value: Any) -> str:
+    """Returns a setting as a short text."""
+    text = str(value)
+    if isinstance(value, Mapping):
+        held = (f"{k}={setting_text(x)}" for k, x in value.items() if k != "function")
+        text = f"{value.get('function', '')}({', '.join(held)})"
+    elif isinstance(value, tuple):
+        text = f"({', '.join(map(setting_text, value))})"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # Records and settings as JSON data, and records back, every field checked by its annotation.

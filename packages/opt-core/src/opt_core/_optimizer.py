@@ -341,12 +341,18 @@ class OptimizerDef:
           RestoreError: something is missing, extra, or has another shape, dtype or container; lists
             every path. Nothing is restored.
         """
-        target, state = self.restore_reference(opt_target, opt_state, state_dict)
-        reference, entries = {"target": target, "state": state}, state_dict
+        references = self.restore_reference(opt_target, opt_state, state_dict)
+        reference = dict(zip(("target", "state"), references, strict=True))
+        entries: Any = state_dict
         if isinstance(state_dict, Mapping):
-            entries = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
+            entries = {k: v for k, v in state_dict.items() if k in reference}
+            state = entries.get("state")
+            # Flax and T5X wrote the step as a Python int, an int32 or an int64: one number.
+            if isinstance(state, Mapping) and (step := _count(state.get("step"))) is not None:
+                entries["state"] = {**state, "step": step}
         restored = unalias(restore_state_dict(reference, entries))
-        if (step := _negative(restored["state"].step)) is not None:
+        step = _count(restored["state"].step)
+        if step is not None and step < 0:
             raise RestoreError([Mismatch("state/step", "value", "a non-negative count", str(step))])
         return restored["target"], restored["state"]
 
@@ -510,11 +516,6 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         return self.replace(target=target, state=state)
 
 
-def leaf_groups(optimizer: Optimizer) -> Iterator[tuple[Names, Optimizer]]:
-    """Yields the optimizers without groups that an optimizer consists of, possibly itself."""
-    return optimizer.optimizer_def.leaf_groups(optimizer)
-
-
 def _not_arrays(target: Any) -> list[str]:
     """Lines for the leaves that are not arrays."""
     return [
@@ -524,25 +525,12 @@ def _not_arrays(target: Any) -> list[str]:
     ]
 
 
-def _with_int32_step(state: Any) -> Any:
-    """Flax and T5X wrote the step as a Python int, an int32 or an int64: all the same number."""
-    if not isinstance(state, Mapping):
-        return state
-    step = state.get("step")
-    if isinstance(step, (np.ndarray, np.integer, jax.Array)) and not isinstance(
-        step, jax.core.Tracer
-    ):
-        is_wide = jnp.issubdtype(step.dtype, np.integer) and step.dtype != np.int32
-        if is_wide and np.shape(step) == ():
-            return {**state, "step": int(step)}
-    return state
-
-
-def _negative(step: Any) -> int | None:
+def _count(step: Any) -> int | None:
+    """The number of an integer array of no dimensions; `None` of anything else."""
     is_known = isinstance(step, np.ndarray | np.generic | jax.Array)
     if not is_known or isinstance(step, jax.core.Tracer) or np.shape(step) != ():
         return None
-    return int(step) if jnp.issubdtype(step.dtype, np.integer) and int(step) < 0 else None
+    return int(step) if jnp.issubdtype(step.dtype, np.integer) else None
 
 
 # Hyper-parameters are frozen dataclasses; overriding one makes a new dataclass.

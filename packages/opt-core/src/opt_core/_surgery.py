@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Except, Group, Rest, pattern_str, positions_of
-from opt_core._optimizer import Optimizer, OptimizerDef, Params, leaf_groups
+from opt_core._optimizer import Optimizer, OptimizerDef, Params
 from opt_core._plan.leaves import HeldState, Side, View, named_view, source_side
 from opt_core._plan.match import make_plan
 from opt_core._plan.plan import Plan, Request, Schedules, check_allowances
@@ -284,7 +284,7 @@ def _hint(definition: MultiOptimizer, pattern: Any) -> str:
 
 def _check_frozen(optimizer: Optimizer, definition: MultiOptimizer, chosen: frozenset[int]) -> None:
     paths = definition.select(optimizer.target).paths
-    parts = leaf_groups(optimizer)
+    parts = optimizer.optimizer_def.leaf_groups(optimizer)
     owners = {names: group for group, part in parts for names, _ in named_leaves(part.target)}
     if busy := [
         f"  `{path_str(paths[i])}` belongs to {_shown(definition, owners[paths[i]])}"

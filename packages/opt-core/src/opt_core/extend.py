@@ -26,7 +26,6 @@ from opt_core._description import places as places
 from opt_core._description import read_record as read_record
 from opt_core._description import record_data as record_data
 from opt_core._description import role_by_type as role_by_type
-from opt_core._optimizer import leaf_groups as leaf_groups
 from opt_core._optimizer import replace_hyper_params as replace_hyper_params
 from opt_core._plan.leaves import LeafInfo as LeafInfo
 from opt_core._plan.leaves import NamedState as NamedState

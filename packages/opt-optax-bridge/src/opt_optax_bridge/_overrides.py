@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
-from jax.interpreters.partial_eval import DynamicJaxprTracer
+from jax.interpreters import partial_eval
 from opt_core import OptimizerState
 from opt_core.errors import HyperParamError, OptimizerError, StateChangedError
 from opt_core.extend import flatten_with_paths, listed, path_str, strip_weak_type
@@ -305,9 +305,10 @@ class Program:
 
     def reached(self) -> set[str]:
         """Returns the keys of the first operand, a dict, that the output depends on."""
-        inputs: dict[str, Any] = jax.tree.unflatten(self.operands, self.jaxpr.jaxpr.invars)[0]
-        needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars, inputs.values())
-        return {name for name, variable in inputs.items() if variable in needed}
+        program = self.jaxpr.jaxpr
+        _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+        inputs: dict[str, bool] = jax.tree.unflatten(self.operands, used)[0]
+        return {name for name, is_used in inputs.items() if is_used}
 
     def run(self, *operands: Any) -> Any:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
@@ -327,7 +328,9 @@ class Program:
 
 def is_staged(operands: Any) -> bool:
     """Whether a caller that is being traced into a program will compile what is done with these."""
-    return any(isinstance(leaf, DynamicJaxprTracer) for leaf in jax.tree.leaves(operands))
+    return any(
+        isinstance(leaf, partial_eval.DynamicJaxprTracer) for leaf in jax.tree.leaves(operands)
+    )
 
 
 def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -343,14 +346,10 @@ def _find(program: ClosedJaxpr, name: str, inputs: _Values) -> Iterator[Any]:
     jaxpr = program.jaxpr
 
     def values(outvars: Sequence[Any]) -> Sequence[Any]:
-        needed = _needed(program, outvars)
-        places = [i for i, v in enumerate(jaxpr.invars) if v in needed]
-        part = jaxpr.replace(
-            invars=[jaxpr.invars[i] for i in places],
-            outvars=list(outvars),
-            eqns=[eqn for eqn in jaxpr.eqns if any(out in needed for out in eqn.outvars)],
-            debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
-        )
+        unnamed = jaxpr.debug_info._replace(result_paths=None)
+        whole = jaxpr.replace(outvars=list(outvars), debug_info=unnamed)
+        part, used = partial_eval.dce_jaxpr(whole, [True] * len(outvars))
+        places = [i for i, is_used in enumerate(used) if is_used]
         return _run(ClosedJaxpr(part, program.consts), inputs(places))
 
     for equation in jaxpr.eqns:
@@ -375,21 +374,3 @@ def _bodies(equation: Any) -> Iterator[ClosedJaxpr]:
                 yield body
             elif isinstance(body, Jaxpr):
                 yield ClosedJaxpr(body, ())
-
-
-def _needed(
-    program: ClosedJaxpr, outputs: Sequence[Any], asked: Iterable[Any] | None = None
-) -> set[Any]:
-    """Returns the variables that `outputs` depend on; if some are asked for, at least of those."""
-    needed = {out for out in outputs if not isinstance(out, Literal)}
-    # A rate is found after the last few equations of an update, which has a dozen for each leaf.
-    left = None if asked is None else set(asked) - needed
-    for equation in reversed(program.jaxpr.eqns):
-        if left is not None and not left:
-            break
-        if not needed.isdisjoint(equation.outvars):
-            read = [v for v in equation.invars if not isinstance(v, Literal)]
-            needed.update(read)
-            if left is not None:
-                left.difference_update(read)
-    return needed

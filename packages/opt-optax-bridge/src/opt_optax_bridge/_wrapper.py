@@ -451,8 +451,8 @@ class OptaxWrapper(OptimizerDef):
           adam            mu     w          0     moment         stated
           adam            nu     w          0     second_moment  stated
           <BLANKLINE>
-          adam: amsgrad=false, b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=null,
-              nesterov=false
+          adam: amsgrad=False, b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=None,
+              nesterov=False
           scale: step_size=-0.1
         """
         return describe_optax(self.optax_optimizer, params, state.param_states)

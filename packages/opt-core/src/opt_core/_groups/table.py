@@ -401,8 +401,8 @@ def check_groups(groups: Sequence[Group]) -> None:
         raise GroupError("there is no group: pass `(pattern, definition)` pairs")
     names: list[Any] = [group.name for group in groups]
     for name, group in zip(names, groups, strict=True):
-        if not isinstance(name, str) or not name or "/" in name:
-            raise GroupError(f"a group's name is text without `/`; got {name!r}")
+        if not isinstance(name, str) or name in ("", ".") or "/" in name:
+            raise GroupError(f"a group's name is text without `/`, and not `.`; got {name!r}")
         if names.count(name) > 1:
             raise GroupError(f"two groups are called `{group.name}`; rename one")
         check_pattern(group.pattern)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from opt_core._description import describe_state
-from opt_core._optimizer import Optimizer, OptimizerState, leaf_groups
+from opt_core._optimizer import Optimizer, OptimizerState
 from opt_core._plan.leaves import (
     HeldState,
     LeafInfo,
@@ -270,7 +270,7 @@ def _initial_leaves(
     initial: dict[int, Any] = {i: jnp.zeros((), jnp.int32) for i in wanted if i < first}
     positions = structure.unflatten(range(first, len(places)))
     numbered = optimizer.replace(state=OptimizerState(optimizer.state.step, positions))
-    for _, part in leaf_groups(numbered):
+    for _, part in numbered.optimizer_def.leaf_groups(numbered):
         of_part = jax.tree.leaves(part.state.param_states)
         chosen = [k for k, i in enumerate(of_part) if i in left]
         if chosen:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from opt_core._description import TransformationDescription, TransformationKey, describe_state
-from opt_core._optimizer import Optimizer, leaf_groups
+from opt_core._optimizer import Optimizer
 from opt_core._trees import Names, committed_sharding, named_leaves, path_str, split_path
 from opt_core.errors import LeafError
 from opt_core.protocols import Storage
@@ -418,7 +418,7 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     """The parameters of each group; those without one are frozen."""
     groups = {
         path_str(group): tuple(path for path, _ in named_leaves(part.target))
-        for group, part in leaf_groups(optimizer)
+        for group, part in optimizer.optimizer_def.leaf_groups(optimizer)
         if group
     }
     trained = {path for paths in groups.values() for path in paths}
@@ -665,15 +665,6 @@ def shared_settings(
 ) -> Sequence[str]:
     """Returns the settings that both have; the writer of a checkpoint may have known fewer."""
     return sorted(old.settings.keys() & new.settings.keys())
-
-
-def setting_text(value: Any) -> str:
-    """Returns a setting as a short text."""
-    if isinstance(value, Mapping) and "function" in value:
-        held = ", ".join(f"{k}={setting_text(x)}" for k, x in value.items() if k != "function")
-        value = f"{value['function']}({held})" if held else value["function"]
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_same(old: TransformationDescription, new: TransformationDescription) -> bool:

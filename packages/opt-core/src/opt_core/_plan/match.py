@@ -14,6 +14,7 @@ from opt_core._description import (
     TransformationKey,
     describe_state,
     dimensions_text,
+    setting_text,
 )
 from opt_core._plan.apply import unlike_initial, with_placement
 from opt_core._plan.leaves import (
@@ -27,7 +28,6 @@ from opt_core._plan.leaves import (
     is_concatenated,
     like_numbers,
     named_view,
-    setting_text,
     source_side,
 )
 from opt_core._plan.plan import Plan, Problem, Request, Row, fitted

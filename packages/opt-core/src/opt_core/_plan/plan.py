@@ -118,7 +118,6 @@ class Row:
       note: the reason, as text.
       problem: why it is impossible; empty if it is not.
       is_admitted: whether `allow` or a rule admits it.
-      value: of its source, if it is a single integer.
     """
 
     leaf: LeafInfo
@@ -130,7 +129,6 @@ class Row:
     note: str = ""
     problem: str = ""
     is_admitted: bool = True
-    value: int | None = None
 
     @property
     def is_ok(self) -> bool:
@@ -389,7 +387,6 @@ def fitted(
         note=", ".join(filter(None, notes)),
         problem=problem,
         is_admitted=KINDS & {*kinds} <= allow | free,
-        value=source.value if how is None else None,
     )
 
 

@@ -39,6 +39,7 @@ from opt_core._description import (
     Bearing,
     TransformationDescription,
     TransformationKey,
+    setting_text,
 )
 from opt_core._plan.leaves import (
     TRAINED,
@@ -47,7 +48,6 @@ from opt_core._plan.leaves import (
     has_window,
     is_around,
     like_numbers,
-    setting_text,
     shared_settings,
     state_path,
 )

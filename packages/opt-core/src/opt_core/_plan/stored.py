@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from opt_core._optimizer import Optimizer, leaf_groups
+from opt_core._optimizer import Optimizer
 from opt_core._plan.leaves import (
     LeafInfo,
     NamedState,
@@ -265,7 +265,8 @@ def _extras_of_params(optimizer: Optimizer) -> Iterator[tuple[int, int]]:
     number = {id(tag): i for i, tag in enumerate(tags)}
     states = tree.unflatten(range(len(nodes)))
     state = optimizer.state.replace(param_states=states)
-    for _, part in leaf_groups(optimizer.replace(target=numbers.unflatten(tags), state=state)):
+    tagged = optimizer.replace(target=numbers.unflatten(tags), state=state)
+    for _, part in tagged.optimizer_def.leaf_groups(tagged):
         params = jax.tree.leaves(part.target, is_leaf=_is_childless)
         for store in jax.tree.leaves(part.state.param_states, is_leaf=is_params_store):
             if is_params_store(store):
