@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.table import FROZEN, Except, Group, Rest, pattern_str, positions_of
 from opt_core._optimizer import Optimizer, OptimizerDef, Params
-from opt_core._plan.leaves import HeldState, Side, View, named_view, source_side
+from opt_core._plan.leaves import HeldState, LeafInfo, Side, View, named_view, source_side
 from opt_core._plan.match import make_plan
 from opt_core._plan.plan import Plan, Request, Schedules, check_allowances
 from opt_core._plan.rules import Rule
@@ -169,9 +169,9 @@ def reset(
     held = _held(optimizer)
     side = source_side(held, held.schema)
     initialised = {
-        side.names[i]
-        for i, leaf in enumerate(side.leaves)
-        if leaf.group[: len(names)] == names and not _stays(side, i)
+        name
+        for name, leaf in side.leaves.items()
+        if leaf.group[: len(names)] == names and not _stays(side, leaf)
     }
     request = Request.make({"drop"}, reset=initialised, discards_state=True)
     # The shapes are those of the state: nothing else is created, nor traced.
@@ -179,9 +179,8 @@ def reset(
     return _carried_out(held, target, request, placement)
 
 
-def _stays(side: Side, i: int) -> bool:
+def _stays(side: Side, leaf: LeafInfo) -> bool:
     """Whether a leaf records the progress or a setting of the training, not what it has learnt."""
-    leaf = side.leaves[i]
     is_time = leaf.role == "schedule_count" or side.counts_updates(leaf)
     return is_time or side.is_recorded(leaf)
 

@@ -449,7 +449,7 @@ class Side:
       source: what holds the leaves.
       leaves: those of transformations.
       transformations: in the order in which they act.
-      paths: where the leaves are in `param_states`, of a target.
+      paths: where the leaves are in `param_states`, by name, of a target.
       origins: of a target the parameters of the source that each of its own is computed from, where
         these are others.
     """
@@ -459,20 +459,20 @@ class Side:
         source: Source,
         leaves: Sequence[LeafInfo],
         transformations: Sequence[TransformationDescription],
-        paths: Sequence[Names] = (),
+        paths: Mapping[str, Names] | None = None,
         origins: Mapping[Names, Sequence[Names]] | None = None,
     ) -> None:
-        self.source, self.leaves, self.paths = source, leaves, paths
+        self.source, self.paths = source, paths or {}
         self.transformations, self._origins = transformations, origins or {}
-        self.names = [leaf.name for leaf in leaves]
+        self.leaves = {leaf.name: leaf for leaf in leaves}
         self.owners = _owners(source.schema)
-        self._positions: dict[TransformationKey, list[int]] = {}
-        self._index: dict[Any, int] = {}
+        self._kept: dict[TransformationKey, list[LeafInfo]] = {}
+        self._index: dict[Any, LeafInfo] = {}
         self._groups: dict[Any, dict[Names, None]] = {}
-        for i, leaf in enumerate(leaves):
+        for leaf in leaves:
             name, parameter = leaf.kept_by.name, leaf.parameter
-            self._positions.setdefault(leaf.kept_by, []).append(i)
-            self._index[(*leaf.kept_by, leaf.field, parameter)] = i
+            self._kept.setdefault(leaf.kept_by, []).append(leaf)
+            self._index[(*leaf.kept_by, leaf.field, parameter)] = leaf
             for what in ((name, parameter), (name,), (parameter,)):
                 self._groups.setdefault(what, {})[leaf.group] = None
         self._by_key = {transformation.key: transformation for transformation in transformations}
@@ -480,12 +480,11 @@ class Side:
         for x in sorted(transformations, key=lambda x: x.number):
             self._alike.setdefault((x.group, x.name), []).append(x)
 
-    def same(self, positions: Sequence[int]) -> bool | None:
+    def same(self, leaves: Sequence[LeafInfo]) -> bool | None:
         """Whether leaves have the same value bit for bit; `None` if that needs reading arrays."""
         # Counts are in the schema; the source compares others of up to four elements.
-        if len(positions) == 1:
+        if len(leaves) == 1:
             return True
-        leaves = [self.leaves[i] for i in positions]
         values = {leaf.value for leaf in leaves}
         if None not in values:
             return len(values) == 1
@@ -495,8 +494,8 @@ class Side:
             return None
         return self.source.same([leaf.name for leaf in leaves])
 
-    def find(self, leaf: LeafInfo, group: Names, number: int) -> int | None:
-        """Returns the position of the corresponding leaf in a group, whatever its dimensions."""
+    def find(self, leaf: LeafInfo, group: Names, number: int) -> LeafInfo | None:
+        """Returns the corresponding leaf in a group, whatever its dimensions."""
         return self._index.get((group, leaf.kept_by.name, number, leaf.field, leaf.parameter))
 
     def groups(self, *what: Any) -> Sequence[Names]:
@@ -525,13 +524,13 @@ class Side:
                 earlier.append(transformation)
         return []
 
-    def leaves_of(self, key: TransformationKey) -> Sequence[int]:
-        """Returns the positions of a transformation's leaves."""
-        return self._positions.get(key, ())
+    def leaves_of(self, key: TransformationKey) -> Sequence[LeafInfo]:
+        """Returns the leaves of a transformation."""
+        return self._kept.get(key, ())
 
     def followed(self, key: TransformationKey) -> Sequence[Names]:
         """Returns the parameters that leaves of a transformation follow."""
-        params = (self.leaves[i].parameter for i in self.leaves_of(key))
+        params = (leaf.parameter for leaf in self.leaves_of(key))
         return list(dict.fromkeys(param for param in params if param is not None))
 
     def came_from(self, param: Names) -> Sequence[Names]:

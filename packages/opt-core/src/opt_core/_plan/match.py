@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -60,8 +60,8 @@ def make_plan(source: Source, view: View, request: Request, placement: Any = Non
     obstacles = [*problems(move), *(Problem(text, "optimizer") for text in matcher.pairing.unclear)]
     if source.schema.optimizer is None:  # transformations cannot be compared, only leaves
         obstacles = [problem for problem in obstacles if problem.needs is None]
-    new = {move.new.names[p.new]: p.text for p in obstacles if p.new is not None}
-    old = {move.old.names[p.old]: p.text for p in obstacles if p.old is not None}
+    new = {p.new: p.text for p in obstacles if p.new is not None}
+    old = {p.old: p.text for p in obstacles if p.old is not None}
     rows = [_with_problem(row, new, "initialise it by a rule") for row in rows]
     dropped = matcher.dropped(rows, move)
     rows += [_with_problem(row, old, "drop it by a rule") for row in dropped]
@@ -101,16 +101,16 @@ class _Matcher:
         leaves = [leaf for leaf in schema.leaves if leaf.transformation]
         self.old = source_side(source, schema)
         described = describe_state(view.optimizer)
-        paths = [leaf.path for leaf in described.leaves]
+        pairs = zip(leaves, described.leaves, strict=True)
+        paths = {leaf.name: known.path for leaf, known in pairs}
         self.new = Side(self.named, leaves, described.transformations, paths, self.origins)
         self._by_rule = {
             leaf.name: row for leaf in schema.leaves if (row := self._row_by_rule(leaf)) is not None
         }
-        self._places = {leaf.name: i for i, leaf in enumerate(self.old.leaves)}
         ruled = {
-            j: [self._places[name] for name in row.sources if name in self._places]
-            for j, leaf in enumerate(leaves)
-            if (row := self._by_rule.get(leaf.name)) is not None
+            name: self._sources(row)
+            for name, row in self._by_rule.items()
+            if row.leaf.transformation
         }
         self.pairing = Pairing(self.old, self.new, ruled)
         self.pairs = self.pairing.pairs
@@ -134,11 +134,15 @@ class _Matcher:
                     names = sources_of(rule[1], rule[2], leaf.shape)
                 yield leaf.path[1:], [split_path(n)[1:] for n in names if n in self.saved]
 
+    def _sources(self, row: Row) -> tuple[LeafInfo, ...]:
+        """The leaves of transformations that a row takes."""
+        return tuple(self.old.leaves[name] for name in row.sources if name in self.old.leaves)
+
     def rows(self) -> tuple[list[Row], Move]:
         """What becomes of every leaf of the target; the policy sees it as a `Move`."""
-        rows, pairs = [], iter(self.pairs)
+        rows = []
         for leaf in self.named.schema.leaves:
-            pair = next(pairs) if leaf.transformation else None
+            pair = self.pairs.get(leaf.name)
             row = self._by_rule.get(leaf.name)
             if row is None:
                 row = self._by_name(leaf) if pair is None else self._paired(leaf, pair)
@@ -147,15 +151,13 @@ class _Matcher:
             rows.append(row)
         rows = list(self._refuse_fresh_counts(rows))
         # Which new leaves begin where training has gone on is known once all are paired.
-        move, of_state = self._move(rows), iter(range(len(rows)))
-        return [
-            self._require_initialise(row, move, next(of_state)) if row.leaf.transformation else row
-            for row in rows
-        ], move
+        move = self._move(rows)
+        return [self._require_initialise(row, move) for row in rows], move
 
-    def _require_initialise(self, row: Row, move: Move, j: int) -> Row:
+    def _require_initialise(self, row: Row, move: Move) -> Row:
         """A row of a state with what has to be admitted for a leaf that `init` makes."""
-        if row.action != "initialised" or not begins_untrained(move, j):
+        is_new = bool(row.leaf.transformation) and row.action == "initialised"
+        if not is_new or not begins_untrained(move, row.leaf):
             return row
         note = row.note or move.at_a_count.get(row.leaf.kept_by, "")
         is_admitted = "initialise" in self.request.allow
@@ -164,27 +166,24 @@ class _Matcher:
     def _move(self, rows: Sequence[Row]) -> Move:
         """Which leaf comes from which, as the policy sees it."""
         of_state = [row for row in rows if row.leaf.transformation]
-        sources = [
-            tuple(self._places[name] for name in row.sources if name in self._places)
-            for row in of_state
-        ]
+        sources = {row.leaf.name: self._sources(row) for row in of_state}
         ruled = {
-            j
-            for j, row in enumerate(of_state)
+            row.leaf.name
+            for row in of_state
             if (row.by is not None and (row.sources or not isinstance(row.by, Pad)))
             or self._is_fresh(row.leaf.name)
         }
         let_go = {
-            i
-            for i, leaf in enumerate(self.old.leaves)
-            if self.request.rule(leaf.name, drop=True) is not None
-            or (leaf.parameter is not None and self._lets_go(leaf.name))
+            name
+            for name, leaf in self.old.leaves.items()
+            if self.request.rule(name, drop=True) is not None
+            or (leaf.parameter is not None and self._lets_go(name))
         }
         idle = frozen(self.named.schema)
         trained = {
             o for param, origins in self.origins.items() if param not in idle for o in origins
         }
-        gone = {leaf.parameter for leaf in self.old.leaves if leaf.parameter is not None} - trained
+        gone = {x.parameter for x in self.old.leaves.values() if x.parameter is not None} - trained
         discards_state = self.request.discards_state
         return Move(self.old, self.new, sources, ruled, let_go, gone, discards_state)
 
@@ -243,15 +242,13 @@ class _Matcher:
         return self._fitted(leaf, [self.saved[leaf.name]], (), "")
 
     def _paired(self, leaf: LeafInfo, pair: Pair) -> Row:
-        sources = [self.old.leaves[i] for i in pair.sources]
-        if pair.counts is not None:
-            name = "state/step" if pair.counts == STEP else self.old.names[pair.counts]
-            if name in self.saved and self.saved[name].shape == leaf.shape:
-                why = f" ({pair.note})" if pair.note else ""
-                note = f"a new count, which continues from `{name}`{why}"
-                return fitted(leaf, [self.saved[name]], (), note, self.request.allow)
-        if not sources and pair.lookalike is not None:
-            like = self.old.leaves[pair.lookalike]
+        sources, like = pair.sources, pair.lookalike
+        counts = self.saved.get(pair.counts)
+        if counts is not None and counts.shape == leaf.shape:
+            why = f" ({pair.note})" if pair.note else ""
+            note = f"a new count, which continues from `{counts.name}`{why}"
+            return fitted(leaf, [counts], (), note, self.request.allow)
+        if not sources and like is not None:
             had, kept = self.ruled.had.shapes, self.ruled.kept.shapes
             is_same = had.get(like.parameter) == kept.get(leaf.parameter)
             if not is_same or isinstance(self._action(leaf.name), Pad):
@@ -320,8 +317,8 @@ class _Matcher:
         for leaf in self.saved.values():
             if leaf.name in used:
                 continue
-            i = self._places.get(leaf.name)
-            is_free = i is not None and not is_trained(move.old, i)
+            of_state = self.old.leaves.get(leaf.name)
+            is_free = of_state is not None and not is_trained(move.old, of_state)
             is_let_go = leaf.name in self.request.reset or self._lets_go(leaf.name)
             note = _EVALUATED.get(leaf.kept_by.name, "") if leaf.role == "params_copy" else ""
             unused.append(self._dropped_row(leaf, leaf.name, note, is_free=is_free or is_let_go))
@@ -360,19 +357,18 @@ def _is_abstract(leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
 
 
-def _restarted(old: Side, new: Side, pairs: Sequence[Pair]) -> list[Pair]:
+def _restarted(old: Side, new: Side, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """Removes the counts of schedules, except in groups that are the same."""
 
     def of(side: Side, group: Names) -> Any:
         params = {param for param, owner in side.owners.items() if owner[: len(group)] == group}
         return params, [x for x in side.transformations if x.group == group]
 
-    groups = {leaf.group for leaf in new.leaves if leaf.role == "schedule_count"}
+    counts = [leaf for leaf in new.leaves.values() if leaf.role == "schedule_count"]
+    groups = {leaf.group for leaf in counts}
     same = {group for group in groups if of(old, group) == of(new, group)}
-    return [
-        Pair(note="restarts") if leaf.role == "schedule_count" and leaf.group not in same else pair
-        for pair, leaf in zip(pairs, new.leaves, strict=True)
-    ]
+    restarts = [leaf.name for leaf in counts if leaf.group not in same]
+    return {**pairs, **dict.fromkeys(restarts, Pair(note="restarts"))}
 
 
 def _check_rules(request: Request, rows: Sequence[Row], source: Source) -> None:
@@ -392,21 +388,17 @@ def _check_rules(request: Request, rows: Sequence[Row], source: Source) -> None:
 # Which leaf of the source each leaf of a state continues, by their descriptions.
 
 
-STEP: Final = "step"
-"""Stands for the optimizer's own count of steps among the sources of schedules."""
+_STEP: Final = "state/step"
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """The source of one leaf of the new state."""
 
-    # positions in the old state; several if groups agree, none if it is new
-    sources: tuple[int, ...] = ()
+    sources: tuple[LeafInfo, ...] = ()  # several if groups agree, none if it is new
     note: str = ""  # why it is new, or a remark
-    # for a new leaf, the position of an old leaf of the same name but another meaning
-    lookalike: int | None = None
-    # for a schedule's new count, the leaf that it continues from
-    counts: int | Literal["step"] | None = None
+    lookalike: LeafInfo | None = None  # for a new leaf, an old one of the name but another meaning
+    counts: str = ""  # for a schedule's new count, the name of the leaf that it continues from
 
 
 @dataclasses.dataclass
@@ -415,27 +407,27 @@ class Pairing:
 
     old: Side
     new: Side
-    ruled: Mapping[int, Sequence[int]]  # sources that rules of the caller decide, by position
+    ruled: Mapping[str, tuple[LeafInfo, ...]]  # sources that rules of the caller decide
 
     def __post_init__(self) -> None:
         self._numbers: dict[tuple[Names, Names, str], Mapping[int, int]] = {}
         self.unclear: list[str] = []
-        leaves = self.new.leaves
-        free = [i for i in range(len(leaves)) if i not in self.ruled]
-        pairs = {i: self._of_parameter(leaves[i]) for i in free if leaves[i].parameter is not None}
-        pairs |= {i: Pair(tuple(places)) for i, places in self.ruled.items()}
-        self._pairs = pairs
-        shared = {i: self._shared(leaves[i]) for i in free if leaves[i].parameter is None}
+        free = [leaf for leaf in self.new.leaves.values() if leaf.name not in self.ruled]
+        self.pairs = {name: Pair(sources) for name, sources in self.ruled.items()}
+        self.pairs |= {x.name: self._of_parameter(x) for x in free if x.parameter is not None}
+        shared = {x.name: self._shared(x) for x in free if x.parameter is None}
         self.reinitialised = dict(self._reinitialised(shared))
-        for i in free:
-            pairs[i] = self._decided(leaves[i], pairs.get(i), shared.get(i, ()))
+        for leaf in free:
+            own, others = self.pairs.get(leaf.name), shared.get(leaf.name, ())
+            self.pairs[leaf.name] = self._decided(leaf, own, others)
         self._give_keys_once(shared)
-        for i, leaf in enumerate(leaves):
-            if leaf.role == "schedule_count" and not pairs[i].sources and i in shared:
-                pairs[i] = dataclasses.replace(pairs[i], counts=self._updates(i))
-        self.pairs = list(self._with_notes([pairs[i] for i in range(len(leaves))]))
+        for name in shared:
+            pair, leaf = self.pairs[name], self.new.leaves[name]
+            if leaf.role == "schedule_count" and not pair.sources:
+                self.pairs[name] = dataclasses.replace(pair, counts=self._updates(leaf))
+        self.pairs = dict(map(self._with_notes, self.new.leaves.values()))
 
-    def _decided(self, leaf: LeafInfo, own: Pair | None, shared: Sequence[int]) -> Pair:
+    def _decided(self, leaf: LeafInfo, own: Pair | None, shared: Sequence[LeafInfo]) -> Pair:
         is_free = leaf.role in ("schedule_count", "key")
         if own is None and self.new.is_recorded(leaf):
             return self._recorded(leaf, shared)
@@ -443,7 +435,7 @@ class Pairing:
             return self._agreed(shared, leaf)
         if not is_free and (why := self.reinitialised.get(leaf.kept_by, "")):
             return Pair(note=why)
-        if own is None and shared and self._holds_others(leaf, self.old.leaves[shared[0]]):
+        if own is None and shared and self._holds_others(leaf, shared[0]):
             return Pair(note="it concatenates parameters, and these are not the same")
         return Pair(tuple(shared)) if own is None else own
 
@@ -453,20 +445,19 @@ class Pairing:
         if leaf.group not in sources and len(sources) > 1:
             return Pair(note="several groups have one")
         group = leaf.group if leaf.group in sources else next(iter(sources), None)
-        position = None if group is None else self._in(group, leaf)
-        if position is None:
+        source = None if group is None else self._in(group, leaf)
+        if source is None:
             is_other = leaf.group in sources and self._number(leaf.group, leaf) is None
             return Pair(note="no other has its settings" if is_other else "")
-        source = self.old.leaves[position]
         is_same = source.dimensions == leaf.dimensions
         if None in (source.dimensions, leaf.dimensions):
             # Their dimensions are not known: only equal settings ensure equal dimensions.
             is_same = is_alike(self.old.keeper(source), self.new.keeper(leaf))
         was, now = (dimensions_text(x.dimensions) for x in (source, leaf))
         why = f"had the dimensions {was} of its parameter, has {now}"
-        return Pair((position,)) if is_same else Pair(note=why, lookalike=position)
+        return Pair((source,)) if is_same else Pair(note=why, lookalike=source)
 
-    def _in(self, group: Names, leaf: LeafInfo) -> int | None:
+    def _in(self, group: Names, leaf: LeafInfo) -> LeafInfo | None:
         number = self._number(group, leaf)
         return None if number is None else self.old.find(leaf, group, number)
 
@@ -484,17 +475,17 @@ class Pairing:
                 self.unclear.append(f"it is not clear which of {many}")
         return self._numbers[key].get(leaf.kept_by.number)
 
-    def _shared(self, leaf: LeafInfo) -> Sequence[int]:
+    def _shared(self, leaf: LeafInfo) -> Sequence[LeafInfo]:
         """The leaves of old groups that may be the source of a leaf of no parameter."""
-        positions = (self._in(group, leaf) for group in self._group_sources(leaf))
-        return [i for i in positions if i is not None]
+        sources = (self._in(group, leaf) for group in self._group_sources(leaf))
+        return [source for source in sources if source is not None]
 
     def _group_sources(self, leaf: LeafInfo) -> Sequence[Names]:
         """The groups of the old state with a source for a leaf of no parameter."""
         having = self.old.groups(leaf.kept_by.name)
-        where, leaves = leaf.kept_by, self.new.leaves
-        own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
-        sources = {self.old.leaves[k].group for i in own for k in self._pairs[i].sources}
+        where = leaf.kept_by
+        own = [x for x in self.new.leaves_of(where) if x.parameter is not None]
+        sources = {source.group for x in own for source in self.pairs[x.name].sources}
         if own and not sources:
             params = [o for param in self.new.followed(where) for o in self.new.came_from(param)]
             sources = {g for param in params for g in self.old.groups(leaf.kept_by.name, param)}
@@ -526,92 +517,88 @@ class Pairing:
                 yield group  # one inside of a definition, that keeps nothing per parameter
 
     def _reinitialised(
-        self, shared: Mapping[int, Sequence[int]]
+        self, shared: Mapping[str, Sequence[LeafInfo]]
     ) -> Iterator[tuple[TransformationKey, str]]:
         """The transformations of groups that must be reinitialised, with the reason."""
         # The first of several reasons counts.
-        for i, positions in reversed(list(shared.items())):
-            leaf = self.new.leaves[i]
-            where = leaf.kept_by
+        for name, sources in reversed(list(shared.items())):
+            leaf = self.new.leaves[name]
             is_free = leaf.role in ("schedule_count", "key")
-            if is_free or not positions or self.new.is_recorded(leaf):
+            if is_free or not sources or self.new.is_recorded(leaf):
                 continue
-            if why := self._unlike(positions, leaf):
-                yield where, f"reinitialised: {why}"
+            if why := self._unlike(sources, leaf):
+                yield leaf.kept_by, f"reinitialised: {why}"
 
-    def _unlike(self, positions: Sequence[int], leaf: LeafInfo) -> str:
+    def _unlike(self, sources: Sequence[LeafInfo], leaf: LeafInfo) -> str:
         """Returns how the groups that a leaf comes from disagree; empty if they agree."""
-        is_same = self.old.same(positions) if positions else True
+        is_same = self.old.same(sources) if sources else True
         if is_same:
             return ""
         field = "/".join(leaf.field)
         if is_same is None:
             return f"nothing says whether its groups agree about `{field}`"
-        known = [x for i in positions if (x := self.old.leaves[i]).value is not None]
+        known = [source for source in sources if source.value is not None]
         groups = [f"`{'/'.join(x.group)}`" if x.group else "no group" for x in known]
         values = ", ".join(f"{group} {x.value}" for group, x in zip(groups, known, strict=True))
         return f"its groups do not agree about `{field}`{f': {values}' if values else ''}"
 
-    def _recorded(self, leaf: LeafInfo, positions: Sequence[int]) -> Pair:
+    def _recorded(self, leaf: LeafInfo, sources: Sequence[LeafInfo]) -> Pair:
         """A value that was set at run time continues, unless the setting has changed."""
         name = leaf.field[-1]
         setting = self.new.keeper(leaf).settings.get(name)
-        before = [self.old.keeper(self.old.leaves[i]).settings for i in positions]
+        before = [self.old.keeper(source).settings for source in sources]
         if not all(name in settings for settings in before):
-            return Pair(tuple(positions), f"saved; nothing says what the code gave as `{name}`")
+            return Pair(tuple(sources), f"saved; nothing says what the code gave as `{name}`")
         for was in (settings[name] for settings in before):
             if was != setting:
                 changed = f"`{name}` was {setting_text(was)}, is {setting_text(setting)}"
                 return Pair(note=f"{changed} in the code, which acts")
-        return self._agreed(positions, leaf)
+        return self._agreed(sources, leaf)
 
-    def _agreed(self, positions: Sequence[int], leaf: LeafInfo) -> Pair:
-        why = self._unlike(positions, leaf)
-        return Pair(note=why) if why else Pair(tuple(positions))
+    def _agreed(self, sources: Sequence[LeafInfo], leaf: LeafInfo) -> Pair:
+        why = self._unlike(sources, leaf)
+        return Pair(note=why) if why else Pair(tuple(sources))
 
-    def _give_keys_once(self, shared: Mapping[int, Sequence[int]]) -> None:
+    def _give_keys_once(self, shared: Mapping[str, Sequence[LeafInfo]]) -> None:
         """Each key is used once: groups with copies of one would draw the same random numbers."""
-        leaves = self.new.leaves
-        keys = [i for i in shared if leaves[i].role == "key" and self._pairs[i].sources]
-        used: set[int] = set()
+        leaves = [self.new.leaves[name] for name in shared]
+        keys = [x for x in leaves if x.role == "key" and self.pairs[x.name].sources]
+        used: set[str] = set()
 
-        def moves(i: int) -> bool:
-            sources = self._pairs[i].sources
-            return all(self.old.leaves[k].group != leaves[i].group for k in sources)
+        def moves(leaf: LeafInfo) -> bool:
+            return all(source.group != leaf.group for source in self.pairs[leaf.name].sources)
 
-        for i in sorted(keys, key=moves):  # first those that stay in their group
-            free = [k for k in self._pairs[i].sources if k not in used]
+        for leaf in sorted(keys, key=moves):  # first those that stay in their group
+            free = [source for source in self.pairs[leaf.name].sources if source.name not in used]
             # Any of several keys will do.
             taken = free if len(free) > 1 and self.old.same(free) else free[:1]
-            self._pairs[i] = Pair(
-                tuple(taken), "" if taken else "its key continues in another group"
-            )
-            used.update(taken)
+            note = "" if taken else "its key continues in another group"
+            self.pairs[leaf.name] = Pair(tuple(taken), note)
+            used.update(source.name for source in taken)
 
-    def _updates(self, schedule: int) -> int | Literal["step"]:
-        """The count of updates that drives a new schedule."""
-        for i, leaf in enumerate(self.new.leaves):
-            if not _counts_around(self.new, i, schedule):
+    def _updates(self, schedule: LeafInfo) -> str:
+        """The name of the count of updates that drives a new schedule."""
+        for leaf in self.new.leaves.values():
+            if not _counts_around(self.new, leaf, schedule):
                 continue
-            what = leaf.transformation, leaf.field
-            olds = enumerate(self.old.leaves)
-            like = (k for k, x in olds if (x.transformation, x.field) == what)
-            sources = self._pairs[i].sources or tuple(like)
+            what, olds = (leaf.transformation, leaf.field), self.old.leaves.values()
+            like = [x for x in olds if (x.transformation, x.field) == what]
+            sources = self.pairs[leaf.name].sources or like
             if sources and self.old.same(sources):
-                return sources[0]
-        return STEP
+                return sources[0].name
+        return _STEP
 
-    def _with_notes(self, pairs: Sequence[Pair]) -> Iterator[Pair]:
-        """Adds notes on changed numbers, and on settings without effect, to continued leaves."""
-        for i, (pair, leaf) in enumerate(zip(pairs, self.new.leaves, strict=True)):
-            notes = [pair.note] if pair.note else []
-            if pair.sources and i not in self.ruled:
-                source = self.old.leaves[pair.sources[0]]
-                if source.group == leaf.group and source.transformation != leaf.transformation:
-                    notes.append(f"was `{source.kept_by._replace(group=())}`, by its settings")
-            if pair.sources and leaf.role not in ("count", "schedule_count", "key"):
-                notes += self._without_effect(leaf, self.old.leaves[pair.sources[0]])
-            yield dataclasses.replace(pair, note=", ".join(notes))
+    def _with_notes(self, leaf: LeafInfo) -> tuple[str, Pair]:
+        """A pair with notes on a changed number, and on settings without effect."""
+        pair = self.pairs[leaf.name]
+        notes = [pair.note] if pair.note else []
+        for source in pair.sources[:1]:
+            is_moved = source.group != leaf.group or leaf.name in self.ruled
+            if not is_moved and source.transformation != leaf.transformation:
+                notes.append(f"was `{source.kept_by._replace(group=())}`, by its settings")
+            if leaf.role not in ("count", "schedule_count", "key"):
+                notes += self._without_effect(leaf, source)
+        return leaf.name, dataclasses.replace(pair, note=", ".join(notes))
 
     def _without_effect(self, leaf: LeafInfo, source: LeafInfo) -> Iterator[str]:
         one, other = self.old.keeper(source), self.new.keeper(leaf)
@@ -622,13 +609,13 @@ class Pairing:
                     yield f"`{name}` was {was}, is {now}: no effect on the saved state"
 
 
-def _counts_around(side: Side, i: int, inner: int) -> bool:
+def _counts_around(side: Side, leaf: LeafInfo, other: LeafInfo) -> bool:
     """Whether a leaf counts the updates of a window of mini-steps around another."""
-    leaf, other = side.leaves[i], side.leaves[inner]
-    place: Names = side.paths[i][: len(side.paths[i]) - len(leaf.field)]
+    path = side.paths[leaf.name]
+    place = path[: len(path) - len(leaf.field)]
     return (
         side.counts_updates(leaf)
-        and side.paths[inner][: len(place)] == place
+        and side.paths[other.name][: len(place)] == place
         and other.transformation != leaf.transformation
         and leaf.group == other.group[: len(leaf.group)]
     )

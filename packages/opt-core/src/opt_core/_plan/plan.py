@@ -144,8 +144,8 @@ class Problem(NamedTuple):
 
     text: str  # what, and why
     needs: Allowance | None = None  # the word of `allow` that admits it; `None` if none does
-    old: int | None = None  # the position of the old leaf that would be lost, if it is one
-    new: int | None = None  # the position of the new leaf that would be incomplete, if it is one
+    old: str | None = None  # the name of the old leaf that would be lost, if it is one
+    new: str | None = None  # the name of the new leaf that would be incomplete, if it is one
     # the transformation and the name of the setting that has changed, if it is one
     setting: Setting | None = None
 

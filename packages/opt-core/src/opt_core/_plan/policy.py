@@ -44,6 +44,7 @@ from opt_core._description import (
 from opt_core._plan.leaves import (
     TRAINED,
     UPDATE,
+    LeafInfo,
     Side,
     has_window,
     is_around,
@@ -62,8 +63,8 @@ _WITHOUT_EFFECT: Final = frozenset({"as_transformation"})
 """Wrappers that compute what they wrap: that one is new or gone changes nothing."""
 
 
-Pairs = Sequence[tuple[int, int]]
-"""Positions of leaves in the old state with those in the new one."""
+Pairs = Sequence[tuple[LeafInfo, LeafInfo]]
+"""Leaves of the old state with those of the new one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +73,9 @@ class Move:
 
     old: Side  # the existing state
     new: Side  # the state to make
-    sources: Sequence[tuple[int, ...]]  # of each leaf of the new state, positions in the old one
-    # positions of new leaves for which the caller has given a rule
-    ruled: Collection[int] = frozenset()
-    let_go: Collection[int] = frozenset()  # positions of old leaves that a rule of the caller drops
+    sources: Mapping[str, Sequence[LeafInfo]]  # by the name of each leaf of the new state
+    ruled: Collection[str] = frozenset()  # new leaves for which the caller has given a rule
+    let_go: Collection[str] = frozenset()  # old leaves that a rule of the caller drops
     # parameters that are no longer trained, whose open windows do not matter
     idle: Collection[Names] = frozenset()
     # whether the caller has asked to discard state. The contents of an open window may then be
@@ -84,14 +84,13 @@ class Move:
 
     @functools.cached_property
     def continued(self) -> Mapping[tuple[TransformationKey, TransformationKey], Pairs]:
-        """The transformations whose state goes on, old and new, with positions of leaves."""
+        """The transformations whose state goes on, old and new, with their leaves."""
         # Counts of schedules and recorded settings are not considered.
-        continued: dict[tuple[TransformationKey, TransformationKey], list[tuple[int, int]]] = {}
-        for j, (sources, leaf) in enumerate(zip(self.sources, self.new.leaves, strict=True)):
-            if leaf.role != "schedule_count" and not self.new.is_recorded(leaf):
-                for i in sources:
-                    both = self.old.leaves[i].kept_by, leaf.kept_by
-                    continued.setdefault(both, []).append((i, j))
+        continued: dict[Any, list[tuple[LeafInfo, LeafInfo]]] = {}
+        for new in self.new.leaves.values():
+            if new.role != "schedule_count" and not self.new.is_recorded(new):
+                for old in self.sources[new.name]:
+                    continued.setdefault((old.kept_by, new.kept_by), []).append((old, new))
         return continued
 
     @functools.cached_property
@@ -99,17 +98,18 @@ class Move:
         """The transformations that go on at a count, where Adam does not correct zero moments."""
         # A leaf that restarts in one of them would make steps several times too long.
         counts: dict[TransformationKey, str] = {}
-        for leaf, sources in zip(self.new.leaves, self.sources, strict=True):
-            value = self.old.leaves[sources[0]].value if sources else 0
+        for leaf in self.new.leaves.values():
+            value = sources[0].value if (sources := self.sources[leaf.name]) else 0
             if leaf.role == "count" and value != 0:
                 count = f"`{'/'.join(leaf.field)}` continues{f' from {value}' if value else ''}"
                 counts.setdefault(leaf.kept_by, f"as `init` makes it, while {count}")
         return counts
 
     @functools.cached_property
-    def dropped(self) -> Set[int]:
-        """The positions of the old leaves without a successor."""
-        return {*range(len(self.old.leaves))}.difference(*self.sources)
+    def dropped(self) -> Set[str]:
+        """The old leaves without a successor."""
+        used = {old.name for sources in self.sources.values() for old in sources}
+        return self.old.leaves.keys() - used
 
 
 def problems(move: Move) -> Iterator[Problem]:
@@ -118,10 +118,10 @@ def problems(move: Move) -> Iterator[Problem]:
     for (before, after), pairs in move.continued.items():
         old, new = move.old.transformation(before), move.new.transformation(after)
         obstacles |= dict.fromkeys(_of_bearing(move, old, new, pairs))
-        is_ruled = all(j in move.ruled for _, j in pairs)
-        if not is_ruled and any(is_trained(move.new, j) for _, j in pairs):
+        free = [leaf for _, leaf in pairs if leaf.name not in move.ruled]
+        if free and any(is_trained(move.new, leaf) for _, leaf in pairs):
             obstacles |= dict.fromkeys(_switches(old, new))
-        if any(j not in move.ruled and _is_in_units(move.new, j) for _, j in pairs):
+        if any(_is_in_units(move.new, leaf) for leaf in free):
             obstacles |= dict.fromkeys(_other_inputs(move, before, after))
         if text := _other_parameters(move, before, after, pairs):
             obstacles[Problem(text, "optimizer")] = None
@@ -129,9 +129,8 @@ def problems(move: Move) -> Iterator[Problem]:
     yield from obstacles
 
 
-def is_trained(side: Side, i: int) -> bool:
+def is_trained(side: Side, leaf: LeafInfo) -> bool:
     """Whether training determines a leaf; counts and the contents of windows do not count."""
-    leaf = side.leaves[i]
     transformation = side.keeper(leaf)
     if transformation.passes_on and leaf.parameter is None:
         return False  # what a guard has seen
@@ -144,14 +143,13 @@ def is_trained(side: Side, i: int) -> bool:
     return not leaf.is_key and bool(jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact))
 
 
-def begins_untrained(move: Move, j: int) -> bool:
+def begins_untrained(move: Move, leaf: LeafInfo) -> bool:
     """Whether a new leaf without a source restarts where training has gone on."""
-    leaf = move.new.leaves[j]
-    if move.sources[j] or j in move.ruled:
+    if move.sources[leaf.name] or leaf.name in move.ruled:
         return False
     if leaf.role == "count":
-        return _is_left_by_its_count(move, j)
-    if not is_trained(move.new, j):
+        return _is_left_by_its_count(move, leaf.kept_by)
+    if not is_trained(move.new, leaf):
         return False
     if leaf.kept_by in move.at_a_count:
         return True
@@ -163,12 +161,11 @@ def begins_untrained(move: Move, j: int) -> bool:
     return any(origin in move.old.owners for x in params for origin in move.new.came_from(x))
 
 
-def _is_left_by_its_count(move: Move, j: int) -> bool:
+def _is_left_by_its_count(move: Move, where: TransformationKey) -> bool:
     """Whether a count begins at 0 for moments that go on: their bias would be corrected again."""
-    where = move.new.leaves[j].kept_by
     if has_window(move.new.transformation(where)):
         return False
-    return any(move.sources[k] for k in move.new.leaves_of(where) if is_trained(move.new, k))
+    return any(move.sources[x.name] for x in move.new.leaves_of(where) if is_trained(move.new, x))
 
 
 def _of_bearing(
@@ -182,7 +179,7 @@ def _of_bearing(
         is_known = (name in old.settings and name in new.settings) or name == UPDATE
         is_redefined = bearing.effect == "refused" and is_known and was != now
         if is_redefined and not _is_ruled(move, name, pairs):
-            pattern = re.escape(path_str(state_path(move.new.leaves[pairs[0][1]].kept_by))) + "/.*"
+            pattern = re.escape(path_str(state_path(new.key))) + "/.*"
             yield Problem(
                 f"`{name}` of `{new.key}` was {setting_text(was)}, is {setting_text(now)}: the "
                 "saved state means something else under it. Restore the setting, or give a rule "
@@ -190,10 +187,10 @@ def _of_bearing(
                 setting=(new.key, name),
             )
         elif bearing.effect == "window" and (why := _other_length(name, was, now)):
-            for i, j in pairs:
-                is_progress = move.old.leaves[i].field == bearing.count
-                if is_progress and (count := _progress(move.old, i, bearing)):
-                    is_open = f"a window is open, `{move.new.names[j]}` is {count}"
+            for leaf, successor in pairs:
+                is_progress = leaf.field == bearing.count
+                if is_progress and (count := _progress(move.old, leaf, bearing)):
+                    is_open = f"a window is open, `{successor.name}` is {count}"
                     yield Problem(f"{is_open}: {why}; complete it first")
 
 
@@ -206,9 +203,8 @@ def bearing_of(
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
     """Whether the caller has given rules for the setting's own leaf, or for all leaves."""
-    where = move.new.leaves[pairs[0][1]].kept_by
-    own = [j for j in move.new.leaves_of(where) if move.new.leaves[j].field[-1:] == (name,)]
-    return any(j in move.ruled for j in own) or all(j in move.ruled for _, j in pairs)
+    own = [x for x in move.new.leaves_of(pairs[0][1].kept_by) if x.field[-1:] == (name,)]
+    return any(x.name in move.ruled for x in own) or all(x.name in move.ruled for _, x in pairs)
 
 
 def _switches(old: TransformationDescription, new: TransformationDescription) -> Iterator[Problem]:
@@ -251,12 +247,11 @@ def _changed(new: TransformationDescription, name: str, change: str, where: str 
 # What acts before moments.
 
 
-def _is_in_units(side: Side, j: int) -> bool:
+def _is_in_units(side: Side, leaf: LeafInfo) -> bool:
     """Whether a leaf accumulates updates, as they are when they reach its transformation."""
-    leaf = side.leaves[j]
     if has_window(side.keeper(leaf)):
         return False
-    is_own = leaf.role == "other" and leaf.parameter is not None and is_trained(side, j)
+    is_own = leaf.role == "other" and leaf.parameter is not None and is_trained(side, leaf)
     return leaf.role in _IN_UNITS_OF_UPDATES or is_own
 
 
@@ -311,16 +306,14 @@ def _acting(
 
 def _learns_nothing(side: Side, transformation: TransformationDescription) -> bool:
     """Whether only its settings say what a transformation does."""
-    leaves = side.leaves_of(transformation.key)
-    return not any(is_trained(side, i) for i in leaves)
+    return not any(is_trained(side, leaf) for leaf in side.leaves_of(transformation.key))
 
 
 def _other_parameters(
     move: Move, before: TransformationKey, after: TransformationKey, pairs: Pairs
 ) -> str:
     """Why numbers computed from all parameters do not continue; empty if they do."""
-    leaves = [move.new.leaves[j] for _, j in pairs]
-    sums = [leaf for leaf in leaves if leaf.role == "statistic" and leaf.parameter is None]
+    sums = [leaf for _, leaf in pairs if leaf.role == "statistic" and leaf.parameter is None]
     was = {*move.old.followed(before)}
     now = {origin for param in move.new.followed(after) for origin in move.new.came_from(param)}
     if not sums or was == now:
@@ -343,50 +336,49 @@ def _lost_windows(move: Move) -> Iterator[Problem]:
     goes_on: dict[TransformationKey, list[TransformationKey]] = {}
     for before, after in move.continued:
         goes_on.setdefault(before, []).append(after)
-    for where, at, count in _open_windows(move.old):
-        is_open = f"a window is open, `{move.old.names[at]}` is {count}"
-        for i in _lost_contents(move, where, at):
-            if i not in move.let_go:
-                what = "its contents" if i == at else f"`{move.old.names[i]}`"
-                yield Problem(f"{is_open}, and {what} would be lost; complete it first", old=i)
-        for after in () if move.discards_state else goes_on.get(where, ()):
-            for j in move.new.leaves_of(after):
-                leaf = move.new.leaves[j]
+    for at, count in _open_windows(move.old):
+        is_open = f"a window is open, `{at.name}` is {count}"
+        for leaf in _lost_contents(move, at):
+            if leaf.name not in move.let_go:
+                what = "its contents" if leaf is at else f"`{leaf.name}`"
+                lost = f"{is_open}, and {what} would be lost; complete it first"
+                yield Problem(lost, old=leaf.name)
+        for after in () if move.discards_state else goes_on.get(at.kept_by, ()):
+            for leaf in move.new.leaves_of(after):
                 is_held = leaf.role in _HELD and leaf.parameter is not None
-                if is_held and not move.sources[j] and j not in move.ruled:
-                    what = f"`{move.new.names[j]}` would have only a part of it"
-                    yield Problem(f"{is_open}, and {what}; complete it first", new=j)
+                if is_held and not move.sources[leaf.name] and leaf.name not in move.ruled:
+                    what = f"`{leaf.name}` would have only a part of it"
+                    yield Problem(f"{is_open}, and {what}; complete it first", new=leaf.name)
 
 
-def _open_windows(side: Side) -> Iterator[tuple[TransformationKey, int, int]]:
-    """Yields transformations inside a window, with the leaf that says so and its value."""
+def _open_windows(side: Side) -> Iterator[tuple[LeafInfo, int]]:
+    """Yields the leaves that say that a window is open, with how far it has come."""
     for transformation in side.transformations:
         for bearing in transformation.bearing.values():
-            for i in side.leaves_of(transformation.key):
-                is_progress = bearing.effect == "window" and side.leaves[i].field == bearing.count
-                if is_progress and (count := _progress(side, i, bearing)):
-                    yield transformation.key, i, count
+            for leaf in side.leaves_of(transformation.key):
+                is_progress = bearing.effect == "window" and leaf.field == bearing.count
+                if is_progress and (count := _progress(side, leaf, bearing)):
+                    yield leaf, count
 
 
-def _lost_contents(move: Move, where: TransformationKey, at: int) -> list[int]:
+def _lost_contents(move: Move, at: LeafInfo) -> list[LeafInfo]:
     """The leaves of an open window that would be lost; its count stands for all of them."""
-    lost = [i for i in move.old.leaves_of(where) if i in move.dropped]
+    lost = [x for x in move.old.leaves_of(at.kept_by) if x.name in move.dropped]
     if at in lost and not move.discards_state:
         return [at]
     contents = []
-    for i in lost:
-        leaf = move.old.leaves[i]
+    for leaf in lost:
         is_discarded = move.discards_state or leaf.parameter in move.idle
         is_held = leaf.role in _HELD and leaf.parameter is not None
         if leaf.role == "params_copy" if is_discarded else is_held:
-            contents.append(i)
+            contents.append(leaf)
     return contents
 
 
-def _progress(side: Side, i: int, bearing: Bearing) -> int | None:
+def _progress(side: Side, leaf: LeafInfo, bearing: Bearing) -> int | None:
     """How far a window has come; `None` if the count has no value."""
-    value = side.leaves[i].value
-    length = side.keeper(side.leaves[i]).settings.get(bearing.modulo or "")
+    value = leaf.value
+    length = side.keeper(leaf).settings.get(bearing.modulo or "")
     return value if value is None or not isinstance(length, int) else value % max(length, 1)
 
 
