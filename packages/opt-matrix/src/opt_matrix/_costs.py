@@ -18,49 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from opt_matrix._layouts import Axes
+from opt_matrix._layouts import Axes, Kind, size
 
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What the matrices of a group have in common.
-
-    Attributes:
-      matrix_shape: the dimensions of one matrix, rows first.
-      num_rows: how many of those are rows.
-      matrix_spec: the mesh axes of each.
-      batch_axes: the mesh axes that the dimensions which count matrices lie over.
-      split: sizes of the matrices side by side in one, or `()`.
-      dtype: what they are sent in.
-    """
-
-    matrix_shape: tuple[int, ...]
-    num_rows: int
-    matrix_spec: tuple[Axes, ...]
-    batch_axes: Axes
-    split: tuple[int, ...]
-    dtype: str
-
-    @property
-    def fan_in(self) -> int:
-        """Rows of one matrix."""
-        return math.prod(self.matrix_shape[: self.num_rows])
-
-    @property
-    def fan_out(self) -> int:
-        """Columns of one matrix."""
-        return math.prod(self.matrix_shape[self.num_rows :])
-
-    @property
-    def matrix_axes(self) -> Axes:
-        """The mesh axes that each matrix is cut over."""
-        return tuple(axis for axes in self.matrix_spec for axis in axes)
+Choice = Literal["local", "all_to_all", "gather", "split"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +44,67 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """What a group costs each device; see `Group`."""
+class Group:
+    """Matrices of one shape that are computed with together, and what that costs each device.
 
+    Attributes:
+      kind: what they have in common.
+      way: what becomes of each mesh axis.
+      count: number of matrices on each part of `kind.batch_axes`.
+      padding: number of zero matrices that are added.
+      collectives: how many run.
+      bytes_per_device: bytes of their results.
+      flops_per_device: floating-point operations.
+      ideal_flops: what they would be, were all devices busy with nothing done twice.
+      temp_bytes: an upper bound of the temporary memory, stacks and buffers included.
+      leaves: paths of the leaves that they are in.
+      parts: `(start, stop)` of the matrices of each leaf, counted on a device.
+    """
+
+    kind: Kind
+    way: Way
+    count: int
     padding: int
-    bytes_per_device: int
     collectives: int
+    bytes_per_device: int
     flops_per_device: float
+    ideal_flops: float
     temp_bytes: int
+    leaves: tuple[str, ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def choice(self) -> Choice:
+        """How the matrices come together, in a word.
+
+        `'local'`: they lie whole where they are computed with, and nothing is sent. `'all_to_all'`:
+        they are handed out, each to one device. `'gather'`: every device computes all of them.
+        `'split'`: their larger side stays cut, and products are summed over devices.
+        """
+        if self.way.split:
+            return "split"
+        if self.way.share:
+            return "all_to_all"
+        return "gather" if self.way.gather else "local"
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes that `choice` is about."""
+        return self.way.split or self.way.share or self.way.gather
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of one matrix."""
+        return self.kind.fan_in, self.kind.fan_out
+
+    @property
+    def stack_axes(self) -> Axes:
+        """The mesh axes that the stack of whole matrices lies over."""
+        return self.kind.batch_axes + self.way.share
+
+    def continues(self, before: Group) -> bool:
+        """Whether it is the same computation with the next matrices of the same leaf."""
+        return len(self.leaves) == 1 and dataclasses.replace(before, parts=self.parts) == self
 
 
 def best_way(
@@ -95,7 +113,7 @@ def best_way(
     """How `count` matrices on each part of the batch axes come together."""
 
     def rank(way: Way) -> tuple[Any, ...]:
-        each = cost(kind, way, count, mesh, fn)
+        each = group_of(kind, way, count, mesh, fn)
         return each.flops_per_device, each.collectives, each.bytes_per_device, len(way.share)
 
     kept = tuple(axis for axis in kind.matrix_axes if axis in split)
@@ -127,20 +145,15 @@ def turned_axes(kind: Kind, way: Way) -> Axes:
     return tuple(axis for axes in small for axis in axes if axis in way.split)
 
 
-def size(mesh: Mapping[str, int], axes: Axes) -> int:
-    """Number of parts that some axes make."""
-    return math.prod(mesh[axis] for axis in axes)
-
-
-def cost(kind: Kind, way: Way, count: int, mesh: Mapping[str, int], fn: Any) -> Cost:
-    """What `count` matrices on each part of the batch axes cost a device."""
+def group_of(kind: Kind, way: Way, count: int, mesh: Mapping[str, int], fn: Any) -> Group:
+    """The group of `count` matrices on each part of the batch axes, and what it costs a device."""
     cut = kind.matrix_axes
     shared_cut = tuple(axis for axis in way.share if axis in cut)
     replicas = size(mesh, tuple(axis for axis in way.share if axis not in cut))
     workers = size(mesh, way.share)
     padded = -(-count // workers) * workers
     here = padded // workers
-    itemsize = _itemsize(kind.dtype)
+    itemsize = jnp.dtype(kind.dtype).itemsize
     whole = kind.fan_in * kind.fan_out
     block = whole // size(mesh, cut)  # elements of one matrix on a device at rest
     held = whole // size(mesh, way.split)  # and while it is computed with
@@ -160,14 +173,16 @@ def cost(kind: Kind, way: Way, count: int, mesh: Mapping[str, int], fn: Any) -> 
     if way.split:
         reduces, each = fn.split_bytes(kind.fan_in, kind.fan_out)
         moved, collectives = moved + here * each, collectives + reduces
-    flops = here * flops_of(fn, kind, size(mesh, way.split))
+    flops = here * _flops(fn, kind, size(mesh, way.split))
+    ideal = count * size(mesh, kind.batch_axes) * _flops(fn, kind) / size(mesh, tuple(mesh))
     small = min(kind.fan_in, kind.fan_out)
     stacks = 2 * max(padded // replicas * block, here * held) * itemsize
     stacks += copied
     # Products are summed in float32. Of a single matrix, XLA's CPU compiler keeps the transpose of
     # every step beside it.
     work = here * ((5 if here == 1 else 1) * held + 3 * small * small) * max(itemsize, 4)
-    return Cost(padded - count, moved, collectives, flops, stacks + work)
+    temp_bytes = stacks + work
+    return Group(kind, way, count, padded - count, collectives, moved, flops, ideal, temp_bytes)
 
 
 def is_summed(count: int, padding: int) -> bool:
@@ -175,14 +190,10 @@ def is_summed(count: int, padding: int) -> bool:
     return padding > count
 
 
-def flops_of(fn: Any, kind: Kind, parts: int = 1) -> float:
+def _flops(fn: Any, kind: Kind, parts: int = 1) -> float:
     """Floating-point operations for one matrix of a kind, with those side by side in it."""
     if parts > 1:  # by a function with `split`
         return float(fn.flops(kind.fan_in, kind.fan_out, parts))
     # An unknown function is taken to cost as much as a few products.
     flops = getattr(fn, "flops", lambda rows, columns: 10.0 * rows * columns * min(rows, columns))
     return float(sum(flops(kind.fan_in, width) for width in kind.split or (kind.fan_out,)))
-
-
-def _itemsize(dtype: str) -> int:
-    return int(jnp.dtype(dtype).itemsize)

@@ -15,10 +15,10 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from opt_matrix import _costs
-from opt_matrix._layouts import LeafLayout, place_like, placed
-from opt_matrix._matrices import Matrices, leaves_by_path, path_str, refuse_others
-from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices, scope
+from opt_matrix._costs import Group
+from opt_matrix._layouts import place_like, placed, size
+from opt_matrix._matrices import Matrices, leaves_by_path, path_str
+from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices, scope
 from opt_matrix._transfer import on_whole_matrices, split
 from opt_matrix.errors import OptionError, PlanError
 
@@ -39,14 +39,20 @@ class Distributed:
 
     def init(self) -> tuple[Any, ...]:
         """Returns the state of each group, made on the devices that hold it."""
-        if self.init_fn is None:
+        init_fn = self.init_fn
+        if init_fn is None:
             return ()
 
         def init_group(group: Group) -> Any:
-            parts = _costs.size(self.plan.mesh_shape, group.stack_axes)
+            parts = size(self.plan.mesh_shape, group.stack_axes)
             numbers = jnp.asarray(self.plan.numbers(group)).reshape(parts, -1)
-            part = lax.axis_index(group.stack_axes) if group.stack_axes else 0
-            return self._init_group(group, numbers[part])
+            here = numbers[lax.axis_index(group.stack_axes) if group.stack_axes else 0]
+            rows, columns = group.shape
+            states = [
+                init_fn(jax.ShapeDtypeStruct((len(here), rows, width), group.kind.dtype), here)
+                for width in group.kind.split or (columns,)
+            ]
+            return tuple(states) if group.kind.split else states[0]
 
         def body() -> tuple[Any, ...]:
             return tuple(map(init_group, self.plan.groups))
@@ -129,30 +135,20 @@ class Distributed:
             )
         states = []
         for group, start in zip(plan.groups, self.init(), strict=True):
-            olds = [n for n, old in enumerate(before.groups) if old.family == group.family]
+            olds = [
+                n for n, old in enumerate(before.groups) if old.kind.family == group.kind.family
+            ]
             order = np.concatenate([before.numbers(before.groups[n]) for n in olds])
             rows = {number: row for row, number in enumerate(order) if number >= 0}
             move = functools.partial(_moved_rows, [rows.get(n) for n in plan.numbers(group)])
             states.append(jax.tree.map(move, start, *(state[n] for n in olds)))
         return tuple(states)
 
-    def require_matrices(self, who: str, tree: Any) -> None:
-        """Raises `UndecidedError` where a leaf is rest, for those who update matrices alone."""
-        refuse_others(who, [path for path in leaves_by_path(tree) if path in self.plan.rest])
-
     @property
     def _state_specs(self) -> tuple[PartitionSpec, ...]:
         """The layout of the state of each group: all its leaves have a row for each matrix."""
         groups = () if self.init_fn is None else self.plan.groups
         return tuple(PartitionSpec(group.stack_axes or None) for group in groups)
-
-    def _init_group(self, group: Group, numbers: jax.Array) -> Any:
-        assert self.init_fn is not None
-        rows, columns = group.shape
-        shapes = [(len(numbers), rows, width) for width in group.kind.split or (columns,)]
-        stacks = [jax.ShapeDtypeStruct(shape, group.kind.dtype) for shape in shapes]
-        states = [self.init_fn(stack, numbers) for stack in stacks]
-        return tuple(states) if group.kind.split else states[0]
 
     def _body(
         self,
@@ -164,7 +160,7 @@ class Distributed:
         """What each device does, one group after the other: that bounds what is alive at a time."""
         plan = self.plan
         first, *others = (
-            {path: _blocks(leaf, plan.layouts[path]) for path, leaf in leaves.items()}
+            {path: plan.layouts[path].dims.stacked(leaf) for path, leaf in leaves.items()}
             for leaves in trees
         )
         results = {}  # written over the first tree: no second copy of what was donated
@@ -215,7 +211,7 @@ class Distributed:
             results |= leaves
             new_states.append(state)
         leaves = {
-            path: _unblocked(results[path], plan.layouts[path], leaf)
+            path: plan.layouts[path].dims.unstacked(results[path], leaf.shape)
             for path, leaf in trees[0].items()
         }
         return leaves, tuple(new_states) if states else ()
@@ -342,19 +338,6 @@ def _moved_rows(rows: Sequence[int | None], start: jax.Array, *parts: Any) -> An
     moved = stack[np.array([row or 0 for row in rows])].astype(start.dtype)
     is_moved = np.array([row is not None for row in rows]).reshape(-1, *[1] * (start.ndim - 1))
     return place_like(jnp.where(is_moved, moved, placed(start, PartitionSpec())), start)
-
-
-def _blocks(leaf: jax.Array, layout: LeafLayout) -> jax.Array:
-    """This device's part of each matrix of a leaf: `[matrices, *dimensions of one]`."""
-    moved = leaf.transpose(layout.order)
-    return moved.reshape(-1, *moved.shape[len(layout.batch_dims) :])
-
-
-def _unblocked(blocks: jax.Array, layout: LeafLayout, like: jax.Array) -> jax.Array:
-    order = layout.order
-    shape = tuple(like.shape[dim] for dim in order)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return blocks.reshape(shape).transpose(back)
 
 
 def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:

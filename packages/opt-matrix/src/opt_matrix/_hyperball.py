@@ -29,10 +29,9 @@ from opt_matrix._layouts import place_like
 from opt_matrix._matrices import (
     Dims,
     Matrices,
+    all_matrices,
     labelled,
-    leaves_by_path,
     path_str,
-    refuse_others,
     require_rules,
 )
 from opt_matrix.errors import OptionError
@@ -84,11 +83,9 @@ def hyperball(
     held = optax.chain(tx, scale_by_hyperball(matrices, learning_rate))
 
     def labels(params: Any) -> Any:  # an error about overrides finds `hyperball` by this function
-        labels = labelled(params, matrices, "hyperball", "rest")
         if rest is None:
-            leaves = leaves_by_path(labels)
-            refuse_others("hyperball", [path for path in leaves if leaves[path] == "rest"])
-        return labels
+            all_matrices("hyperball", matrices.resolve(params))
+        return labelled(params, matrices, "hyperball", "rest")
 
     others: dict[Any, Any] = {} if rest is None else {"rest": rest}
     return optax.partition({"hyperball": held, **others}, labels)
@@ -104,13 +101,12 @@ def scale_by_hyperball(matrices: Matrices, learning_rate: Any) -> optax.Gradient
             raise OptionError(
                 "`hyperball` holds the norms of parameters: call `update` with `params`"
             )
-        dims = matrices.resolve(updates, all_used=False)  # some of them may be masked
+        decided = matrices.resolve(updates, all_used=False)  # some of them may be masked
+        dims = all_matrices("hyperball", decided)
         size, state = rate.update(jnp.ones([]), state)
 
         def turned(path: Any, u: jax.Array, w: jax.Array) -> jax.Array:
-            own = dims[path_str(path)]
-            assert own is not None
-            return _turned(place_like(u, w), w, size, own).astype(u.dtype)
+            return _turned(place_like(u, w), w, size, dims[path_str(path)]).astype(u.dtype)
 
         return jax.tree_util.tree_map_with_path(turned, updates, params), state
 

@@ -1,10 +1,10 @@
-"""How the matrices of one leaf lie over a mesh."""
+"""How matrices lie over a mesh: those of a leaf, and what makes those of several leaves alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,81 +18,98 @@ Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafLayout:
-    """The matrices of one leaf, and the mesh axes that each of its dimensions lies over.
+class Kind:
+    """What the matrices of a group have in common.
 
     Attributes:
-      path: `/`-joined keys.
-      shape: the global shape.
-      dtype: its name.
-      dims: which dimensions are the matrix, from 0.
-      spec: the mesh axes of each dimension.
+      matrix_shape: the dimensions of one matrix, rows first.
+      num_rows: how many of those are rows.
+      matrix_spec: the mesh axes of each.
+      batch_axes: the mesh axes that the dimensions which count matrices lie over.
+      split: sizes of the matrices side by side in one, or `()`.
+      dtype: what they are sent in.
     """
 
-    path: str
-    shape: tuple[int, ...]
+    matrix_shape: tuple[int, ...]
+    num_rows: int
+    matrix_spec: tuple[Axes, ...]
+    batch_axes: Axes
+    split: tuple[int, ...]
     dtype: str
-    dims: Dims
-    spec: tuple[Axes, ...]
-
-    @property
-    def batch_dims(self) -> tuple[int, ...]:
-        """The dimensions that count matrices."""
-        matrix = {*self.dims.reduction, *self.dims.output}
-        return tuple(d for d in range(len(self.shape)) if d not in matrix)
-
-    @property
-    def matrix_dims(self) -> tuple[int, ...]:
-        """The dimensions of one matrix, rows first."""
-        return self.dims.reduction + self.dims.output
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """All dimensions, those that count matrices first."""
-        return self.batch_dims + self.matrix_dims
 
     @property
     def fan_in(self) -> int:
         """Rows of one matrix."""
-        return math.prod(self.shape[d] for d in self.dims.reduction)
+        return math.prod(self.matrix_shape[: self.num_rows])
 
     @property
     def fan_out(self) -> int:
         """Columns of one matrix."""
-        return math.prod(self.shape[d] for d in self.dims.output)
+        return math.prod(self.matrix_shape[self.num_rows :])
+
+    @property
+    def matrix_axes(self) -> Axes:
+        """The mesh axes that each matrix is cut over."""
+        return tuple(axis for axes in self.matrix_spec for axis in axes)
+
+    @property
+    def family(self) -> tuple[int, int, tuple[int, ...]]:
+        """What the matrices that are numbered together have in common."""
+        return self.fan_in, self.fan_out, self.split
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """The matrices of one leaf, and the mesh axes that each of its dimensions lies over.
+
+    Attributes:
+      shape: the global shape.
+      dims: which dimensions are the matrix, from 0.
+      spec: the mesh axes of each dimension.
+      kind: what its matrices share with those of other leaves.
+    """
+
+    shape: tuple[int, ...]
+    dims: Dims
+    spec: tuple[Axes, ...]
+    kind: Kind
 
     @property
     def count(self) -> int:
         """Number of matrices."""
-        return math.prod(self.shape[d] for d in self.batch_dims)
-
-    @property
-    def batch_axes(self) -> Axes:
-        """The mesh axes that whole matrices lie over, in the order of the dimensions."""
-        return tuple(axis for d in self.batch_dims for axis in self.spec[d])
+        return math.prod(self.shape) // math.prod(self.kind.matrix_shape)
 
     @property
     def partition_spec(self) -> PartitionSpec:
         """The layout as a `PartitionSpec`."""
         return PartitionSpec(*(axes or None for axes in self.spec))
 
-    def batch_numbers(self, mesh_shape: Mapping[str, int]) -> np.ndarray:
+    def batch_numbers(self, mesh: Mapping[str, int]) -> np.ndarray:
         """Returns which matrices of the leaf each part of `batch_axes` holds, one row a part."""
-        sizes, places = list[int](), list[int]()
-        for dim in self.batch_dims:
-            parts = math.prod(mesh_shape[axis] for axis in self.spec[dim])
-            places.append(len(sizes))
-            sizes += [parts, self.shape[dim] // parts]
+        batch = self.dims.order(len(self.shape))[: -len(self.kind.matrix_shape)]
+        parts = [size(mesh, self.spec[d]) for d in batch]
+        each = [self.shape[d] // n for d, n in zip(batch, parts, strict=True)]
+        sizes = [n for pair in zip(parts, each, strict=True) for n in pair]
+        places = range(0, len(sizes), 2)
         numbers = np.arange(self.count).reshape(sizes)
         numbers = numbers.transpose(*places, *(place + 1 for place in places))
-        parts = math.prod(mesh_shape[axis] for axis in self.batch_axes)
-        return numbers.reshape(parts, self.count // parts)
+        return numbers.reshape(math.prod(parts), math.prod(each))
+
+
+def size(mesh: Mapping[str, int], axes: Axes) -> int:
+    """Number of parts that some axes make."""
+    return math.prod(mesh[axis] for axis in axes)
 
 
 def leaf_layout(
-    path: str, shape: Sequence[int], dtype: Any, dims: Dims, sharding: Any, mesh: Mapping[str, int]
+    path: str, leaf: Any, dims: Dims, sharding: Any, mesh: Mapping[str, int], dtype: Any
 ) -> LeafLayout:
-    """The layout of a leaf; raises `PlanError` where the sharding does not fit."""
+    """The layout of a leaf whose matrices are sent in a dtype; `None` is its own.
+
+    Raises:
+      PlanError: the sharding does not fit.
+    """
+    shape = tuple(leaf.shape)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise PlanError(
@@ -101,29 +118,32 @@ def leaf_layout(
         )
     entries = tuple(spec or ())
     if len(entries) > len(shape):
-        raise PlanError(f"{path}: {spec} has more entries than {tuple(shape)} has dimensions")
-    axes = [_entry(entry) for entry in entries] + [()] * (len(shape) - len(entries))
-    for size, names in zip(shape, axes, strict=True):
+        raise PlanError(f"{path}: {spec} has more entries than {shape} has dimensions")
+    cut = list[Axes]()
+    for entry, length in zip(entries + (None,) * (len(shape) - len(entries)), shape, strict=True):
+        if not isinstance(entry, str | tuple | None):
+            raise PlanError(f"{path}: {entry!r} has no meaning in a spec here; name mesh axes")
+        names = (entry,) if isinstance(entry, str) else entry or ()
         if unknown := [name for name in names if name not in mesh]:
             raise PlanError(f"{path}: {spec} has axes {unknown}, and the mesh has {[*mesh]}")
-        parts = math.prod(mesh[name] for name in names)
-        if size % parts:
+        if length % size(mesh, names):
             raise PlanError(
-                f"{path}: {spec} cuts {tuple(shape)} in {parts} parts, which does not divide {size}"
+                f"{path}: {spec} cuts {shape} in {size(mesh, names)} parts, which does not divide "
+                f"{length}"
             )
-    # Axes of size one cut nothing; without them layouts that are alike compare equal.
-    cut = tuple(tuple(name for name in names if mesh[name] > 1) for names in axes)
-    return LeafLayout(path, tuple(shape), str(np.dtype(dtype)), dims, cut)
-
-
-def _entry(entry: Any) -> Axes:
-    if entry is None:
-        return ()
-    if isinstance(entry, str):
-        return (entry,)
-    if isinstance(entry, tuple):
-        return entry
-    raise PlanError(f"{entry!r} is not an entry of a spec with a meaning here; name mesh axes")
+        # Axes of size one cut nothing; without them layouts that are alike compare equal.
+        cut.append(tuple(name for name in names if mesh[name] > 1))
+    matrix = dims.reduction + dims.output
+    batch = dims.order(len(shape))[: -len(matrix)]
+    kind = Kind(
+        tuple(shape[d] for d in matrix),
+        len(dims.reduction),
+        tuple(cut[d] for d in matrix),
+        tuple(axis for d in batch for axis in cut[d]),
+        dims.split,
+        str(np.dtype(leaf.dtype if dtype is None else dtype)),
+    )
+    return LeafLayout(shape, dims, tuple(cut), kind)
 
 
 def place_like(leaf: jax.Array, like: jax.Array) -> Any:

@@ -58,6 +58,21 @@ class Dims:
             )
         return resolved
 
+    def order(self, rank: int) -> tuple[int, ...]:
+        """Returns the dimensions of a leaf: those that count matrices, then rows, then columns."""
+        matrix = self.reduction + self.output
+        return tuple(d for d in range(rank) if d not in matrix) + matrix
+
+    def stacked(self, leaf: jax.Array) -> jax.Array:
+        """Returns the matrices of a leaf, or of its shard, as `[matrices, *dimensions of one]`."""
+        moved = leaf.transpose(self.order(leaf.ndim))
+        return moved.reshape(-1, *moved.shape[leaf.ndim - len(self.reduction + self.output) :])
+
+    def unstacked(self, stack: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """Returns what `stacked` has made of a leaf of this shape as the leaf."""
+        order = self.order(len(shape))
+        return stack.reshape([shape[d] for d in order]).transpose(np.argsort(order))
+
     def along_output(self, columns: Any, shape: Sequence[int]) -> np.ndarray:
         """Returns one value for each column of a matrix, so that they broadcast against the leaf.
 
@@ -65,17 +80,10 @@ class Dims:
           >>> Dims((1,), (2, 0)).along_output(range(6), (2, 5, 3)).tolist()
           [[[0, 2, 4]], [[1, 3, 5]]]
         """
-        order = sorted(range(len(self.output)), key=self.output.__getitem__)
-        by_dim = np.reshape(columns, [shape[d] for d in self.output]).transpose(order)
+        by_dim = np.reshape(columns, [shape[d] for d in self.output])
+        by_dim = by_dim.transpose(np.argsort(self.output))
         return by_dim.reshape([size if d in self.output else 1 for d, size in enumerate(shape)])
 
-
-class _Undecided:
-    """No rule says what a leaf is."""
-
-
-_Decision = Dims | None | _Undecided
-_UNDECIDED = _Undecided()
 
 _WORDS = {
     "batch": ("layers", "layer", "stack", "scan", "stages", "expert", "experts", "qkv"),
@@ -96,7 +104,8 @@ class Matrices:
     an error: what is orthogonalized by mistake trains badly and says nothing.
     """
 
-    _decide: Callable[[str, tuple[int, ...]], _Decision]
+    # Of the path of a leaf, that path with the attribute of a box, and the shape.
+    _decide: Callable[[str, str, tuple[int, ...]], Dims | None]
     _patterns: Sequence[re.Pattern[str]] = ()
 
     @classmethod
@@ -130,15 +139,18 @@ class Matrices:
           >>> rules.resolve({'mlp': {'bias': jnp.ones(3), 'kernel': jnp.ones((4, 2, 3))}})
           {'mlp/bias': None, 'mlp/kernel': Dims(reduction=(1,), output=(2,), split=())}
         """
-        table = [(_compiled(pattern), as_dims(dims)) for pattern, dims in patterns.items()]
+        table = {_compiled(pattern): as_dims(dims) for pattern, dims in patterns.items()}
 
-        def decide(path: str, shape: tuple[int, ...]) -> _Decision:
-            matches = [(p.pattern, dims) for p, dims in table if p.fullmatch(path)]
-            if len(matches) > 1:
-                raise UndecidedError(f"{path}: matched by {[pattern for pattern, _ in matches]}")
-            return matches[0][1] if matches else _UNDECIDED
+        def decide(path: str, full: str, shape: tuple[int, ...]) -> Dims | None:
+            for name in path, full:
+                matches = [pattern for pattern in table if pattern.fullmatch(name)]
+                if len(matches) > 1:
+                    raise UndecidedError(f"{path}: matched by {[p.pattern for p in matches]}")
+                if matches:
+                    return table[matches[0]]
+            raise _undecided(path, shape)
 
-        return cls(decide, [pattern for pattern, _ in table])
+        return cls(decide, list(table))
 
     @classmethod
     def by_logical_axes(
@@ -172,9 +184,9 @@ class Matrices:
         words = {**dict.fromkeys(blocks, "inner"), **rules}
         named = leaves_by_path(param_axes, is_leaf=_is_axes)
 
-        def decide(path: str, shape: tuple[int, ...]) -> _Decision:
+        def decide(path: str, _: str, shape: tuple[int, ...]) -> Dims | None:
             if path not in named:
-                return _UNDECIDED
+                raise _undecided(path, shape)
             return _by_names(path, shape, _names(path, named[path], shape), words, blocks)
 
         return cls(decide)
@@ -194,26 +206,16 @@ class Matrices:
         problems: list[str] = []
         names = set[str]()
         for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-            path, full = path_str(keys), full_path_str(keys)
+            path, full, shape = path_str(keys), full_path_str(keys), tuple(leaf.shape)
             names |= {path, full}
-            shape = tuple(leaf.shape)
             try:
-                decision = self._decide(path, shape)
-                if isinstance(decision, _Undecided) and full != path:
-                    decision = self._decide(full, shape)
+                decision = self._decide(path, full, shape)
             except UndecidedError as error:
                 problems.append(str(error))
-                continue
-            if isinstance(decision, _Undecided):
-                problems.append(f"{path}: {shape} is decided by no rule")
             else:
                 resolved[path] = decision and decision.resolve(path, shape)
-        if all_used:
-            problems += [
-                f"{pattern.pattern!r} matches no leaf"
-                for pattern in self._patterns
-                if not any(map(pattern.fullmatch, names))
-            ]
+        unused = [p for p in self._patterns if not any(map(p.fullmatch, names))] if all_used else []
+        problems += [f"{pattern.pattern!r} matches no leaf" for pattern in unused]
         if problems:
             raise UndecidedError(
                 "`matrices` must say of every leaf which dimensions make a matrix, or that it is "
@@ -241,14 +243,15 @@ def require_rules(matrices: Any) -> None:
         )
 
 
-def refuse_others(who: str, others: Sequence[str]) -> None:
-    """Raises `UndecidedError` where there are leaves that hold no matrices."""
-    if others:
+def all_matrices(who: str, decided: Mapping[str, Dims | None]) -> dict[str, Dims]:
+    """Returns the dimensions of leaves that must hold matrices; else raises `UndecidedError`."""
+    if others := [path for path, dims in decided.items() if dims is None]:
         raise UndecidedError(
             f"`{who}` updates matrices alone, and these hold none; `rest` of `muon` or "
             "`hyperball`, or `optax.partition`, sends them to another optimizer:\n  "
             + "\n  ".join(others)
         )
+    return {path: dims for path, dims in decided.items() if dims is not None}
 
 
 def as_dims(dims: Any) -> Dims | None:
@@ -269,9 +272,13 @@ def as_dims(dims: Any) -> Dims | None:
     )
 
 
-def _by_rank2(path: str, shape: tuple[int, ...]) -> _Decision:
+def _undecided(path: str, shape: tuple[int, ...]) -> UndecidedError:
+    return UndecidedError(f"{path}: {shape} is decided by no rule")
+
+
+def _by_rank2(path: str, _: str, shape: tuple[int, ...]) -> Dims | None:
     if len(shape) > 2:
-        return _UNDECIDED
+        raise _undecided(path, shape)
     return Dims((0,), (1,)) if len(shape) == 2 else None
 
 
@@ -281,20 +288,18 @@ def _by_names(
     names: tuple[Any, ...],
     words: Mapping[str, str],
     blocks: Mapping[str, tuple[int, ...]],
-) -> _Decision:
+) -> Dims | None:
     by_dim = [words.get(name) if isinstance(name, str) else None for name in names]
     if "rest" in by_dim:
         return None
     kept = [d for d, word in enumerate(by_dim) if word != "batch"]
     if len(kept) < 2:
         return None
-    if any(by_dim[d] is None for d in kept):
-        return _UNDECIDED
     starts = [i for i in range(1, len(kept)) if by_dim[kept[i]] != by_dim[kept[i - 1]]]
     if len(kept) == 2:
         starts = [1]
-    if len(starts) != 1:
-        return _UNDECIDED
+    if None in (by_dim[d] for d in kept) or len(starts) != 1:
+        raise _undecided(path, shape)
     rows, columns = tuple(kept[: starts[0]]), tuple(kept[starts[0] :])
     sizes = {names[d]: blocks[names[d]] for d in kept if names[d] in blocks}
     if not sizes:

@@ -15,14 +15,14 @@ from optax.contrib import _muon
 from optax.contrib._muon import MuonState
 
 from opt_matrix._distribute import Distributed, side_by_side
-from opt_matrix._layouts import leaf_layout, place_like
+from opt_matrix._layouts import place_like
 from opt_matrix._matrices import (
     Dims,
     Matrices,
+    all_matrices,
     labelled,
     leaves_by_path,
     path_str,
-    refuse_others,
     require_rules,
 )
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
@@ -98,7 +98,11 @@ def scale_by_muon(
         return MuonState(
             count=jnp.zeros([], jnp.int32),
             mu=optax.tree.zeros_like(params, dtype=mu_dtype),
-            ns_coeffs=_state_coefficients(compute),
+            ns_coeffs=(
+                compute.state_coefficients()
+                if isinstance(compute, NewtonSchulz)
+                else jnp.zeros((0, 3), jnp.float32)
+            ),
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
@@ -251,7 +255,7 @@ def averaged(updates: Any, average: Any, decay: Any) -> Any:
     return jax.tree.map(lambda g, m: (1 - decay) * g + decay * m, updates, average)
 
 
-def scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:
+def _scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:
     """What the updates of a matrix are multiplied by."""
     if rule == "rms":
         return 0.2 * math.sqrt(max(fan_in, fan_out))
@@ -262,26 +266,20 @@ def _factor(rule: Scale, dims: Dims, shape: tuple[int, ...]) -> Any:
     """What a leaf is multiplied by; an array where matrices of several widths lie side by side."""
     rows, columns = (math.prod(shape[d] for d in side) for side in (dims.reduction, dims.output))
     if not dims.split:
-        return scale_of(rule, rows, columns)
-    each = np.repeat([scale_of(rule, rows, width) for width in dims.split], dims.split)
+        return _scale_of(rule, rows, columns)
+    each = np.repeat([_scale_of(rule, rows, width) for width in dims.split], dims.split)
     return dims.along_output(each, shape)
 
 
 def _dims_of(tree: Any, plan: MatrixPlan | None, matrices: Matrices | None) -> dict[str, Dims]:
     """The dimensions of every leaf's matrices; all leaves must have them."""
     if plan is not None:
-        paths = leaves_by_path(tree)
-        dims = {path: plan.layouts[path].dims for path in paths if path in plan.layouts}
-        if unknown := [path for path in paths if path not in {*plan.layouts, *plan.rest}]:
-            raise PlanError(f"the plan was made without these leaves: {unknown}")
-        others = [path for path in paths if path not in dims]
+        decided = plan.dims_of(leaves_by_path(tree))
     else:
         rules = Matrices.by_rank2() if matrices is None else matrices
         # What is masked here may be all that a pattern is for.
         decided = rules.resolve(tree, all_used=False)
-        dims = {path: own for path, own in decided.items() if own is not None}
-        others = [path for path, own in decided.items() if own is None]
-    refuse_others("scale_by_muon", others)
+    dims = all_matrices("scale_by_muon", decided)
     for path, leaf in leaves_by_path(tree).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise OptionError(f"{path}: Muon is for real matrices, not {leaf.dtype}; make it rest")
@@ -302,23 +300,16 @@ def _plan_by_types(
             f"nothing of {meshes[0].auto_axes}: give a `plan`"
         )
     specs = jax.tree.unflatten(jax.tree.structure(tree), [sharding.spec for sharding in shardings])
-    decided = Matrices(lambda path, shape: dims[path])
+    decided = Matrices(lambda path, *_: dims[path])
     return plan_matrices(tree, specs, meshes[0], decided, fn=fn, max_group_bytes=max_group_bytes)
 
 
 def _leaf_by_leaf(fn: Orthogonalize, tree: Any, dims: dict[str, Dims]) -> Any:
     def apply(path: Any, leaf: jax.Array) -> jax.Array:
-        layout = leaf_layout(path_str(path), leaf.shape, leaf.dtype, dims[path_str(path)], None, {})
-        moved = leaf.transpose(layout.order)
-        stack = moved.reshape(layout.count, layout.fan_in, layout.fan_out)
-        back = sorted(range(leaf.ndim), key=layout.order.__getitem__)
-        orthogonal = side_by_side(fn, layout.dims.split, stack)
-        return orthogonal.reshape(moved.shape).transpose(back).astype(leaf.dtype)
+        own = dims[path_str(path)]
+        stack = own.stacked(leaf)
+        rows = math.prod(leaf.shape[d] for d in own.reduction)
+        orthogonal = side_by_side(fn, own.split, stack.reshape(len(stack), rows, -1))
+        return own.unstacked(orthogonal, leaf.shape).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(apply, tree)
-
-
-def _state_coefficients(fn: Orthogonalize) -> jax.Array:
-    if isinstance(fn, NewtonSchulz):
-        return fn.state_coefficients()
-    return jnp.zeros((0, 3), jnp.float32)

@@ -66,11 +66,15 @@ class NewtonSchulz:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns stacks `[..., m, n]` with singular values near one, in the iteration's dtype."""
-        return self._iterate(x, ())
+        return self.split(x, (), *x.shape[-2:])
 
     def split(self, x: jax.Array, axes: tuple[str, ...], fan_in: int, fan_out: int) -> jax.Array:
         """Returns this device's part, where the larger side of each matrix is cut over `axes`."""
-        return self._iterate(x, axes, tall=fan_in > fan_out)
+        x = x if self.dtype is None else x.astype(self.dtype)
+        # The Gram matrix of the smaller side is the cheaper one; f(Xᵀ) = f(X)ᵀ.
+        if fan_in > fan_out:
+            return jnp.swapaxes(self._wide(jnp.swapaxes(x, -1, -2), axes), -1, -2)
+        return self._wide(x, axes)
 
     def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
         """Returns floating-point operations for one matrix, whose larger side is cut in parts.
@@ -95,13 +99,6 @@ class NewtonSchulz:
         """Returns the coefficients as Optax's `MuonState` keeps them: `(3,)`, or one row a step."""
         kept = self.coefficients[0] if self.is_constant else self.coefficients
         return jnp.asarray(kept, jnp.float32)
-
-    def _iterate(self, x: jax.Array, axes: tuple[str, ...], tall: bool | None = None) -> jax.Array:
-        x = x if self.dtype is None else x.astype(self.dtype)
-        # The Gram matrix of the smaller side is the cheaper one; f(Xᵀ) = f(X)ᵀ.
-        if x.shape[-2] > x.shape[-1] if tall is None else tall:
-            return jnp.swapaxes(self._wide(jnp.swapaxes(x, -1, -2), axes), -1, -2)
-        return self._wide(x, axes)
 
     def _wide(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         # By a power of two, which rounds nothing: squares of large numbers would overflow.

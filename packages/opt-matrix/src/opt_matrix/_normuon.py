@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
-from opt_matrix._matrices import Matrices
+from opt_matrix._matrices import Matrices, all_matrices, leaves_by_path
 from opt_matrix._muon import averaged
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
 from opt_matrix._plan import MatrixPlan
@@ -106,7 +106,7 @@ def scale_by_normuon(
     )
 
     def init(params: Any) -> Any:
-        shared.require_matrices("scale_by_normuon", params)
+        all_matrices("scale_by_normuon", shared.plan.dims_of(leaves_by_path(params)))
         return NorMuonState(optax.tree.zeros_like(params), shared.init())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

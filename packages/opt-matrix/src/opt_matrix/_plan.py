@@ -8,92 +8,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_matrix import _costs
-from opt_matrix._costs import Kind, Way
-from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
-from opt_matrix._matrices import Matrices, leaves_by_path
+from opt_matrix._costs import Group, Way, best_way, group_of
+from opt_matrix._layouts import Kind, LeafLayout, leaf_layout, size
+from opt_matrix._matrices import Dims, Matrices, leaves_by_path
 from opt_matrix._newton_schulz import is_positive_integer, newton_schulz
 from opt_matrix.errors import OptionError, PlanError, PlanMismatchError
 
-Choice = Literal["local", "all_to_all", "gather", "split"]
 MAX_GROUP_BYTES = 256 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Matrices of one shape that are computed with together, and what that costs each device.
-
-    Attributes:
-      leaves: paths of the leaves that they are in.
-      parts: `(start, stop)` of the matrices of each leaf, counted on a device.
-      kind: what they have in common.
-      way: what becomes of each mesh axis.
-      count: number of matrices on each part of `kind.batch_axes`.
-      padding: number of zero matrices that are added.
-      collectives: how many run.
-      bytes_per_device: bytes of their results.
-      flops_per_device: floating-point operations.
-      ideal_flops: what they would be, were all devices busy with nothing done twice.
-      temp_bytes: an upper bound of the temporary memory, stacks and buffers included.
-    """
-
-    leaves: tuple[str, ...]
-    parts: tuple[tuple[int, int], ...]
-    kind: Kind
-    way: Way
-    count: int
-    padding: int
-    collectives: int
-    bytes_per_device: int
-    flops_per_device: float
-    ideal_flops: float
-    temp_bytes: int
-
-    @property
-    def choice(self) -> Choice:
-        """How the matrices come together, in a word.
-
-        `'local'`: they lie whole where they are computed with, and nothing is sent. `'all_to_all'`:
-        they are handed out, each to one device. `'gather'`: every device computes all of them.
-        `'split'`: their larger side stays cut, and products are summed over devices.
-        """
-        if self.way.split:
-            return "split"
-        if self.way.share:
-            return "all_to_all"
-        return "gather" if self.way.gather else "local"
-
-    @property
-    def axes(self) -> Axes:
-        """The mesh axes that `choice` is about."""
-        return self.way.split or self.way.share or self.way.gather
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of one matrix."""
-        return self.kind.fan_in, self.kind.fan_out
-
-    @property
-    def stack_axes(self) -> Axes:
-        """The mesh axes that the stack of whole matrices lies over."""
-        return self.kind.batch_axes + self.way.share
-
-    @property
-    def family(self) -> tuple[int, int, tuple[int, ...]]:
-        """What groups have in common whose matrices are numbered together."""
-        return self.kind.fan_in, self.kind.fan_out, self.kind.split
-
-    def continues(self, before: Group) -> bool:
-        """Whether it is the same computation with the next matrices of the same leaf."""
-        return len(self.leaves) == 1 and dataclasses.replace(before, parts=self.parts) == self
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,7 +104,10 @@ class MatrixPlan:
         Numbers go through the leaves whose matrices have one shape, in the order of the tree. They
         do not depend on the mesh.
         """
-        offsets = self._offsets()
+        offsets, end = dict[str, int](), 0
+        for path, layout in self.layouts.items():
+            if layout.kind.family == group.kind.family:
+                offsets[path], end = end, end + layout.count
         rows = [
             offsets[path] + self.layouts[path].batch_numbers(self.mesh_shape)[:, start:stop]
             for path, (start, stop) in zip(group.leaves, group.parts, strict=True)
@@ -185,13 +116,17 @@ class MatrixPlan:
         padded = np.pad(stack, ((0, 0), (0, group.padding)), constant_values=-1)
         return padded.reshape(-1).astype(np.int32)
 
-    def _offsets(self) -> dict[str, int]:
-        offsets, ends = {}, dict[Any, int]()
-        for path, layout in self.layouts.items():
-            family = layout.fan_in, layout.fan_out, layout.dims.split
-            offsets[path] = ends.get(family, 0)
-            ends[family] = offsets[path] + layout.count
-        return offsets
+    def dims_of(self, paths: Iterable[str]) -> dict[str, Dims | None]:
+        """Returns the dimensions of the matrices of these leaves; `None` for rest.
+
+        Raises:
+          PlanError: there are leaves that were not planned for.
+        """
+        known = dict.fromkeys(self.rest) | {p: layout.dims for p, layout in self.layouts.items()}
+        paths = list(paths)
+        if unknown := [path for path in paths if path not in known]:
+            raise PlanError(f"the plan was made without these leaves: {unknown}")
+        return {path: known[path] for path in paths}
 
 
 def plan_matrices(
@@ -254,82 +189,48 @@ def plan_matrices(
     decided = matrices.resolve(params)
     by_path = _shardings_by_path(params, shardings)
     layouts = {
-        path: leaf_layout(path, leaf.shape, leaf.dtype, dims, by_path[path], sizes)
+        path: leaf_layout(path, leaf, dims, by_path[path], sizes, getattr(fn, "dtype", None))
         for path, leaf in leaves_by_path(params).items()
         if (dims := decided[path]) is not None
     }
-    by_kind: dict[Kind, list[LeafLayout]] = {}
-    for layout in layouts.values():
-        if layout.count:
-            by_kind.setdefault(_kind(layout, fn), []).append(layout)
+    members: dict[Kind, list[tuple[str, int]]] = {}  # with the number of matrices on a device
+    for path, layout in layouts.items():
+        if count := layout.count // size(sizes, layout.kind.batch_axes):
+            members.setdefault(layout.kind, []).append((path, count))
     ways, needed = dict[Kind, Way](), dict[Kind, dict[int, int]]()
-    for kind, members in by_kind.items():
-        total = sum(layout.count for layout in members) // _costs.size(sizes, kind.batch_axes)
-        ways[kind] = _costs.best_way(kind, total, sizes, world, tuple(split_axes), fn)
+    for kind, counts in members.items():
+        total = sum(count for _, count in counts)
+        ways[kind] = best_way(kind, total, sizes, world, tuple(split_axes), fn)
         needed[kind] = _bytes_by_rounds(kind, ways[kind], total, sizes, fn)
     least = max((min(each.values()) for each in needed.values()), default=0)
     bound = max(least, max_group_bytes)
-    groups = [
-        group
-        for kind, members in by_kind.items()
-        for rounds in [next(most for most, size in needed[kind].items() if size <= bound)]
-        for group in _groups(kind, ways[kind], members, rounds, sizes, fn)
-    ]
+    groups = list[Group]()
+    for kind, counts in members.items():
+        way = ways[kind]
+        rounds = next(rounds for rounds, most in needed[kind].items() if most <= bound)
+        for pieces in _cut(counts, rounds * size(sizes, way.share)):
+            paths, parts = zip(*pieces, strict=True)
+            group = group_of(kind, way, sum(stop - start for start, stop in parts), sizes, fn)
+            groups.append(dataclasses.replace(group, leaves=paths, parts=parts))
     rest = tuple(path for path, dims in decided.items() if dims is None)
     return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes, least)
-
-
-def _kind(layout: LeafLayout, fn: Any) -> Kind:
-    sent = getattr(fn, "dtype", None)
-    return Kind(
-        tuple(layout.shape[d] for d in layout.matrix_dims),
-        len(layout.dims.reduction),
-        tuple(layout.spec[d] for d in layout.matrix_dims),
-        layout.batch_axes,
-        layout.dims.split,
-        layout.dtype if sent is None else str(jnp.dtype(sent)),
-    )
 
 
 def _bytes_by_rounds(
     kind: Kind, way: Way, total: int, mesh: dict[str, int], fn: Any
 ) -> dict[int, int]:
-    """The temporaries for each even cut into groups, the fewest groups first."""
-    workers = _costs.size(mesh, way.share)
+    """The temporaries for each even cut into groups, by the rounds of the largest of them."""
+    workers = size(mesh, way.share)
     rounds = -(-total // workers)
+    # 1, 2, ... groups of even size: an uneven last one would be mostly padding.
+    cuts = dict.fromkeys(-(-rounds // number) for number in range(1, rounds + 1))
 
     def temp_bytes(most: int) -> int:
         # The last group has what is left; of a single matrix more is kept than of two.
-        sizes = {most, rounds % most or most}
-        return max(_costs.cost(kind, way, n * workers, mesh, fn).temp_bytes for n in sizes)
+        last = rounds % most or most
+        return max(group_of(kind, way, n * workers, mesh, fn).temp_bytes for n in {most, last})
 
-    return {most: temp_bytes(most) for most in _even_cuts(rounds)}
-
-
-def _groups(
-    kind: Kind,
-    way: Way,
-    members: Sequence[LeafLayout],
-    rounds: int,
-    mesh: dict[str, int],
-    fn: Any,
-) -> list[Group]:
-    """The groups of a kind, of at most so many rounds each."""
-    parts = _costs.size(mesh, kind.batch_axes)
-    counts = [(layout.path, layout.count // parts) for layout in members]
-    groups = []
-    for pieces in _cut(counts, rounds * _costs.size(mesh, way.share)):
-        paths, slices = zip(*pieces, strict=True)
-        count = sum(stop - start for start, stop in slices)
-        ideal = count * parts * _costs.flops_of(fn, kind) / math.prod(mesh.values())
-        cost = dataclasses.asdict(_costs.cost(kind, way, count, mesh, fn))
-        groups.append(Group(paths, slices, kind, way, count, ideal_flops=ideal, **cost))
-    return groups
-
-
-def _even_cuts(rounds: int) -> list[int]:
-    """The largest group of 1, 2, ... even ones: an uneven last one would be mostly padding."""
-    return list(dict.fromkeys(-(-rounds // number) for number in range(1, rounds + 1)))
+    return {most: temp_bytes(most) for most in cuts}
 
 
 def _cut(counts: Sequence[tuple[str, int]], most: int) -> list[list[tuple[str, tuple[int, int]]]]:

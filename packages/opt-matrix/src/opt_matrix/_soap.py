@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
-from opt_matrix._matrices import Matrices
+from opt_matrix._matrices import Matrices, all_matrices, leaves_by_path
 
 State = dict[str, jax.Array]
 
@@ -148,7 +148,7 @@ def scale_by_soap(
     )
 
     def init(params: Any) -> tuple[Any, ...]:
-        shared.require_matrices("scale_by_soap", params)
+        all_matrices("scale_by_soap", shared.plan.dims_of(leaves_by_path(params)))
         return shared.init()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, tuple[Any, ...]]:

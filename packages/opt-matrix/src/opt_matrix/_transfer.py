@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from opt_matrix import _costs
-from opt_matrix._plan import Group
+from opt_matrix._costs import Group, is_summed, turned_axes
+from opt_matrix._layouts import size
 
 
 def on_whole_matrices(
@@ -28,9 +29,7 @@ def on_whole_matrices(
     kind, way, local = group.kind, group.way, blocks.shape[1:]
     replicating = tuple(axis for axis in way.share if axis not in kind.matrix_axes)
     shared = tuple(axis for axis in way.share if axis in kind.matrix_axes)
-    replicas, workers, gathered = (
-        _costs.size(mesh, axes) for axes in (replicating, shared, way.gather)
-    )
+    replicas, workers, gathered = (size(mesh, axes) for axes in (replicating, shared, way.gather))
     here = (group.count + group.padding) // (replicas * workers)
 
     x = jnp.pad(blocks, [(0, group.padding)] + [(0, 0)] * len(local))
@@ -53,7 +52,7 @@ def on_whole_matrices(
     rows = math.prod(merged.shape[1 : ends[kind.num_rows - 1] + 1])
     result, state = fn(merged.reshape(here, rows, -1))
 
-    y = result.reshape(merged.shape).transpose(sorted(range(len(order)), key=order.__getitem__))
+    y = result.reshape(merged.shape).transpose(np.argsort(order))
     # One array, not one computation for each of the parts that are sent.
     y = lax.optimization_barrier(y.reshape(gathered, workers, -1))
     # Every device along the gathered axes has computed the same; each takes its part.
@@ -62,7 +61,7 @@ def on_whole_matrices(
     if shared:
         y = _bits(lambda y: lax.all_to_all(y, shared, 0, 0), y)
     y = y.reshape(workers * here, *local)
-    if replicating and _costs.is_summed(group.count, group.padding):
+    if replicating and is_summed(group.count, group.padding):
         wide = jnp.promote_types(y.dtype, jnp.float32)
         stack = jnp.zeros((replicas * workers * here, *local), wide)
         first = lax.axis_index(replicating) * workers * here
@@ -76,7 +75,7 @@ def on_whole_matrices(
 def split(fn: Any, group: Group, x: jax.Array) -> jax.Array:
     """What `fn` makes of matrices that stay cut over the split axes."""
     kind, way = group.kind, group.way
-    turned = _costs.turned_axes(kind, way)
+    turned = turned_axes(kind, way)
     small, large = (1, 2) if kind.fan_in <= kind.fan_out else (2, 1)
     if turned:
         x = _bits(lambda x: lax.all_to_all(x, turned, large, small, tiled=True), x)
