@@ -341,9 +341,8 @@ def _moved_rows(rows: Sequence[int | None], start: jax.Array, *parts: Any) -> An
 
 
 def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:
+    plan.dims_of(leaves)  # raises an error for leaves that were not planned for
     problems = [f"{path}: planned, and not there" for path in plan.layouts if path not in leaves]
-    known = {*plan.layouts, *plan.rest}
-    problems += [f"{path}: there, and not planned" for path in leaves if path not in known]
     problems += [
         f"{path}: planned with the shape {layout.shape}, and is {tuple(leaves[path].shape)}"
         for path, layout in plan.layouts.items()
