@@ -215,20 +215,16 @@ def muon(
 
     partitioned = optax.partition({"muon": chained, "adam": rest}, labels)
 
+    def bare(node: Any) -> Any:
+        return node if jax.tree.leaves(node) else optax.MaskedNode()
+
     def init(params: Any) -> Any:
-        return jax.tree.map(_bare, partitioned.init(params), is_leaf=_is_variable)
+        # What masks a parameter, without the `flax.nnx.Variable` around: trainers read the dtype of
+        # each.
+        state = partitioned.init(params)
+        return jax.tree.map(bare, state, is_leaf=lambda node: hasattr(node, "get_metadata"))
 
     return partitioned._replace(init=init)
-
-
-def _is_variable(node: Any) -> bool:
-    """Whether a node is a `flax.nnx.Variable`; Flax is not needed to know it."""
-    return hasattr(node, "get_metadata")
-
-
-def _bare(node: Any) -> Any:
-    """What masks a parameter, without the variable around: trainers read the dtype of each."""
-    return node if jax.tree.leaves(node) else optax.MaskedNode()
 
 
 def scale_by_shape() -> optax.GradientTransformation:
@@ -255,20 +251,18 @@ def averaged(updates: Any, average: Any, decay: Any) -> Any:
     return jax.tree.map(lambda g, m: (1 - decay) * g + decay * m, updates, average)
 
 
-def _scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:
-    """What the updates of a matrix are multiplied by."""
-    if rule == "rms":
-        return 0.2 * math.sqrt(max(fan_in, fan_out))
-    return math.sqrt(fan_out / fan_in if rule == "spectral" else max(1.0, fan_out / fan_in))
-
-
 def _factor(rule: Scale, dims: Dims, shape: tuple[int, ...]) -> Any:
     """What a leaf is multiplied by; an array where matrices of several widths lie side by side."""
     rows, columns = (math.prod(shape[d] for d in side) for side in (dims.reduction, dims.output))
+
+    def of_matrix(width: int) -> float:
+        if rule == "rms":
+            return 0.2 * math.sqrt(max(rows, width))
+        return math.sqrt(width / rows if rule == "spectral" else max(1.0, width / rows))
+
     if not dims.split:
-        return _scale_of(rule, rows, columns)
-    each = np.repeat([_scale_of(rule, rows, width) for width in dims.split], dims.split)
-    return dims.along_output(each, shape)
+        return of_matrix(columns)
+    return dims.along_output(np.repeat([*map(of_matrix, dims.split)], dims.split), shape)
 
 
 def _dims_of(tree: Any, plan: MatrixPlan | None, matrices: Matrices | None) -> dict[str, Dims]:
