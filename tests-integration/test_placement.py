@@ -223,6 +223,18 @@ def test_a_placement_of_other_leaves_is_refused(tmp_path: Path) -> None:
         checkpointer.restore_latest(case.abstract(), placement=place)
 
 
+def test_a_sharding_that_does_not_divide_is_told_before_anything_is_read() -> None:
+    optimizer = opt.adam(1e-3).create({"w": jnp.ones((6, 4))})
+    sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec("data"))
+
+    def wanted(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if x.ndim else None)
+
+    plan = plan_restore(named_state(optimizer), jax.tree.map(wanted, optimizer))
+    with pytest.raises(LeafError, match=r"`params/w` of shape \(6, 4\) cannot be P"):
+        plan.apply()
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_devices_that_are_gone_are_an_error(

@@ -452,19 +452,27 @@ def _put(leaf: Any, sharding: Sharding | None, kind: str, names: Names) -> Any:
             sharding = NamedSharding(mesh, sharding.spec)
         elif not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-    try:
-        sharding.shard_shape(jnp.shape(leaf))
-    except (IndexError, ValueError) as error:  # of another rank, or not divisible
-        raise LeafError(
-            f"`placement`: `{path_str((kind, *names))}` of shape {jnp.shape(leaf)} cannot be "
-            f"{getattr(sharding, 'spec', sharding)}. Make it for the shapes of the target"
-        ) from error
+    _check_shape(f"`placement`: `{path_str((kind, *names))}`", jnp.shape(leaf), sharding)
     return placed(leaf, sharding)
+
+
+def _check_shape(what: str, shape: tuple[int, ...], sharding: Sharding) -> None:
+    """Raises a `LeafError` for a sharding of another rank, or one that does not divide a shape."""
+    try:
+        sharding.shard_shape(shape)
+    except (IndexError, ValueError) as error:
+        raise LeafError(
+            f"{what} of shape {shape} cannot be {getattr(sharding, 'spec', sharding)}. Give it a "
+            "sharding whose axes divide its dimensions"
+        ) from error
 
 
 def places_of(plan: Plan[Any]) -> list[Any]:
     """Returns where each leaf of the target goes, in the order of rows; `None` leaves it to JAX."""
     rows, places = plan.target_rows, _target_places(plan.view.leaves())
+    for row, place in zip(rows, places, strict=True):
+        if place is not None:
+            _check_shape(f"`{row.leaf.name}`", row.leaf.shape, place)
     left = [i for i, place in enumerate(places) if place is None or _is_abstract(place)]
     if not left:
         return places
