@@ -80,7 +80,8 @@ def _public_signature(
     del app, name, options
     if what == "class" and signature == "(*args, **kwargs)":
         found = stringify_signature(inspect.signature(obj.__init__), show_annotation=False)
-        return re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", found.replace("self, ", "")), None
+        found = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", found.replace("self, ", ""))
+        return ("" if found == signature else found), None  # a protocol has none
     if what == "class" and re.search(r"[(,] ?_\w|^\(\*values\)", signature or ""):
         return "", returns
     return signature and signature.replace("<factory>", "..."), returns
@@ -179,7 +180,9 @@ def _site_links(app: Any, path: Any, page: str, source: list[str]) -> None:
         text = re.sub(r"`docs/([\w/-]+\.md)`", r"[](/\1)", text)  # by its title
         text = re.sub(r" \(?(?:in|of) the repository\)?", "", text)
         text = text.replace("[CONTRIBUTING.md](CONTRIBUTING.md)", "`CONTRIBUTING.md`")
-        text = re.sub(r'^<img src="docs/_static/mark.*\n', "", text)  # the site has it already
+        # What the site has already, and a link to itself.
+        text = re.sub(r'^<img src="docs/_static/mark.*\n', "", text)
+        text = re.sub(r" The \[site\][^.]*\.md\)[^.]*\.", "", text)
         source[0] = text.replace('src="docs/', 'src="')
 
 
