@@ -113,7 +113,9 @@ def test_every_dtype_keeps_its_bits(dtype: str) -> None:
         assert same_bits(leaf_after(jnp.asarray(array)), jnp.asarray(array))
 
 
-@pytest.mark.parametrize("leaf", [-(2**63), True, -0.0, float("inf"), 1e-320, 2j, np.int64(2**40)])
+@pytest.mark.parametrize(
+    "leaf", [-(2**63), 2**63, True, -0.0, float("inf"), 1e-320, 2j, np.int64(2**40)]
+)
 def test_numbers_are_what_they_were(leaf: Any) -> None:
     after = leaf_after(leaf)
     assert type(after) is type(leaf)
@@ -125,7 +127,7 @@ def test_keys_come_back() -> None:
         after = leaf_after(key)
         assert after.dtype == key.dtype
         assert same_bits(jax.random.key_data(after), jax.random.key_data(key))
-    with pytest.raises(errors.StateMismatchError, match="expected key<rbg>, found key<"):
+    with pytest.raises(errors.StateMismatchError, match=r"expected key<rbg>\[\], found key<"):
         round_trip(as_state(jax.random.key(3)), like=as_state(jax.random.key(3, impl="rbg")))
 
 
@@ -210,11 +212,11 @@ def test_64_bits_need_the_mode() -> None:
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (object(), "`x, leaf 0` is a object; leaves of a saved state must be arrays or"),
-        (np.ma.MaskedArray([1.0], [True]), "`x, leaf 0` is a MaskedArray; leaves"),
-        (2**64, "`x, leaf 0` has dtype object, which the format cannot hold exactly."),
-        (np.array(["a"]), "`x, leaf 0` has dtype <U1, which the format cannot hold exactly."),
-        (jax.ShapeDtypeStruct((2,), jnp.float32), "`x, leaf 0` is a ShapeDtypeStruct; leaves"),
+        (object(), "`x:0` is a object; leaves of a saved state must be arrays or"),
+        (np.ma.MaskedArray([1.0], [True]), "`x:0` is a MaskedArray; leaves"),
+        (2**64, "`x:0` has dtype object, which the format cannot hold exactly."),
+        (np.array(["a"]), "`x:0` has dtype <U1, which the format cannot hold exactly."),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "`x:0` is a ShapeDtypeStruct; leaves"),
     ],
     ids=["object", "masked", "integer", "text", "abstract"],
 )
@@ -233,17 +235,13 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(
 def test_states_that_cannot_be_saved() -> None:
     donated = jnp.ones(2)
     donated.delete()
-    with pytest.raises(errors.SaveError, match=r"`x, leaf 0` has no values .* been deleted"):
+    with pytest.raises(errors.SaveError, match=r"`x:0` has no values .* been deleted"):
         save(io.BytesIO(), as_state(donated))
-    with pytest.raises(errors.SaveError, match=r"`x, leaf 0` has no values .* on traced array"):
+    with pytest.raises(errors.SaveError, match=r"`x:0` has no values .* on traced array"):
         jax.jit(lambda s: save(io.BytesIO(), s))(as_state(jnp.ones(2)))
-    for keys, words in (
-        (("0", 0), "the name `0`"),
-        (("\ud800",), "a key cannot be written as UTF-8"),
-    ):
-        marked = OrderedDict({key: ours.JoinPoint(1) for key in keys})
-        with pytest.raises(errors.SaveError, match=words):
-            save(io.BytesIO(), ours.pack_optimizer_state(marked))
+    marked = OrderedDict({key: ours.JoinPoint(1) for key in ("0", 0)})
+    with pytest.raises(errors.SaveError, match="the name `0`"):
+        save(io.BytesIO(), ours.pack_optimizer_state(marked))
 
 
 def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

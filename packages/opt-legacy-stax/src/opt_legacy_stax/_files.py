@@ -53,8 +53,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        is_key = self.dtype.startswith("key<")
-        return self.dtype if is_key else f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype}{list(self.shape)}"
 
 
 class Description(NamedTuple):
@@ -65,7 +64,7 @@ class Description(NamedTuple):
     leaves: list[Leaf]
 
 
-def describe(state: Any, optimizer: Identity | None) -> Description:
+def _describe(state: Any, optimizer: Identity | None) -> Description:
     """Returns the description of a state, whose leaves may be abstract."""
     packed, tree_def, subtree_defs = state
     tree, names = nodes(tree_def), []
@@ -73,15 +72,15 @@ def describe(state: Any, optimizer: Identity | None) -> Description:
         inner = nodes(subtree_def)
         tree += [[f"{path}:{'' if at == '.' else at}", kind] for at, kind in inner]
         names += [path if at == "." else f"{path}:{at}" for at in leaf_paths(subtree_def)]
-    described = []
+    leaves = []
     for name, leaf in zip(names, jax.tree.leaves(packed), strict=True):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        dtype = "int" if type(leaf) is int else array.dtype.name
-        described.append(Leaf(name, dtype, array.shape))
-    return Description(optimizer and optimizer.name, tree, described)
+        is_int = type(leaf) is int and array.dtype == int  # not `2**63`, a `uint64`
+        leaves.append(Leaf(name, "int" if is_int else array.dtype.name, array.shape))
+    return Description(optimizer and optimizer.name, tree, leaves)
 
 
-def encode(state: Any, optimizer: Identity | None) -> bytes:
+def _encode(state: Any, optimizer: Identity | None) -> bytes:
     """Returns the contents of a file."""
     with needs("files"):
         from safetensors.numpy import save as save_tensors
@@ -90,33 +89,28 @@ def encode(state: Any, optimizer: Identity | None) -> bytes:
             f"`state` must be an OptimizerState; got {type(state).__name__}. Pass the state that "
             "`init_fn` or `update_fn` returned."
         )
-    packed, tree_def, _ = state
     if (words := other_entries(state, optimizer)) is not None:
         raise SaveError(
             f"`optimizer` is {optimizer}, but the state of {words}: it belongs to a different "
             "optimizer, or to an older JAX (see `convert_old_layout`)."
         )
-    arrays = [
-        _array(leaf, f"{path}, leaf {j}")
-        for path, leaves in zip(leaf_paths(tree_def), packed, strict=True)
-        for j, leaf in enumerate(leaves)
-    ]
-    about = describe(state, optimizer)
-    tensors: dict[str, np.ndarray] = {}
-    for leaf, array in zip(about.leaves, arrays, strict=True):
-        if leaf.name in tensors or leaf.name == "__metadata__":
-            raise SaveError(
-                f"two entries would have the name `{shown(leaf.name)}` in the file. Rename a key."
-            )
-        tensors[leaf.name] = _stored(array)
+    about = _describe(state, optimizer)
     text = json.dumps(about._asdict())
-    digest = _digest(text, [array.tobytes() for array in arrays])
-    entry = json.dumps({"version": _VERSION, "sha256": digest, "state": text})
-    try:
-        data: bytes = save_tensors(tensors, metadata={_KEY: entry})
-    except UnicodeError as error:  # a lone surrogate in a key
-        raise SaveError(f"a key cannot be written as UTF-8: {error}. Rename it.") from None
-    return data
+    digest = hashlib.sha256(text.encode())
+    tensors: dict[str, np.ndarray] = {}
+    for (name, *_), leaf in zip(about.leaves, jax.tree.leaves(state[0]), strict=True):
+        if name in tensors or name == "__metadata__":
+            raise SaveError(
+                f"two entries would have the name `{shown(name)}` in the file. Rename a key."
+            )
+        array = _array(leaf, name)
+        raw = array.tobytes()
+        digest.update(raw)
+        if array.dtype.name not in _NATIVE:
+            array = np.frombuffer(raw, np.uint8).reshape(*array.shape, array.dtype.itemsize)
+        tensors[name] = array
+    entry = {"version": _VERSION, "sha256": digest.hexdigest(), "state": text}
+    return save_tensors(tensors, metadata={_KEY: json.dumps(entry)})  # type: ignore[no-any-return]
 
 
 def _array(leaf: Any, name: str) -> np.ndarray:
@@ -127,7 +121,7 @@ def _array(leaf: Any, name: str) -> np.ndarray:
             "or numbers."
         )
     try:
-        array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     except (TypeError, RuntimeError) as error:
         # It is traced, has been donated, or is distributed over processes.
         raise SaveError(f"`{name}` has no values that can be saved here: {error}") from error
@@ -144,28 +138,13 @@ def is_number(dtype: np.dtype[Any]) -> bool:
     return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))
 
 
-def is_key(leaf: Any) -> bool:
+def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and bool(
         jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     )
 
 
-def _stored(array: np.ndarray) -> np.ndarray:
-    """Returns an array as a tensor that safetensors can hold: itself, or its bytes."""
-    if array.dtype.name in _NATIVE:
-        return array
-    shape = (*array.shape, array.dtype.itemsize)
-    return np.frombuffer(array.tobytes(), np.uint8).reshape(shape)
-
-
-def _digest(text: str, leaves: list[bytes]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for leaf in leaves:
-        digest.update(leaf)
-    return digest.hexdigest()
-
-
-def decode(data: bytes) -> tuple[list[np.ndarray], Description]:
+def _decode(data: bytes) -> tuple[list[np.ndarray], Description]:
     """Returns the values of the leaves, and the description of the state."""
     with needs("files"):
         from safetensors import SafetensorError, deserialize
@@ -185,24 +164,22 @@ def decode(data: bytes) -> tuple[list[np.ndarray], Description]:
     try:
         about = json.loads(entry["state"])
         leaves = [Leaf(name, dtype, tuple(shape)) for name, dtype, shape in about["leaves"]]
-        found = Description(**{**about, "leaves": leaves})
-        contents = [tensors[leaf.name] for leaf in leaves]
-        is_intact = _digest(entry["state"], contents) == entry["sha256"]
-        arrays = list(map(_values, contents, leaves))
+        digest = hashlib.sha256(entry["state"].encode())
+        arrays = []
+        for name, dtype, shape in leaves:
+            raw, is_key = tensors.pop(name), dtype.startswith("key<")
+            digest.update(raw)
+            array = np.frombuffer(raw, np.uint32 if is_key else dtype)
+            arrays.append(array.reshape((*shape, *[-1] * is_key)).copy())
+        found = Description(about["optimizer"], about["tree"], leaves)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(f"its metadata do not describe its tensors ({error!r})") from None
-    if not is_intact or len(tensors) != len(leaves):
+    if tensors or digest.hexdigest() != entry.get("sha256"):
         raise _damaged("its checksum does not match its contents")
     return arrays, found
 
 
-def _values(data: bytes, leaf: Leaf) -> np.ndarray:
-    if leaf.dtype.startswith("key<"):
-        return np.frombuffer(data, np.uint32).reshape(*leaf.shape, -1)
-    return np.frombuffer(data, leaf.dtype).reshape(leaf.shape).copy()
-
-
-def check(found: Description, expected: Description, arrays: list[np.ndarray]) -> None:
+def _check(found: Description, expected: Description, arrays: list[np.ndarray]) -> None:
     """Raises unless the optimizer, the tree structure and the leaves are as expected."""
     lines = differences(expected.tree, found.tree)
     if not lines:
@@ -220,7 +197,7 @@ def check(found: Description, expected: Description, arrays: list[np.ndarray]) -
 
 
 def _different(expected: Leaf, found: Leaf, array: np.ndarray) -> list[str]:
-    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
+    if expected[1:] == found[1:]:
         return []
     described = str(found)
     if found.shape == expected.shape == () and "int" in expected.dtype and "int" in found.dtype:
@@ -276,7 +253,14 @@ def save(
       >>> triple.params_fn(load(file, optimizer=triple, params=params))['w'].tolist()
       [1.0, 1.0, 1.0]
     """
-    data = encode(state, _identity(optimizer))
+    identity = None if optimizer is None else identity_of(optimizer)
+    if optimizer is not None and identity is None:
+        raise SaveError(
+            "`optimizer` is a triple without a name: it was not made by applying "
+            "`opt_legacy_stax.optimizer` to a named function. Pass a name instead, here and to "
+            "`load`."
+        )
+    data = _encode(state, identity)
     if isinstance(path_or_file, str | bytes | os.PathLike):
         # Symbolic links stay: their target is replaced.
         _write_atomically(Path(os.path.realpath(os.fsdecode(path_or_file))), data)
@@ -320,14 +304,10 @@ def load(
     """
     reference = _reference(like, optimizer, params)
     identity = None if optimizer is None else identity_of(optimizer)
-    arrays, found = decode(read(path_or_file))
-    check(found, describe(reference, identity), arrays)
-    likes: list[Any] = jax.tree.leaves(reference[0])
-    if any(map(_needs_64_bits, likes)):
-        raise StateMismatchError(
-            "the file holds 64-bit arrays, but JAX's 64-bit mode is off in this process. Turn it "
-            "on with `jax.config.update('jax_enable_x64', True)`."
-        )
+    arrays, found = _decode(read(path_or_file))
+    _check(found, _describe(reference, identity), arrays)
+    leaves, structure = jax.tree.flatten(reference)
+    leaves = list(map(_leaf, found.leaves, arrays, leaves))
     if found.optimizer is None or identity is None:
         theirs = "no optimizer" if found.optimizer is None else f"`{shown(found.optimizer)}`"
         ours = "none" if identity is None else f"`{shown(identity.name)}`"
@@ -337,11 +317,7 @@ def load(
             UnnamedStateWarning,
             stacklevel=2,
         )
-    are_ints = [leaf.dtype == "int" for leaf in found.leaves]
-    state: OptimizerState = jax.tree.unflatten(
-        jax.tree.structure(reference), list(map(_leaf, arrays, likes, are_ints))
-    )
-    return state
+    return jax.tree.unflatten(structure, leaves)  # type: ignore[no-any-return]
 
 
 def read(path_or_file: PathOrFile) -> bytes:
@@ -349,19 +325,6 @@ def read(path_or_file: PathOrFile) -> bytes:
     if isinstance(path_or_file, str | bytes | os.PathLike):
         return Path(os.fsdecode(path_or_file)).read_bytes()
     return b"".join(iter(lambda: path_or_file.read(2**24), b""))  # raw files may return less
-
-
-def _identity(optimizer: Any) -> Identity | None:
-    if optimizer is None:
-        return None
-    identity = identity_of(optimizer)
-    if identity is None:
-        raise SaveError(
-            "`optimizer` is a triple without a name: it was not made by applying "
-            "`opt_legacy_stax.optimizer` to a named function. Pass a name instead, here and to "
-            "`load`."
-        )
-    return identity
 
 
 def _reference(like: Any, optimizer: Any, params: Any) -> Any:
@@ -382,20 +345,25 @@ def _reference(like: Any, optimizer: Any, params: Any) -> Any:
     return OptimizerState(*like) if type(like) is tuple else like
 
 
-def _leaf(array: np.ndarray, like: Any, is_int: bool) -> Any:
+def _leaf(found: Leaf, array: np.ndarray, like: Any) -> Any:
     """Returns the values of a file as what the expected leaf is, and where it is."""
     if isinstance(like, np.ndarray):
         return array
     if isinstance(like, np.generic):
         return array.astype(like.dtype)[()]
     # Python integers are abstract in what an optimizer creates, as the shapes that `sm3` keeps.
-    is_abstract_int = is_int and isinstance(like, jax.ShapeDtypeStruct)
+    is_abstract_int = found.dtype == "int" and isinstance(like, jax.ShapeDtypeStruct)
     if is_abstract_int or not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
         return array.item()
-    if is_key(like):
+    if _is_key(like):
         implementations: list[Any] = []
         jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), like)
         leaf = jax.random.wrap_key_data(jnp.asarray(array), impl=implementations[0])
+    elif jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype:
+        raise StateMismatchError(
+            f"the file holds 64-bit arrays, as {shown(found.name)}, but JAX's 64-bit mode is off "
+            "in this process. Turn it on with `jax.config.update('jax_enable_x64', True)`."
+        )
     else:
         leaf = jnp.asarray(array, like.dtype)
         if like.weak_type and leaf.ndim == 0:
@@ -406,15 +374,9 @@ def _leaf(array: np.ndarray, like: Any, is_int: bool) -> Any:
     return jax.device_put(leaf, like.sharding) if is_placed else leaf
 
 
-def _needs_64_bits(like: Any) -> bool:
-    is_array = isinstance(like, jax.Array | jax.ShapeDtypeStruct) and not is_key(like)
-    return is_array and bool(jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype)
-
-
 def _write_atomically(path: Path, data: bytes) -> None:
-    # File systems limit names in bytes.
-    start = os.fsencode(path.name)[:100].decode(errors="ignore")
-    temporary = path.with_name(f".{start}.{secrets.token_hex(8)}.tmp")
+    # File systems limit the length of names.
+    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if path.exists():  # before it contains anything private

@@ -1,15 +1,15 @@
 """Old pickles of unpacked states, read without executing them.
 
-The unpickler's `find_class` resolves about a dozen names, each to a stand-in defined here: NumPy's
-own `dtype.__setstate__` trusts what it is given. At the end, the stand-ins are replaced.
+The unpickler calls nothing. About a dozen names resolve, to objects that record the arguments and
+the state that the pickle has for them: NumPy's own `dtype.__setstate__` trusts what it is given.
+`_rebuild` then matches the records that describe an array or a join point, in any protocol.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,7 +41,8 @@ def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
     """
     data = read(path_or_file)
     try:
-        return _rebuild(_Unpickler(io.BytesIO(data)).load(), itertools.count(), len(data))
+        # A pickle can refer to one object many times: no more objects are rebuilt than it has bytes.
+        return _rebuild(_Unpickler(io.BytesIO(data)).load(), iter(range(len(data))))
     except UnsafePickleError:
         raise
     except Exception as error:  # a damaged pickle can make the unpickler raise anything
@@ -50,191 +51,133 @@ def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
         ) from None
 
 
-class _Global:
-    """A function or class that a pickle may name; `call` is `None` if it must not be called."""
+class _Record:
+    """A function or class that a pickle names, or a call of it."""
 
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
+    __match_args__ = ("name", "arguments", "state")
 
-    def __call__(self, *arguments: Any) -> Any:
-        if self._call is None:
-            raise ValueError("call of an object that is not callable")
-        return self._call(*arguments)
+    def __init__(self, name: str, *arguments: Any, state: Any = None) -> None:
+        self.name, self.arguments, self.state = name, arguments, state
 
-    def __setstate__(self, state: Any) -> None:
-        # Without this method, the opcode `BUILD` would set any attribute.
-        raise ValueError("attributes for an object that has none")
-
-
-class _Scalar(_Global):
-    """The scalar type of an extension dtype (`ml_dtypes`)."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-
-class _Dtype:
-    """The arguments of `numpy.dtype`."""
-
-    def __init__(self, name: Any, *_: Any) -> None:
-        self.name = name.name if isinstance(name, _Scalar) else name
-        self.order = "="
+    def __call__(self, *arguments: Any) -> _Record:
+        return _Record(self.name, *arguments)
 
     def __setstate__(self, state: Any) -> None:
-        _, self.order, subdtype, names, fields, *_ = state
-        if (subdtype, names, fields) != (None, None, None):
-            raise ValueError("a structured dtype")
-
-    def rebuild(self) -> np.dtype[Any]:
-        if not isinstance(self.name, str) or self.order not in ("<", ">", "=", "|"):
-            raise ValueError("not a dtype")
-        dtype = np.dtype(self.name)
-        if not is_number(dtype):
-            raise UnsafePickleError(
-                f"the pickle contains an array of the unsupported dtype {shown(repr(self.name))}."
-            )
-        return dtype.newbyteorder(">" if self.order == ">" else "<")
-
-
-class _Array:
-    """An array, whose contents may follow later, for `ndarray.__setstate__`."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def __setstate__(self, state: Any) -> None:
-        _, *contents = state
-        self.value = _array(*contents)
+        self.state = state
 
 
 class _JoinPoint:
-    subtree: Any
+    """A join point: protocols from 2 on create objects of a class."""
+
+    state: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict or state.keys() != {"subtree"}:
-            raise ValueError("a join point with other attributes")
-        self.subtree = state["subtree"]
+        self.state = state
 
 
-_NDARRAY, _OBJECT = _Global(), _Global()
-
-
-@_Global
-def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> _Array:
-    if subtype is not _NDARRAY or shape != (0,):
-        raise ValueError("not an array")
-    return _Array()
-
-
-def _array(shape: Any, dtype: Any, is_fortran: Any, raw: Any) -> Any:
-    if isinstance(raw, str):
-        raw = raw.encode("latin1")  # Python 2
-    if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray):
-        raise ValueError("not an array")
-    stored = np.frombuffer(raw, dtype.rebuild())
-    array = stored.reshape(shape, order="F" if is_fortran else "C")
-    return array.astype(array.dtype.newbyteorder("="), order="C")
-
-
-@_Global
-def _reconstruct_jax(reconstruct: Any, arguments: Any, state: Any, *_: Any) -> _Array:
-    if reconstruct is not _reconstruct or type(arguments) is not tuple:
-        raise ValueError("not a JAX array")
-    array: _Array = _reconstruct(*arguments)
-    array.__setstate__(state)
-    if jax.dtypes.canonicalize_dtype(array.value.dtype) == array.value.dtype:
-        array.value = jnp.asarray(array.value)
-    return array
-
-
-@_Global
-def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> _Array:
-    """How protocol 5 writes contiguous arrays."""
-    return _Array(_array(shape, dtype, order == "F", raw))
-
-
-@_Global
-def _scalar(dtype: Any, raw: Any) -> _Array:
-    return _Array(_array((), dtype, False, raw)[()])
-
-
-@_Global
-def _new_object(kind: Any, base: Any, state: Any) -> Any:
-    """How protocols 0 and 1 create objects."""
-    if kind is not _JoinPoint or base is not _OBJECT or state is not None:
-        raise ValueError("not a join point")
-    return _JoinPoint()
-
-
-@_Global
-def _encode(text: Any, encoding: Any) -> bytes:
-    """How protocols before 3 write bytes."""
-    if type(text) is not str or encoding != "latin1":
-        raise ValueError("not bytes")
-    return text.encode("latin1")
-
-
-_NUMPY = ("numpy.core", "numpy._core")
 _JOIN_POINTS = (
     "jax.example_libraries.optimizers",
     "jax.experimental.optimizers",
     "opt_legacy_stax._joinpoint",
 )
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): _NDARRAY,
-    ("numpy", "dtype"): _Global(_Dtype),
-    ("jax._src.array", "_reconstruct_array"): _reconstruct_jax,
-    ("jax._src.device_array", "reconstruct_device_array"): _reconstruct_jax,
-    ("copy_reg", "_reconstructor"): _new_object,
-    ("copyreg", "_reconstructor"): _new_object,
-    ("__builtin__", "object"): _OBJECT,
-    ("builtins", "object"): _OBJECT,
-    ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _Global(lambda: b""),  # how protocols before 3 write `b""`
-    **{(f"{n}.multiarray", "_reconstruct"): _reconstruct for n in _NUMPY},
-    **{(f"{n}.multiarray", "scalar"): _scalar for n in _NUMPY},
-    **{(f"{n}.numeric", "_frombuffer"): _from_buffer for n in _NUMPY},
-    **{(module, "JoinPoint"): _JoinPoint for module in _JOIN_POINTS},
+_NAMES = {
+    ("numpy", "ndarray"): "ndarray",
+    ("numpy", "dtype"): "dtype",
+    ("jax._src.array", "_reconstruct_array"): "jax array",
+    ("jax._src.device_array", "reconstruct_device_array"): "jax array",
+    ("copy_reg", "_reconstructor"): "object of",
+    ("copyreg", "_reconstructor"): "object of",
+    ("__builtin__", "object"): "object",
+    ("builtins", "object"): "object",
+    ("_codecs", "encode"): "encode",
+    ("__builtin__", "bytes"): "bytes",
+    **{
+        (f"{package}.{module}", name): name
+        for package in ("numpy.core", "numpy._core")
+        for module, name in (
+            ("multiarray", "_reconstruct"),
+            ("multiarray", "scalar"),
+            ("numeric", "_frombuffer"),
+        )
+    },
 }
-_EXTENSION_MODULES = ("ml_dtypes", "jaxlib.xla_extension", "jaxlib.xla_client")
+_EXTENSION_TYPES = ("ml_dtypes", "jaxlib.xla_extension", "jaxlib.xla_client")
 
 
 class _Unpickler(pickle.Unpickler):
     """Resolves only the allowed names, without importing anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in _EXTENSION_MODULES:
-            return _Scalar(name)
-        if (module, name) not in _ALLOWED:
+        if module in _EXTENSION_TYPES:
+            return _Record("extension type", name)
+        if name == "JoinPoint" and module in _JOIN_POINTS:
+            return _JoinPoint
+        if (module, name) not in _NAMES:
             raise UnsafePickleError(
                 f"the pickle refers to `{shown(module)}.{shown(name)}`, which is not part of an "
                 "array or a JoinPoint. It was not executed."
             )
-        return _ALLOWED[module, name]
+        return _Record(_NAMES[module, name])
 
 
-def _rebuild(node: Any, count: Iterator[int], limit: int) -> Any:
-    """Returns the tree without stand-ins."""
-    # A pickle can refer to one object many times, so the number of nodes is limited to its size.
-    if next(count) >= limit:
-        raise UnsafePickleError("the pickle describes more objects than its size allows.")
+def _rebuild(node: Any, budget: Iterator[int]) -> Any:
+    """Returns the tree without records."""
+    next(budget)
     match node:
-        case _Array(value=None):
-            raise ValueError("an array without contents")
-        case _Array():
-            return node.value
-        case _JoinPoint():
-            return JoinPoint(_rebuild(node.subtree, count, limit))
+        case _JoinPoint(state=dict(state)) if state.keys() == {"subtree"}:
+            return JoinPoint(_rebuild(state["subtree"], budget))
+        case _Record("object of", (kind, _Record("object"), None), state) if kind is _JoinPoint:
+            point = _JoinPoint()  # in protocols 0 and 1
+            point.state = state
+            return _rebuild(point, budget)
+        case _Record("_reconstruct", (_Record("ndarray"), (0,), _), (_, *contents)):
+            return _array(*contents)
+        case _Record("_frombuffer", (raw, dtype, shape, order, *_), None):  # in protocol 5
+            return _array(shape, dtype, order == "F", raw)
+        case _Record("scalar", (dtype, raw), None):
+            return _array((), dtype, False, raw)[()]
+        case _Record("jax array", (_Record("_reconstruct", ()), arguments, state, *_), None):
+            array = _rebuild(_Record("_reconstruct", *arguments, state=state), budget)
+            is_exact = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
+            return jnp.asarray(array) if is_exact else array
         case dict() if all(type(key) in (str, int) for key in node):
-            return {key: _rebuild(child, count, limit) for key, child in node.items()}
+            return {key: _rebuild(child, budget) for key, child in node.items()}
         case list():
-            return [_rebuild(child, count, limit) for child in node]
+            return [_rebuild(child, budget) for child in node]
         case tuple():
-            return tuple(_rebuild(child, count, limit) for child in node)
+            return tuple([_rebuild(child, budget) for child in node])
         case None | bool() | int() | float():
             return node
+    found = node.name if isinstance(node, _Record) else type(node).__name__.lstrip("_")
     raise UnsafePickleError(
-        f"the pickle contains a {type(node).__name__.lstrip('_')}, which is neither an array, a "
-        "JoinPoint, nor a container of them with strings or integers as keys."
+        f"the pickle contains a {found}, which is neither an array, a JoinPoint, nor a container "
+        "of them with strings or integers as keys."
     )
+
+
+def _array(shape: Any, dtype: Any, is_fortran: Any, raw: Any) -> np.ndarray:
+    array = np.frombuffer(_bytes(raw), _dtype(dtype)).reshape(shape, order="CF"[bool(is_fortran)])
+    return array.astype(array.dtype.newbyteorder("="), order="C")
+
+
+def _dtype(node: Any) -> np.dtype[Any]:
+    match node:
+        case _Record("dtype", (str(name) | _Record("extension type", (str(name),)), *_), state):
+            _, order, *structure = (3, "=", None, None, None) if state is None else state
+            dtype = np.dtype(name)
+            if structure[:3] == [None, None, None] and is_number(dtype):
+                return dtype.newbyteorder(order)
+    raise UnsafePickleError("the pickle contains an array whose dtype is not one of numbers.")
+
+
+def _bytes(node: Any) -> bytes | bytearray:
+    match node:
+        case bytes() | bytearray():
+            return node
+        case str():  # Python 2
+            return node.encode("latin1")
+        case _Record("encode", (str(text), "latin1"), None):  # in protocols before 3
+            return text.encode("latin1")
+        case _Record("bytes", (), None):
+            return b""
+    raise ValueError("not bytes")
