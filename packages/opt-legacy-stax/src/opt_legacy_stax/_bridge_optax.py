@@ -95,6 +95,30 @@ class OptaxTriple(Optimizer):
     parameter.
     """
 
+    def __new__(cls, tx: optax.GradientTransformation) -> Self:
+        """Creates the triple for a transformation."""
+        takes_extra_args = isinstance(tx, optax.GradientTransformationExtraArgs)
+
+        def init(params: Any) -> OptimizerState:
+            params = jax.tree.map(strong_param, params)
+            return self.convert_state(params, tx.init(params))
+
+        def update(i: Any, grads: Any, state: OptimizerState, **extra_args: Any) -> OptimizerState:
+            check_step(i)
+            params, opt_state = self.convert_state_back(state)
+            expected: Any = jax.tree.structure(params)
+            found: Any = jax.tree.structure(grads)
+            if expected != found:
+                raise different_trees(expected, found)
+            # like `optax.chain`, drop what `tx` does not accept
+            extra = extra_args if takes_extra_args else {}
+            updates, opt_state = tx.update(grads, opt_state, params, **extra)
+            new = self.convert_state(optax.apply_updates(params, updates), opt_state)
+            return keep_dtypes(state, new.packed_state)
+
+        self = super().__new__(cls, init, update, lambda state: self.convert_state_back(state)[0])
+        return self
+
     def convert_state(self, params: Any, opt_state: Any) -> OptimizerState:
         """Returns the triple state that continues from Optax parameters and state."""
         return pack(_OUTER, [opt_state, params])
@@ -113,31 +137,3 @@ class OptaxTriple(Optimizer):
 
 
 _OUTER: Any = jax.tree.structure({"opt_state": 0, "params": 0})
-
-
-def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
-    """See `opt_legacy_stax.from_optax`."""
-    takes_extra_args = isinstance(tx, optax.GradientTransformationExtraArgs)
-
-    def init(params: Any) -> OptimizerState:
-        params = jax.tree.map(strong_param, params)
-        return triple.convert_state(params, tx.init(params))
-
-    def update(i: Any, grads: Any, opt_state: OptimizerState, **extra_args: Any) -> OptimizerState:
-        check_step(i)
-        params, inner = triple.convert_state_back(opt_state)
-        expected: Any = jax.tree.structure(params)
-        found: Any = jax.tree.structure(grads)
-        if expected != found:
-            raise different_trees(expected, found)
-        # like `optax.chain`, drop what `tx` does not accept
-        extra = extra_args if takes_extra_args else {}
-        updates, inner = tx.update(grads, inner, params, **extra)
-        new = triple.convert_state(optax.apply_updates(params, updates), inner)
-        return keep_dtypes(opt_state, new.packed_state)
-
-    def get_params(opt_state: OptimizerState) -> Any:
-        return triple.convert_state_back(opt_state)[0]
-
-    triple = OptaxTriple(init, update, get_params)
-    return triple

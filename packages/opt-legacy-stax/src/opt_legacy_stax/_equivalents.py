@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from opt_legacy_stax import _triples
-from opt_legacy_stax._optimizers import Optimizer, OptimizerState, keep_dtypes, pack, unpacked
-from opt_legacy_stax._slots import check_made_by, int32_step
+from opt_legacy_stax._optimizers import Optimizer, OptimizerState, keep_dtypes, pack
+from opt_legacy_stax._slots import convert
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError, NoEquivalentError
 
@@ -31,15 +31,7 @@ class _Recipe:
     build: Callable[..., tuple[optax.GradientTransformation, ...]]
     fields: tuple[str, ...] = ()
     is_exact: bool = False
-    negated: str = ""  # a field that Optax keeps with the opposite sign
     has_shape: bool = False  # whether the triple keeps the parameter's shape too, as the last entry
-
-    def signed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields from one form in the other: changing a sign is its own inverse."""
-        return {
-            name: jax.tree.map(jnp.negative, tree) if name == self.negated else tree
-            for name, tree in fields.items()
-        }
 
 
 def _adamax(rate: Any, b1: Any, b2: Any, eps: Any) -> tuple[optax.GradientTransformation, ...]:
@@ -68,13 +60,12 @@ _RECIPES: dict[str, _Recipe] = {
     ),
     "rmsprop": _Recipe(lambda rate, gamma, eps: (optax.scale_by_rms(gamma, eps), rate), ("nu",)),
     "rmsprop_momentum": _Recipe(
+        # The triple adds up positive steps.
         lambda rate, gamma, eps, momentum: (
-            optax.scale_by_rms(gamma, eps),
-            rate,
-            optax.trace(momentum),
+            *(optax.scale_by_rms(gamma, eps), optax.scale(-1), rate),
+            *(optax.trace(momentum), optax.scale(-1)),
         ),
         ("nu", "trace"),
-        negated="trace",
     ),
     "adam": _Recipe(
         lambda rate, b1, b2, eps: (optax.scale_by_adam(b1, b2, eps), rate), ("mu", "nu")
@@ -118,8 +109,9 @@ class OptaxEquivalent:
             number of arrays, such as Adam and Adagrad, cannot be distinguished.)
           StepError: `i` is not a non-negative integer.
         """
-        check_made_by(self.triple, state)
-        tree_def, kept = state[1], unpacked(state)
+        params, slots, step = convert(self.triple, state, i)
+        tree_def = state[1]
+        kept = tree_def.flatten_up_to(slots)
         for path, entries in zip(leaf_paths(tree_def), kept, strict=True):
             if self._recipe.has_shape and not entries[-1]:
                 raise _no_equivalent(
@@ -130,9 +122,8 @@ class OptaxEquivalent:
             field: jax.tree.unflatten(tree_def, [entries[n] for entries in kept])
             for n, field in enumerate(self._recipe.fields, start=1)
         }
-        params = jax.tree.map(jnp.asarray, self.triple.params_fn(state))
         template: Any = self.transformation.init(params)
-        values = {**self._recipe.signed(trees), "count": int32_step(i)}
+        values = {**trees, "count": step}
         return params, tuple(
             part._replace(**{name: values[name] for name in part._fields}) for part in template
         )
@@ -147,8 +138,8 @@ class OptaxEquivalent:
         leaves, tree_def = jax.tree.flatten(params)
         _check_optax_state(self.name, jax.eval_shape(self.transformation.init, params), opt_state)
         values = {name: getattr(part, name) for part in opt_state for name in part._fields}
-        trees, fields = self._recipe.signed(values), self._recipe.fields
-        columns = [leaves, *(tree_def.flatten_up_to(trees[field]) for field in fields)]
+        fields = self._recipe.fields
+        columns = [leaves, *(tree_def.flatten_up_to(values[field]) for field in fields)]
         if self._recipe.has_shape:
             columns.append([np.shape(x) for x in leaves])
         state = pack(tree_def, list(zip(*columns, strict=True)) if fields else leaves)

@@ -75,9 +75,9 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
       [-0.1, -0.1]
     """
     with needs("optax"):
-        from opt_legacy_stax import _bridge_optax
+        from opt_legacy_stax._bridge_optax import OptaxTriple
 
-    return _bridge_optax.from_optax(tx)
+    return OptaxTriple(tx)
 
 
 def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:

@@ -151,9 +151,10 @@ def _lift(
         updated = []
         update_leaf = _traced_once(update, i, (grads, packed))
         for n, (g, old, subtree_def) in enumerate(zip(grads, packed, subtree_defs, strict=True)):
+            before = jax.tree.unflatten(subtree_def, old)
             with _naming("the update", tree_def, n):
-                state = update_leaf(g, jax.tree.unflatten(subtree_def, old))
-            new, new_def = jax.tree.flatten(state)
+                after = update_leaf(g, before)
+            new, new_def = jax.tree.flatten(after)
             if new_def != subtree_def:
                 raise StateChangedError(
                     "the update changed the structure of the state of parameter "
@@ -164,12 +165,11 @@ def _lift(
                 new = list(map(keep_dtype, old, new))
             # Arrays other than the parameter may change shape, e.g. a growing history.
             if list(map(np.shape, old)) != list(map(np.shape, new)):
-                states = (jax.tree.unflatten(subtree_def, leaves) for leaves in (old, new))
-                before, after = (np.shape(get_params(state)) for state in states)
-                if before != after:
+                shapes = [np.shape(get_params(state)) for state in (before, after)]
+                if shapes[0] != shapes[1]:
                     raise StateChangedError(
                         f"the update changed parameter `{leaf_paths(tree_def)[n]}` from shape "
-                        f"{before} to {after}: its gradient has shape {np.shape(g)}. Pass "
+                        f"{shapes[0]} to {shapes[1]}: its gradient has shape {np.shape(g)}. Pass "
                         "gradients with the shapes of the parameters."
                     )
             updated.append(new)
@@ -232,6 +232,8 @@ def repacked(opt_state: Any, packed_state: Sequence[Any]) -> OptimizerState:
 
 def check_step(i: Any) -> Any:
     """Returns integers as Python integers within int32; floats and JAX arrays as they are."""
+    if isinstance(i, np.ndarray) and i.ndim == 0:
+        i = i[()]
     if isinstance(i, int | np.integer | np.bool_):
         return max(INT32_MIN, min(int(i), INT32_MAX))
     if isinstance(i, float | np.floating):
@@ -248,10 +250,10 @@ def check_step(i: Any) -> Any:
             "over it with `jax.vmap` or `jax.lax.scan`."
         )
     if i.dtype == jnp.bool_:
-        return check_step(i[()]) if isinstance(i, np.ndarray) else i.astype(jnp.int32)
+        return i.astype(jnp.int32)
     if not (jnp.issubdtype(i.dtype, jnp.integer) or jnp.issubdtype(i.dtype, jnp.floating)):
         raise StepError(f"`i` must be an integer or a float; got an array of dtype {i.dtype}.")
-    return check_step(i[()]) if isinstance(i, np.ndarray) else i
+    return i
 
 
 def is_state(value: Any) -> bool:

@@ -21,7 +21,7 @@ from opt_legacy_stax._optimizers import (
     strong_param,
 )
 from opt_legacy_stax._trees import leaf_paths
-from opt_legacy_stax.errors import LayoutError, StateChangedError, StepError
+from opt_legacy_stax.errors import LayoutError, StepError
 
 
 class ParamSlot:
@@ -73,11 +73,16 @@ def convert(triple: Optimizer, state: OptimizerState, i: Any) -> tuple[Any, Any,
       LayoutError: `state` does not have the layout that the triple creates.
       StepError: `i` is not a non-negative integer.
     """
-    check_made_by(triple, state)
-    return *split(triple, state), int32_step(i)
+    _check_made_by(triple, state)
+    step = check_step(i)
+    if isinstance(step, float | np.floating) and not float(step).is_integer():
+        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass a whole number.")
+    if not isinstance(step, jax.core.Tracer) and step < 0:
+        raise StepError(f"`i` must be a number of updates; got {step}. Pass 0 or more.")
+    return *split(triple, state), jnp.asarray(step, jnp.int32)
 
 
-def check_made_by(triple: Optimizer, state: Any) -> None:
+def _check_made_by(triple: Optimizer, state: Any) -> None:
     """Checks that a state has the layout that `triple` creates for its parameters."""
     check_state(state)
     try:
@@ -108,26 +113,7 @@ def init_split(triple: Optimizer, params: Any) -> Any:
 
 def update_split(triple: Optimizer, i: Any, grads: Any, params: Any, slots: Any) -> tuple[Any, Any]:
     """Returns the parameters and slots after one update."""
-    state = triple.update_fn(i, grads, join(params, slots))
-    new_params, new_slots = split(triple, state)
-    before: Any = jax.tree.structure(slots)
-    after: Any = jax.tree.structure(new_slots)
-    if before != after:
-        raise StateChangedError(
-            f"the update changed the structure of the state: expected {before}, found {after}. "
-            "Return the same containers as `init` does."
-        )
-    return new_params, new_slots
-
-
-def int32_step(i: Any) -> Any:
-    """Returns a number of updates as an int32 scalar, or raises a `StepError`."""
-    step = check_step(i)
-    if isinstance(step, float | np.floating) and not float(step).is_integer():
-        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass a whole number.")
-    if not isinstance(step, jax.core.Tracer) and step < 0:
-        raise StepError(f"`i` must be a number of updates; got {step}. Pass 0 or more.")
-    return jnp.asarray(step, jnp.int32)
+    return split(triple, triple.update_fn(i, grads, join(params, slots)))
 
 
 def _array(leaf: Any) -> Any:
