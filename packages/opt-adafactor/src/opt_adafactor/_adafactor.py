@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from opt_core import (
-    Optimizer,
     OptimizerDef,
     OptimizerState,
     StateDescription,
-    check_gradients,
-    increment_step,
 )
 from opt_core.errors import HyperParamError
 from opt_core.extend import split_path
 
-from opt_adafactor._factoring import Plan, heuristic_dims, make_plan, parse_rule, warn_ignored
+from opt_adafactor._factoring import heuristic_dims, init_plan, make_plan, parse_rule
 from opt_adafactor._hyper_params import _AdafactorHyperParams, check_hyper_params, check_overrides
 from opt_adafactor._rules import HParamMap, convert_logical_rules, factor_rules_from_axes
 from opt_adafactor._state import (
     FLOAT32,
     _AdafactorParamState,
-    axes_of_params,
     describe,
-    flatten_states,
     init_states,
 )
 from opt_adafactor._update import decay_rate_pow, learning_rate_of, update_tree
@@ -132,6 +128,7 @@ class Adafactor(OptimizerDef):
           UnknownNameError: `logical_factor_rules` use an unknown `FactorDim` name.
           FactorRuleError: a value of `logical_factor_rules` is not a `FactorDim`.
         """
+        arguments = dict(locals())
         if not factored and factor_map is not None:
             raise ValueError(
                 "`factored` is False, but `factor_map` is given: pass only one of them"
@@ -146,27 +143,9 @@ class Adafactor(OptimizerDef):
                 f"`dtype_momentum` must be a floating-point dtype, found {dtype_momentum}"
             )
         if logical_factor_rules is not None:
-            logical_factor_rules = convert_logical_rules(logical_factor_rules)
-        hyper_params = _AdafactorHyperParams(
-            learning_rate,
-            factored,
-            multiply_by_parameter_scale,
-            beta1,
-            decay_rate,
-            step_offset,
-            clipping_threshold,
-            weight_decay_rate,
-            min_dim_size_to_factor,
-            epsilon1,
-            epsilon2,
-            factor_map,
-            logical_factor_rules,
-            weight_decay_rate_lr_exponent,
-            global_norm_clip_threshold,
-            max_parameter_scale,
-            skip_nan_updates,
-            respect_rank2_rules,
-        )
+            arguments["logical_factor_rules"] = convert_logical_rules(logical_factor_rules)
+        names = [field.name for field in dataclasses.fields(_AdafactorHyperParams)]
+        hyper_params = _AdafactorHyperParams(**{name: arguments[name] for name in names})
         check_hyper_params(hyper_params)
         super().__init__(hyper_params)
         self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
@@ -233,7 +212,7 @@ class Adafactor(OptimizerDef):
           FactorRuleError: a parameter has no rule but needs one, or its rule does not fit.
           ParamAxesError: the axes passed to `with_param_axes` do not match the parameters.
         """
-        plan = self._init_plan(params)
+        plan = init_plan(params, self.hyper_params)
         states = init_states(plan, params, self.dtype_momentum)
         return OptimizerState(jnp.zeros([], jnp.int32), plan.treedef.unflatten(states))
 
@@ -243,9 +222,7 @@ class Adafactor(OptimizerDef):
         Raises:
           HyperParamError: a name is unknown, or cannot be overridden in a step.
         """
-        hyper_params = super().update_hyper_params(**overrides)
-        self._check_overrides(hyper_params)
-        return hyper_params
+        return self._checked(super().update_hyper_params(**overrides))
 
     def resolve_hyper_params(
         self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
@@ -265,31 +242,7 @@ class Adafactor(OptimizerDef):
           HyperParamError: no learning rate is given, or a hyper-parameter cannot be overridden.
           TreeMismatchError: gradients or state do not match the parameters.
         """
-        self._check_overrides(hyper_params)
-        check_gradients(params, grads)
-        plan = self._plan(params)
-        states, unflatten = flatten_states(plan, state.param_states), plan.treedef.unflatten
-        arrays = plan.arrays(params), plan.arrays(grads)
-        new, new_states = update_tree(plan, hyper_params, state.step, *arrays, states)
-        return unflatten(new), OptimizerState(increment_step(state.step), unflatten(new_states))
-
-    def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
-        """Returns the optimizer with each leaf replaced by its logical axes.
-
-        `v_row` gets the parameter's axes without those of column dimensions, `v_col` without those
-        of row dimensions, `v` and `m` all of them. Unused slots and the step get `None`.
-
-        Args:
-          optimizer: an optimizer of this definition; only shapes are used.
-          param_axes: a tree with the keys of the parameters and a `PartitionSpec` of logical axis
-            names per leaf; container types may differ.
-
-        Raises:
-          ParamAxesError: `param_axes` do not match the parameters; the message lists the paths.
-        """
-        plan = self._plan(optimizer.target)
-        specs = axes_of_params(plan, optimizer.target, param_axes)
-        return super().derive_logical_axes(optimizer, plan.treedef.unflatten(specs))
+        return update_tree(self._checked(hyper_params), params, state, grads)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns a description of every leaf of the state; see `OptimizerDef.describe_state`.
@@ -304,9 +257,8 @@ class Adafactor(OptimizerDef):
           >>> [(leaf.field, leaf.dimensions, leaf.role) for leaf in found.leaves[:2]]
           [(('v_row',), (0,), 'factored'), (('v_col',), (1,), 'factored')]
         """
-        return describe(
-            self._plan(params), self.hyper_params, params, state.param_states, self.dtype_momentum
-        )
+        plan = make_plan(params, self.hyper_params)
+        return describe(plan, self.hyper_params, params, state.param_states, self.dtype_momentum)
 
     # Per-parameter methods that T5X code and its tests call directly.
 
@@ -349,20 +301,12 @@ class Adafactor(OptimizerDef):
         rules = factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
         return self.hyper_params.replace(factor_map=rules)
 
-    def _plan(self, params: Any) -> Plan:
-        return make_plan(params, self.hyper_params)
-
-    def _init_plan(self, params: Any) -> Plan:
-        plan = self._plan(params)
-        respecting = self.hyper_params.replace(respect_rank2_rules=True)
-        warn_ignored(plan, make_plan(params, respecting))
-        return plan
-
-    def _check_overrides(self, hyper_params: Any) -> None:
-        # The caller's may be from before `set_param_axes`.
-        if hyper_params.factor_map == self._own_map:
-            hyper_params = hyper_params.replace(factor_map=self.hyper_params.factor_map)
-        check_overrides(self.hyper_params, hyper_params)
+    def _checked(self, hyper_params: Any) -> Any:
+        own, rules = self.hyper_params, hyper_params.factor_map
+        if rules is not own.factor_map and rules == self._own_map:  # from before `set_param_axes`
+            hyper_params = hyper_params.replace(factor_map=own.factor_map)
+        check_overrides(own, hyper_params)
+        return hyper_params
 
     def _identity(self) -> Any:
         return self.hyper_params, self.dtype_momentum

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,14 @@ import numpy as np
 from opt_core import OptimizerState
 from opt_core.extend import path_names, path_str
 
-from opt_adafactor._state import FIELDS, _AdafactorParamState, placeholder
+from opt_adafactor._state import (
+    FIELDS,
+    _AdafactorParamState,
+    by_param,
+    by_slot,
+    is_param_state,
+    placeholder,
+)
 from opt_adafactor._transformation import AdafactorState, require_optax
 from opt_adafactor.errors import StateConversionError
 
@@ -44,38 +51,42 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
     """
     optax = require_optax()
     owner, chain, average = _find(like, "like")
-    treedef: Any = jax.tree.structure(owner.v)
-    states = _param_states(state.param_states, treedef)
-    trees = {slot: treedef.unflatten([getattr(s, slot) for s in states]) for slot in FIELDS}
+    states, found = jax.tree.flatten(state.param_states, is_leaf=is_param_state)
+    expected: Any = jax.tree.structure(owner.v)
+    if found != expected or not all(map(is_param_state, states)):
+        raise StateConversionError(
+            f"`state` and `like` do not belong to the same parameters:\n  `state`: {found}\n  "
+            f"`like`: {expected}"
+        )
+    slots, count = by_slot(state.param_states), jnp.array(state.step, jnp.int32)
     holder = average if isinstance(owner, optax.FactoredState) else owner.m
-    if holder is None and any(_is_momentum(s.m) for s in states):
+    if holder is None and any(map(_is_momentum, jax.tree.leaves(slots["m"]))):
         raise StateConversionError(
             "`state` has momentum, but `like` has no slot for it: create the transformation with "
             "the same `beta1` (`momentum` in Optax)"
         )
 
-    def fill(node: Any) -> Any:
-        if node is owner:
-            slots = {
-                name: _pour(getattr(node, name), trees[name], name)
-                for name in FIELDS
-                if getattr(node, name, None) is not None
-            }
-            return node._replace(count=_count(state.step), **slots)
-        if average is not None and node is average:
-            return node._replace(count=_count(state.step), ema=_pour(node.ema, trees["m"], "m"))
-        is_schedule = isinstance(node, optax.ScaleByScheduleState)
-        return node._replace(count=_count(state.step)) if is_schedule else node
-
     def rebuild(node: Any) -> Any:
-        if node is chain:
-            return tuple(map(fill, chain))
         if node is owner:
-            return fill(node)
-        if not _holds(node, owner):
+            own = {name: getattr(node, name, None) for name in FIELDS}
+            filled = {n: _pour(old, slots[n], n) for n, old in own.items() if old is not None}
+            return node._replace(count=count, **filled)
+        if average is not None and node is average:
+            return node._replace(count=count, ema=_pour(node.ema, slots["m"], "m"))
+        if any(node is child for child in chain) and isinstance(node, optax.ScaleByScheduleState):
+            return node._replace(count=count)
+        nodes = jax.tree.leaves(node, is_leaf=lambda child: child is owner)
+        if not any(child is owner for child in nodes):
             return node
         children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
-        return _recount(jax.tree.unflatten(structure, map(rebuild, children)), state.step)
+        node = jax.tree.unflatten(structure, map(rebuild, children))
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            schedules = {
+                name: s._replace(count=count) if "count" in getattr(s, "_fields", ()) else s
+                for name, s in node.hyperparams_states.items()
+            }
+            node = node._replace(count=count, hyperparams_states=schedules)
+        return node
 
     return rebuild(like)
 
@@ -102,15 +113,15 @@ def from_optax_state(state: Any) -> OptimizerState:
     """
     owner, _, average = _find(state, "state")
     m = getattr(owner, "m", None if average is None else average.ema)
-    treedef: Any = jax.tree.structure(owner.v)
-    leaves = jax.tree.leaves(owner.v)
-    momenta = [placeholder() for _ in leaves] if m is None else treedef.flatten_up_to(m)
-    rows, cols = (treedef.flatten_up_to(tree) for tree in (owner.v_row, owner.v_col))
-    states = [
-        _AdafactorParamState(_float32(row), _float32(col), _float32(v), jnp.array(moment))
-        for row, col, v, moment in zip(rows, cols, leaves, momenta, strict=True)
-    ]
-    return OptimizerState(_count(owner.count), treedef.unflatten(states))
+
+    def convert(slots: _AdafactorParamState) -> _AdafactorParamState:
+        m = placeholder() if slots.m is None else jnp.array(slots.m)
+        v_row, v_col, v = (jnp.array(x, jnp.float32) for x in (slots.v_row, slots.v_col, slots.v))
+        return _AdafactorParamState(v_row, v_col, v, m)
+
+    states = by_param(owner.v_row, owner.v_col, owner.v, m)
+    states = jax.tree.map(convert, states, is_leaf=is_param_state)
+    return OptimizerState(jnp.array(owner.count, jnp.int32), states)
 
 
 def _is_momentum(m: Any) -> bool:
@@ -122,38 +133,12 @@ def _is_momentum(m: Any) -> bool:
     return bool(np.any(np.asarray(m) != 0))
 
 
-def _holds(node: Any, owner: Any) -> bool:
-    return any(
-        leaf is owner for leaf in jax.tree.leaves(node, is_leaf=lambda child: child is owner)
-    )
+def _find(state: Any, argument: str) -> tuple[Any, tuple[Any, ...], Any]:
+    """Returns the Adafactor state inside an Optax state, and for Optax's own its neighbours.
 
-
-def _recount(node: Any, step: Any) -> Any:
-    """Sets the step in a state of `optax.inject_hyperparams` and in its schedules."""
-    optax = require_optax()
-    if not isinstance(node, optax.InjectStatefulHyperparamsState):
-        return node
-    plain = type(optax.WrappedSchedule(lambda step: step).init())
-    schedules = {
-        name: state._replace(count=_count(step)) if isinstance(state, plain) else state
-        for name, state in node.hyperparams_states.items()
-    }
-    return node._replace(count=_count(step), hyperparams_states=schedules)
-
-
-def _float32(slot: Any) -> jax.Array:
-    return jnp.array(slot, jnp.float32)
-
-
-class _Statistics(NamedTuple):
-    """The Adafactor state inside an Optax state; of Optax's statistics with their neighbours."""
-
-    owner: Any
-    chain: tuple[Any, ...] = ()  # the states of the `optax.chain` that holds Optax's statistics
-    average: Any = None  # the `optax.EmaState` that follows them there: the momentum
-
-
-def _find(state: Any, argument: str) -> _Statistics:
+    These are the states of the `optax.chain` that holds it, and the `optax.EmaState` that follows
+    it there: the momentum, or `None`.
+    """
     optax = require_optax()
 
     def is_state(node: Any) -> bool:
@@ -167,7 +152,7 @@ def _find(state: Any, argument: str) -> _Statistics:
         )
     (owner,) = states
     if isinstance(owner, AdafactorState):
-        return _Statistics(owner)
+        return owner, (), None
 
     def is_chain(node: Any) -> bool:
         return type(node) is tuple and any(child is owner for child in node)
@@ -181,20 +166,7 @@ def _find(state: Any, argument: str) -> _Statistics:
             f"`{argument}`: {len(averages)} `optax.EmaState`s follow the statistics in one chain, "
             "but at most one can be the momentum. Nest the others in a chain of their own."
         )
-    return _Statistics(owner, chain, averages[0] if averages else None)
-
-
-def _param_states(param_states: Any, treedef: Any) -> list[_AdafactorParamState]:
-    def is_state(node: Any) -> bool:
-        return isinstance(node, _AdafactorParamState)
-
-    states, found = jax.tree.flatten(param_states, is_leaf=is_state)
-    if found != treedef or not all(map(is_state, states)):
-        raise StateConversionError(
-            f"`state` and `like` do not belong to the same parameters:\n  `state`: {found}\n  "
-            f"`like`: {treedef}"
-        )
-    return states
+    return owner, chain, averages[0] if averages else None
 
 
 def _pour(reference: Any, tree: Any, slot: str) -> Any:
@@ -208,7 +180,3 @@ def _pour(reference: Any, tree: Any, slot: str) -> Any:
         return jnp.array(new, old.dtype)
 
     return jax.tree_util.tree_map_with_path(pour, reference, tree)
-
-
-def _count(step: Any) -> jax.Array:
-    return jnp.array(step, jnp.int32)

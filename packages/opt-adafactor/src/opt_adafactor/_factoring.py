@@ -19,7 +19,6 @@ from opt_adafactor._rules import (
     FactorRule,
     HeuristicRule,
     HParamMap,
-    check_covers,
     factor_name_to_factordim,
     show,
 )
@@ -27,9 +26,6 @@ from opt_adafactor.errors import FactorRuleError, ParamAxesError
 
 logger = logging.getLogger("opt_adafactor")
 _LISTED = 5
-
-# The dimensions of a parameter that each slot of its state keeps; `None` for unused slots.
-KeptDims = dict[str, tuple[int, ...] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +37,14 @@ class Factoring:
       averaged: dimensions averaged over for parameter scale and clipping: all but batch ones.
       rows: row dimensions, averaged over in `v_col`.
       cols: column dimensions, averaged over in `v_row`.
+      has_momentum: whether `m` is used.
     """
 
     rank: int
     averaged: tuple[int, ...]
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
+    has_momentum: bool = False
 
     @property
     def is_factored(self) -> bool:
@@ -59,8 +57,9 @@ class Factoring:
         kept = [dim for dim in range(self.rank) if dim not in self.cols]
         return tuple(i for i, dim in enumerate(kept) if dim in self.rows)
 
-    def kept_dims(self, *, has_momentum: bool) -> KeptDims:
-        """Returns which dimensions each slot of the state keeps."""
+    @property
+    def kept(self) -> dict[str, tuple[int, ...] | None]:
+        """The dimensions that each slot of the state keeps; `None` for unused slots."""
         everything = tuple(range(self.rank))
         without_cols = tuple(dim for dim in everything if dim not in self.cols)
         without_rows = tuple(dim for dim in everything if dim not in self.rows)
@@ -68,7 +67,7 @@ class Factoring:
             "v_row": without_cols if self.is_factored else None,
             "v_col": without_rows if self.is_factored else None,
             "v": None if self.is_factored else everything,
-            "m": everything if has_momentum else None,
+            "m": everything if self.has_momentum else None,
         }
 
 
@@ -78,7 +77,6 @@ class Plan(NamedTuple):
     treedef: Any
     paths: tuple[str, ...]
     factorings: tuple[Factoring, ...]
-    kept: tuple[KeptDims, ...]
 
     def arrays(self, tree: Any) -> list[jax.Array]:
         """Returns the leaves of a tree like the parameters, in the order of the plan."""
@@ -106,13 +104,13 @@ def make_plan(params: Any, hyper_params: Any) -> Plan:
         rules = factor_map
         _check_axis_rules(rules, shapes)
     factorings = [parse_rule(rules[p], shape, p, hyper_params) for p, shape in shapes.items()]
-    has_momentum = hyper_params.beta1 is not None
-    kept = [factoring.kept_dims(has_momentum=has_momentum) for factoring in factorings]
-    return Plan(treedef, tuple(shapes), tuple(factorings), tuple(kept))
+    return Plan(treedef, tuple(shapes), tuple(factorings))
 
 
-def warn_ignored(plan: Plan, respecting: Plan) -> None:
-    """Logs which explicit rules of rank 2 and below are ignored, where it makes a difference."""
+def init_plan(params: Any, hyper_params: Any) -> Plan:
+    """Returns the plan, and logs which explicit rules are ignored where it makes a difference."""
+    plan = make_plan(params, hyper_params)
+    respecting = make_plan(params, hyper_params.replace(respect_rank2_rules=True))
     pairs = zip(plan.paths, plan.factorings, respecting.factorings, strict=True)
     # Rows and columns of a matrix may be swapped.
     paths = [path for path, a, b in pairs if {a.rows, a.cols} != {b.rows, b.cols}]
@@ -123,6 +121,7 @@ def warn_ignored(plan: Plan, respecting: Plan) -> None:
             "decides differently for: %s. `respect_rank2_rules=True` honours them.",
             ", ".join(f"`{path}`" for path in paths[:_LISTED]) + more,
         )
+    return plan
 
 
 def heuristic_dims(shape: tuple[int, ...], hyper_params: Any) -> tuple[int, int] | None:
@@ -136,36 +135,31 @@ def heuristic_dims(shape: tuple[int, ...], hyper_params: Any) -> tuple[int, int]
 
 def parse_rule(rule: Any, shape: tuple[int, ...], path: str, hyper_params: Any) -> Factoring:
     """Returns the factoring of one parameter, or raises a `FactorRuleError`."""
-    rank = len(shape)
-    everything = tuple(range(rank))
+    everything = tuple(range(len(shape)))
+    factoring = Factoring(len(shape), everything, has_momentum=hyper_params.beta1 is not None)
     if rule is None or not hyper_params.factored:
-        return Factoring(rank, everything)
-    if isinstance(rule, HeuristicRule):
-        return _by_heuristic(shape, path, hyper_params)
-    dims = _dims(rule, shape, path)
-    if rank <= 2 and FactorDim.BATCH not in dims and not hyper_params.respect_rank2_rules:
-        return _by_heuristic(shape, path, hyper_params)  # T5X ignores such rules
-    where = {role: tuple(i for i, d in enumerate(dims) if d is role) for role in FactorDim}
-    averaged = tuple(i for i in everything if i not in where[FactorDim.BATCH])
-    if 0 in shape:  # the mean of an empty array is NaN
-        return Factoring(rank, averaged)
-    return Factoring(rank, averaged, where[FactorDim.ROW], where[FactorDim.COLUMN])
-
-
-def _by_heuristic(shape: tuple[int, ...], path: str, hyper_params: Any) -> Factoring:
-    rank = len(shape)
-    if rank > 2:
+        return factoring
+    if not isinstance(rule, HeuristicRule):
+        dims = _dims(rule, shape, path)
+        where = {role: tuple(i for i in everything if dims[i] is role) for role in FactorDim}
+        is_explicit = len(shape) > 2 or where[FactorDim.BATCH] or hyper_params.respect_rank2_rules
+        if is_explicit:  # T5X ignores the others
+            averaged = tuple(i for i in everything if i not in where[FactorDim.BATCH])
+            factoring = dataclasses.replace(factoring, averaged=averaged)
+            if 0 in shape:  # the mean of an empty array is NaN
+                return factoring
+            rows, cols = where[FactorDim.ROW], where[FactorDim.COLUMN]
+            return dataclasses.replace(factoring, rows=rows, cols=cols)
+    if len(shape) > 2:
         raise FactorRuleError(
             f"parameters of rank above 2 need an explicit factor rule: `{path}` has shape {shape} "
             f"and {HEURISTIC_RULE}. Give a role to each dimension, in `factor_map` or with "
             "`logical_factor_rules` and the logical axes of the parameters (`with_param_axes`), "
             "or use the rule `None` not to factor it."
         )
-    dims = heuristic_dims(shape, hyper_params)
-    if dims is None:
-        return Factoring(rank, tuple(range(rank)))
-    row, col = dims
-    return Factoring(rank, tuple(range(rank)), (row,), (col,))
+    if (found := heuristic_dims(shape, hyper_params)) is None:
+        return factoring
+    return dataclasses.replace(factoring, rows=found[:1], cols=found[1:])
 
 
 def _dims(rule: Any, shape: tuple[int, ...], path: str) -> tuple[FactorDim, ...]:
@@ -186,14 +180,22 @@ def _dims(rule: Any, shape: tuple[int, ...], path: str) -> tuple[FactorDim, ...]
 def _check_axis_rules(
     rules: Mapping[str, FactorRule], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    known = {p: rule for p, rule in rules.items() if p in shapes or f"{p}/value" in shapes}
-    sized = {path: rule if isinstance(rule, tuple) else None for path, rule in known.items()}
-    try:
-        check_covers(shapes, sized)
-    except ParamAxesError as error:
+    """Raises a `ParamAxesError` unless each parameter has a rule of its rank."""
+    lines = [f"{path}: no axes given" for path in shapes if path not in rules]
+    for path, shape in shapes.items():
+        rule = rules.get(path)
+        if isinstance(rule, tuple) and len(rule) != len(shape):
+            lines.append(
+                f"{path}: expected {len(shape)} axes, one per dimension of {shape}, found "
+                f"{len(rule)}: {show(rule)}"
+            )
+    if any(path.endswith("/value") and path.removesuffix("/value") in rules for path in shapes):
+        lines.append("the parameters are in Flax boxes: unbox them with `flax.linen.unbox`")
+    if lines:
         raise ParamAxesError(
-            f"{error}\nThese axes were passed to `with_param_axes` or `set_param_axes`."
-        ) from None
+            "`param_axes` of `with_param_axes` or `set_param_axes` do not match the parameters:\n  "
+            + "\n  ".join(lines)
+        )
 
 
 def _check_dtype(path: str, leaf: Any) -> None:

@@ -61,8 +61,7 @@ def check_hyper_params(hyper_params: Any) -> None:
             f"`min_dim_size_to_factor` must be a static integer, found {type(min_dim).__name__}"
         )
     scale = hyper_params.multiply_by_parameter_scale
-    is_flag = isinstance(scale, jax.Array) and scale.dtype == jnp.bool_ and not scale.shape
-    if not is_flag and not isinstance(scale, HParamMap | bool | np.bool_):
+    if not isinstance(scale, HParamMap | bool | np.bool_):
         raise TypeError(
             "`multiply_by_parameter_scale` must be a bool or an `HParamMap`, found "
             f"{type(scale).__name__}"

@@ -193,22 +193,6 @@ class HParamMap:
         )
 
 
-def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
-    """Returns the axes of every parameter by path, whatever the containers."""
-    leaves = jax.tree_util.tree_flatten_with_path(param_axes, is_leaf=_is_axes)[0]
-    return axes_by_path((path_str(path_names(keys)), leaf) for keys, leaf in leaves)
-
-
-def axes_by_path(entries: Iterable[tuple[str, Any]]) -> dict[str, PartitionSpec | None]:
-    """Returns the axes of every parameter by path, or raises a `ParamAxesError`."""
-    axes: dict[str, PartitionSpec | None] = {}
-    for path, leaf in entries:
-        if path in axes:
-            raise ParamAxesError(f"`param_axes`: two entries have the path `{path}`; rename one")
-        axes[path] = _spec(leaf, path)
-    return axes
-
-
 def factor_rules_from_axes(param_axes: Any, dims: Mapping[str, FactorDim]) -> dict[str, FactorRule]:
     """Returns the factor rule of every parameter.
 
@@ -216,24 +200,13 @@ def factor_rules_from_axes(param_axes: Any, dims: Mapping[str, FactorDim]) -> di
     do not have both `ROW` and `COLUMN` dimensions are not factored. Parameters without axes use the
     heuristic.
     """
-    return {path: _rule(path, spec, dims) for path, spec in flatten_axes(param_axes).items()}
-
-
-def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) -> None:
-    """Raises a `ParamAxesError` unless each parameter has exactly one entry, of its rank."""
-    lines = [f"{path}: no axes given" for path in paths if path not in axes]
-    lines += [f"{path}: not a parameter" for path in axes if path not in paths]
-    for path, shape in paths.items():
-        spec = axes.get(path)
-        if spec is not None and len(spec) != len(shape):
-            lines.append(
-                f"{path}: expected {len(shape)} axes, one per dimension of {shape}, found "
-                f"{len(spec)}: {show_spec(spec)}"
-            )
-    if any(path.endswith("/value") and path.removesuffix("/value") in axes for path in paths):
-        lines.append("the parameters are in Flax boxes: unbox them with `flax.linen.unbox`")
-    if lines:
-        raise ParamAxesError("`param_axes` do not match the parameters:\n  " + "\n  ".join(lines))
+    rules: dict[str, FactorRule] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(param_axes, is_leaf=_is_axes)[0]:
+        path = path_str(path_names(keys))
+        if path in rules:
+            raise ParamAxesError(f"`param_axes`: two entries have the path `{path}`; rename one")
+        rules[path] = _rule(path, _spec(leaf, path), dims)
+    return rules
 
 
 def show_spec(spec: Any) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from opt_core import Bearing, LeafDescription, StateDescription, TransformationDescription
 from opt_core.errors import TreeMismatchError
 from opt_core.extend import flatten_with_paths, json_settings, path_names
 
-from opt_adafactor._factoring import KeptDims, Plan
-from opt_adafactor._rules import HParamMap, axes_by_path, check_covers, flatten_axes
+from opt_adafactor._factoring import Factoring, Plan
+from opt_adafactor._rules import HParamMap
 
 # Not `jnp.float32`, which is callable: `optax.inject_hyperparams` would take it for a schedule.
 FLOAT32 = np.dtype("float32")
@@ -43,12 +42,32 @@ class _AdafactorParamState(flax.struct.PyTreeNode):
     v_row: Any
     v_col: Any
     v: Any
-    m: Any
+    m: Any = None
 
 
 def placeholder() -> jax.Array:
     """Returns the placeholder for an unused slot."""
     return jnp.zeros((1,), jnp.float32)
+
+
+def is_param_state(node: Any) -> bool:
+    """Whether a node is the state of one parameter."""
+    return isinstance(node, _AdafactorParamState)
+
+
+def by_slot(param_states: Any) -> dict[str, Any]:
+    """Returns a tree like the parameters for each slot, as in states of Optax."""
+
+    def tree(slot: str) -> Any:
+        return jax.tree.map(lambda s: getattr(s, slot), param_states, is_leaf=is_param_state)
+
+    return {slot: tree(slot) for slot in FIELDS}
+
+
+def by_param(v_row: Any, v_col: Any, v: Any, m: Any) -> Any:
+    """Returns a tree like the parameters of their states; `m` may be `None`."""
+    trees = (v_row, v_col, v) if m is None else (v_row, v_col, v, m)
+    return jax.tree.map(_AdafactorParamState, *trees)
 
 
 def init_states(plan: Plan, params: Any, momentum_dtype: Any) -> list[_AdafactorParamState]:
@@ -58,27 +77,14 @@ def init_states(plan: Plan, params: Any, momentum_dtype: Any) -> list[_Adafactor
     """
     dtypes = {**dict.fromkeys(FIELDS, FLOAT32), "m": momentum_dtype}
 
-    def init(param: Any, kept: KeptDims) -> _AdafactorParamState:
+    def init(param: Any, factoring: Factoring) -> _AdafactorParamState:
         slots = {
             name: placeholder() if dims is None else _zeros(param, dims, dtypes[name])
-            for name, dims in kept.items()
+            for name, dims in factoring.kept.items()
         }
         return _AdafactorParamState(**slots)
 
-    return list(map(init, plan.treedef.flatten_up_to(params), plan.kept))
-
-
-def axes_of_params(plan: Plan, params: Any, param_axes: Any) -> list[PartitionSpec | None]:
-    """Returns the logical axes of every parameter, in the order of the plan."""
-    try:
-        matching = plan.treedef.flatten_up_to(param_axes)
-    except (ValueError, TypeError, KeyError):
-        axes = flatten_axes(param_axes)  # different container types, or different parameters
-    else:  # in a group, `()` in the place of other groups' parameters looks like axes
-        axes = axes_by_path(zip(plan.paths, matching, strict=True))
-    leaves = plan.treedef.flatten_up_to(params)
-    check_covers({p: np.shape(x) for p, x in zip(plan.paths, leaves, strict=True)}, axes)
-    return [axes[path] for path in plan.paths]
+    return list(map(init, plan.treedef.flatten_up_to(params), plan.factorings))
 
 
 def describe(
@@ -88,10 +94,10 @@ def describe(
     keyed, _ = jax.tree_util.tree_flatten_with_path(params)
     entries = plan.treedef.flatten_up_to(param_states)
     leaves = []
-    for (keys, _), kept, entry in zip(keyed, plan.kept, entries, strict=True):
+    for (keys, _), factoring, entry in zip(keyed, plan.factorings, entries, strict=True):
         param = path_names(keys)
         for names, leaf in flatten_with_paths(entry):
-            dims = kept[names[-1]]
+            dims = factoring.kept[names[-1]]
             description = LeafDescription(
                 path=(*param, *names),
                 group=(),
@@ -119,8 +125,8 @@ def describe(
     return StateDescription(tuple(leaves), (adafactor,))
 
 
-def flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
-    """Returns the state of every parameter, in the order of the plan."""
+def flatten_states(plan: Plan, params: Any, param_states: Any) -> list[_AdafactorParamState]:
+    """Returns the state of every parameter, or raises unless it has the shapes of its rule."""
     try:
         states = plan.treedef.flatten_up_to(param_states)
     except ValueError as error:
@@ -128,20 +134,16 @@ def flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
             f"`param_states` do not have the tree structure of the parameters: {error}. Create the "
             "state for these parameters, and restore into it."
         ) from None
-    for path, state in zip(plan.paths, states, strict=True):
-        if not isinstance(state, _AdafactorParamState):
+    lines = []
+    for path, factoring, param, state in zip(
+        plan.paths, plan.factorings, plan.treedef.flatten_up_to(params), states, strict=True
+    ):
+        if not is_param_state(state):
             raise TreeMismatchError(
                 f"`param_states` of `{path}`: expected an Adafactor parameter state, found a "
                 f"{type(state).__name__}"
             )
-    return [jax.tree.map(jnp.asarray, state) for state in states]
-
-
-def check_states(plan: Plan, params: Sequence[Any], states: Sequence[_AdafactorParamState]) -> None:
-    """Raises a `TreeMismatchError` unless the states have the shapes that the rules imply."""
-    lines = []
-    for path, param, kept, state in zip(plan.paths, params, plan.kept, states, strict=True):
-        for name, dims in kept.items():
+        for name, dims in factoring.kept.items():
             slot = getattr(state, name)
             shape = None if dims is None else tuple(np.shape(param)[dim] for dim in dims)
             if shape is not None and (slot is None or np.shape(slot) != shape):
@@ -155,6 +157,7 @@ def check_states(plan: Plan, params: Sequence[Any], states: Sequence[_AdafactorP
             "`min_dim_size_to_factor` or `beta1`: use the settings it was created with, or create "
             "a new state."
         )
+    return [jax.tree.map(jnp.asarray, state) for state in states]
 
 
 def _zeros(param: Any, dims: tuple[int, ...], dtype: Any) -> jax.Array:

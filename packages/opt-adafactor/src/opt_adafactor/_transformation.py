@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from opt_core import check_gradients, increment_step
+from opt_core import OptimizerState
 
 from opt_adafactor._adafactor import Adafactor
-from opt_adafactor._factoring import Plan
 from opt_adafactor._rules import HParamMap
-from opt_adafactor._state import FIELDS, FLOAT32, _AdafactorParamState, init_states
+from opt_adafactor._state import FLOAT32, by_param, by_slot
 from opt_adafactor._update import update_tree
 
 if TYPE_CHECKING:
@@ -106,29 +105,12 @@ def adafactor(
       >>> optax.apply_updates(params, updates)['w'][0].tolist(), state.v_row['w'].shape
       ([0.9, 0.9], (2,))
     """
+    arguments = dict(locals())  # those of `Adafactor`, and two more
+    del arguments["param_axes"], arguments["weight_decay_mask"]
     optax = require_optax()
-    definition = Adafactor(
-        1.0 if learning_rate is None else learning_rate,
-        factored,
-        multiply_by_parameter_scale,
-        beta1,
-        decay_rate,
-        step_offset,
-        clipping_threshold,
-        weight_decay_rate,
-        min_dim_size_to_factor,
-        epsilon1,
-        epsilon2,
-        dtype_momentum,
-        factor_map,
-        logical_factor_rules,
-        weight_decay_rate_lr_exponent,
-        global_norm_clip_threshold,
-        max_parameter_scale,
-        skip_nan_updates,
-        respect_rank2_rules,
-    )
-    definition = _with_axes(definition, param_axes)
+    if learning_rate is None:
+        arguments["learning_rate"] = 1.0
+    definition = _with_axes(Adafactor(**arguments), param_axes)
 
     def init(params: Any) -> AdafactorState:
         return _init(definition, params)
@@ -219,9 +201,7 @@ def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
 
 
 def _init(definition: Adafactor, params: Any) -> AdafactorState:
-    plan = definition._init_plan(params)
-    states = init_states(plan, params, definition.dtype_momentum)
-    return _to_optax(plan, jnp.zeros([], jnp.int32), states, definition.hyper_params.beta1)
+    return _to_optax(definition.init_state(params), definition.hyper_params.beta1)
 
 
 def _update(
@@ -232,33 +212,20 @@ def _update(
             "`params` is None: Adafactor needs the parameters for their scale and their paths; "
             "call `update(grads, state, params)`"
         )
-    check_gradients(params, updates)
     if callable(mask):
         mask = mask(params)
-    decays = jax.tree.leaves(jax.tree.broadcast(True if mask is None else mask, params))
-    plan = definition._plan(params)
-    columns = [
-        [None] * len(plan.paths) if tree is None else plan.arrays(tree) for tree in state[1:]
-    ]
-    new, states = update_tree(
-        plan,
+    new, own = update_tree(
         definition.hyper_params,
-        state.count,
-        plan.arrays(params),
-        plan.arrays(updates),
-        [_AdafactorParamState(*slots) for slots in zip(*columns, strict=True)],
+        params,
+        OptimizerState(state.count, by_param(*state[1:])),
+        updates,
         as_updates=True,
-        decays=[bool(decay) for decay in decays],
+        decay_mask=True if mask is None else mask,
     )
-    new_state = _to_optax(plan, increment_step(state.count), states, state.m)
-    return plan.treedef.unflatten(new), new_state
+    return new, _to_optax(own, state.m)
 
 
-def _to_optax(
-    plan: Plan, count: Any, states: Sequence[_AdafactorParamState], momentum: Any
-) -> AdafactorState:
-    """Transposes a state per parameter to one tree per slot; no `m` if `momentum` is `None`."""
-    v_row, v_col, v, m = (
-        plan.treedef.unflatten([getattr(state, name) for state in states]) for name in FIELDS
-    )
-    return AdafactorState(count, v_row, v_col, v, None if momentum is None else m)
+def _to_optax(state: OptimizerState, momentum: Any) -> AdafactorState:
+    """Returns one tree per slot, without `m` if `momentum` is `None`."""
+    own = AdafactorState(state.step, **by_slot(state.param_states))
+    return own if momentum is not None else own._replace(m=None)

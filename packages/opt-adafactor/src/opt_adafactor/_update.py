@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from opt_core import OptimizerState, check_gradients, increment_step
 from opt_core.errors import HyperParamError
 
-from opt_adafactor._factoring import Factoring, Plan
+from opt_adafactor._factoring import Factoring, make_plan
 from opt_adafactor._hyper_params import is_known
 from opt_adafactor._rules import HParamMap
-from opt_adafactor._state import _AdafactorParamState, check_states
+from opt_adafactor._state import _AdafactorParamState, flatten_states
 
 
 class _Step(NamedTuple):
@@ -36,49 +37,43 @@ class _Step(NamedTuple):
     as_updates: bool
 
 
-class _Tensor(NamedTuple):
-    """What is static about one tensor: tensors that are alike in it are traced once."""
-
-    factoring: Factoring
-    is_scaled: bool | None  # by the parameter; `None` where that is traced
-    decays: bool
-
-
 def update_tree(
-    plan: Plan,
     hyper_params: Any,
-    step: Any,
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    states: Sequence[_AdafactorParamState],
+    params: Any,
+    state: OptimizerState,
+    grads: Any,
     *,
     as_updates: bool = False,
-    decays: Sequence[bool] | None = None,
-) -> tuple[list[jax.Array], list[_AdafactorParamState]]:
-    """Returns new parameters, or what Optax adds to them, and new statistics, in plan order."""
-    check_states(plan, params, states)
-    rate = learning_rate_of(hyper_params, step)
-    since = jnp.asarray(step) - jnp.asarray(hyper_params.step_offset).astype(jnp.int32)
+    decay_mask: Any = True,
+) -> tuple[Any, OptimizerState]:
+    """Returns new parameters, or what Optax adds to them, and the new state."""
+    check_gradients(params, grads)
+    plan = make_plan(params, hyper_params)
+    states = flatten_states(plan, params, state.param_states)
+    arrays, gradients = plan.arrays(params), plan.arrays(grads)
+    rate = learning_rate_of(hyper_params, state.step)
+    since = jnp.asarray(state.step) - jnp.asarray(hyper_params.step_offset).astype(jnp.int32)
     beta2 = decay_rate_pow(since, hyper_params.decay_rate)
     numbers = _Step(hyper_params, rate, beta2, _weight_decay(hyper_params, rate), as_updates)
     update: Callable[..., Any] = functools.partial(_update_tensor, numbers)
-    # Each tensor is then a call of one function, which XLA inlines. Untraced tensors are updated
-    # operation by operation, as nothing here should be compiled behind the caller's back.
-    leaves = jax.tree.leaves((params, grads, states, list(numbers), hyper_params))
+    # Each tensor is then a call of one function, which XLA inlines: those with the same shape,
+    # factoring and flags are traced once. Untraced tensors are updated operation by operation, as
+    # nothing here should be compiled behind the caller's back.
+    leaves = jax.tree.leaves((arrays, gradients, states, list(numbers), hyper_params))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        update = jax.jit(update, static_argnums=0)
-    grads = _clip_global_norm(grads, hyper_params)
+        update = jax.jit(update, static_argnums=(0, 1, 2))
+    gradients = _clip_global_norm(gradients, hyper_params)
     scaled = hyper_params.multiply_by_parameter_scale
-    decays = [True] * len(params) if decays is None else decays
+    decays = jax.tree.leaves(jax.tree.broadcast(decay_mask, params))
     results = []
     with jax.numpy_dtype_promotion("standard"):
-        for path, factoring, param, grad, state, decay in zip(
-            plan.paths, plan.factorings, params, grads, states, decays, strict=True
+        for path, factoring, decay, *tensor in zip(
+            plan.paths, plan.factorings, decays, arrays, gradients, states, strict=True
         ):
-            flag = scaled[path] if isinstance(scaled, HParamMap) else scaled
-            is_scaled = None if isinstance(flag, jax.Array) else bool(flag)
-            results.append(update(_Tensor(factoring, is_scaled, decay), param, grad, state))
-    return [result for result, _ in results], [state for _, state in results]
+            is_scaled = bool(scaled[path] if isinstance(scaled, HParamMap) else scaled)
+            results.append(update(factoring, is_scaled, bool(decay), *tensor))
+    new, new_states = (plan.treedef.unflatten([result[i] for result in results]) for i in range(2))
+    return new, OptimizerState(increment_step(state.step), new_states)
 
 
 def learning_rate_of(hyper_params: Any, step: Any) -> Any:
@@ -148,9 +143,15 @@ def _clip_global_norm(grads: Sequence[Any], hyper_params: Any) -> list[Any]:
 
 
 def _update_tensor(
-    step: _Step, tensor: _Tensor, param: jax.Array, grad: jax.Array, state: _AdafactorParamState
+    step: _Step,
+    factoring: Factoring,
+    is_scaled: bool,
+    decays: bool,
+    param: jax.Array,
+    grad: jax.Array,
+    state: _AdafactorParamState,
 ) -> tuple[jax.Array, _AdafactorParamState]:
-    factoring, hyper = tensor.factoring, step.hyper_params
+    hyper = step.hyper_params
     grad = grad.astype(jnp.float32)
     squares = jnp.square(grad) + _like(hyper.epsilon1, grad)
     if factoring.is_factored:
@@ -162,19 +163,17 @@ def _update_tensor(
         excess = _rms(update, factoring) / _like(hyper.clipping_threshold, update)
         update = update / jnp.maximum(excess, 1.0)
     size = step.learning_rate
-    if tensor.is_scaled is not False:
+    if is_scaled:
         # In the parameter's dtype, as in T5X.
         scale = jnp.maximum(_rms(param, factoring), _like(hyper.epsilon2, param))
         if hyper.max_parameter_scale is not None:
             scale = jnp.minimum(scale, _like(hyper.max_parameter_scale, param))
-        if tensor.is_scaled is None:
-            scale = jnp.where(hyper.multiply_by_parameter_scale, scale, jnp.ones_like(scale))
         size = size * scale
     update = size * update
     if hyper.beta1 is not None:
         update = hyper.beta1 * state.m + (1.0 - hyper.beta1) * update
         new = new.replace(m=update.astype(state.m.dtype))
-    decay = step.decay if tensor.decays else None
+    decay = step.decay if decays else None
     added = -update if decay is None else -(update + decay * param)
     if step.as_updates and not hyper.skip_nan_updates:
         return added, new

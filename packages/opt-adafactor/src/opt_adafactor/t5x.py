@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from opt_core import Optimizer, OptimizerDef, OptimizerState
 from opt_core.t5x import lenient_references
 
@@ -72,10 +73,10 @@ class Adafactor(_adafactor.Adafactor):
         `(1,)`, the shape of an unused slot; `m` gets them if `beta1` is neither `None` nor 0.
 
         Raises:
-          ParamAxesError: `param_axes` do not match the parameters; the message lists the paths.
+          TreeMismatchError: `param_axes` do not match the parameters; lists the paths.
         """
         derived = super().derive_logical_axes(optimizer, param_axes)
-        treedef = self._plan(optimizer.target).treedef
+        treedef: Any = jax.tree.structure(optimizer.target)
         rows = zip(
             treedef.flatten_up_to(optimizer.state.param_states),
             treedef.flatten_up_to(derived.target),
