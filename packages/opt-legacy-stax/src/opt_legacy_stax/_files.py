@@ -25,7 +25,7 @@ import numpy as np
 from opt_legacy_stax._extras import needs
 from opt_legacy_stax._identity import Identity, identity_of, triple_of
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, is_state, other_entries
-from opt_legacy_stax._trees import Node, differences, first_lines, leaf_paths, nodes, shown
+from opt_legacy_stax._trees import differences, first_lines, leaf_paths, nodes, shown
 from opt_legacy_stax.errors import (
     DamagedFileError,
     FormatVersionError,
@@ -45,39 +45,40 @@ _NATIVE = {
 _PLAIN = (np.ndarray, np.memmap, int, float, bool, complex)
 
 
-class Leaf(NamedTuple):
+class _Leaf(NamedTuple):
     """The name, dtype and shape of a leaf, as in the file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is a single integer: the shapes of `sm3` are `int` at first, then int32."""
+        return "int" in self.dtype and not self.shape
+
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return "an integer" if self.is_integer else f"{self.dtype}{list(self.shape)}"
 
 
-class Description(NamedTuple):
-    """What a file says about its state, or what is expected of it."""
-
-    optimizer: str | None
-    tree: list[Node]
-    leaves: list[Leaf]
-
-
-def _describe(state: Any, optimizer: Identity | None) -> Description:
-    """Returns the description of a state, whose leaves may be abstract."""
+def _describe(state: Any) -> tuple[dict[str, str], list[_Leaf]]:
+    """Returns the kinds of the nodes by path, and the leaves, which may be abstract."""
     packed, tree_def, subtree_defs = state
     tree, names = nodes(tree_def), []
     for path, subtree_def in zip(leaf_paths(tree_def), subtree_defs, strict=True):
         inner = nodes(subtree_def)
-        tree += [[f"{path}:{'' if at == '.' else at}", kind] for at, kind in inner]
+        tree |= {f"{path}:{'' if at == '.' else at}": kind for at, kind in inner.items()}
         names += [path if at == "." else f"{path}:{at}" for at in leaf_paths(subtree_def)]
     leaves = []
     for name, leaf in zip(names, jax.tree.leaves(packed), strict=True):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         is_int = type(leaf) is int and array.dtype == int  # not `2**63`, a `uint64`
-        leaves.append(Leaf(name, "int" if is_int else array.dtype.name, array.shape))
-    return Description(optimizer and optimizer.name, tree, leaves)
+        leaves.append(_Leaf(name, "int" if is_int else array.dtype.name, array.shape))
+    return tree, leaves
+
+
+def _kinds(tree: dict[str, str], leaves: list[_Leaf]) -> dict[str, str]:
+    return {**tree, **{leaf.name: str(leaf) for leaf in leaves}}
 
 
 def _encode(state: Any, optimizer: Identity | None) -> bytes:
@@ -94,11 +95,12 @@ def _encode(state: Any, optimizer: Identity | None) -> bytes:
             f"`optimizer` is {optimizer}, but the state of {words}: it belongs to a different "
             "optimizer, or to an older JAX (see `convert_old_layout`)."
         )
-    about = _describe(state, optimizer)
-    text = json.dumps(about._asdict())
+    tree, leaves = _describe(state)
+    name = None if optimizer is None else optimizer.name
+    text = json.dumps({"optimizer": name, "tree": list(tree.items()), "leaves": leaves})
     digest = hashlib.sha256(text.encode())
     tensors: dict[str, np.ndarray] = {}
-    for (name, *_), leaf in zip(about.leaves, jax.tree.leaves(state[0]), strict=True):
+    for (name, *_), leaf in zip(leaves, jax.tree.leaves(state[0]), strict=True):
         if name in tensors or name == "__metadata__":
             raise SaveError(
                 f"two entries would have the name `{shown(name)}` in the file. Rename a key."
@@ -144,8 +146,8 @@ def _is_key(leaf: Any) -> bool:
     )
 
 
-def _decode(data: bytes) -> tuple[list[np.ndarray], Description]:
-    """Returns the values of the leaves, and the description of the state."""
+def _decode(data: bytes) -> tuple[str | None, dict[str, str], list[_Leaf], list[np.ndarray]]:
+    """Returns the name of the optimizer, the description of the state, and its values."""
     with needs("files"):
         from safetensors import SafetensorError, deserialize
     try:
@@ -163,7 +165,7 @@ def _decode(data: bytes) -> tuple[list[np.ndarray], Description]:
         )
     try:
         about = json.loads(entry["state"])
-        leaves = [Leaf(name, dtype, tuple(shape)) for name, dtype, shape in about["leaves"]]
+        leaves = [_Leaf(name, dtype, tuple(shape)) for name, dtype, shape in about["leaves"]]
         digest = hashlib.sha256(entry["state"].encode())
         arrays = []
         for name, dtype, shape in leaves:
@@ -171,41 +173,12 @@ def _decode(data: bytes) -> tuple[list[np.ndarray], Description]:
             digest.update(raw)
             array = np.frombuffer(raw, np.uint32 if is_key else dtype)
             arrays.append(array.reshape((*shape, *[-1] * is_key)).copy())
-        found = Description(about["optimizer"], about["tree"], leaves)
+        optimizer, tree = about["optimizer"], dict(about["tree"])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(f"its metadata do not describe its tensors ({error!r})") from None
     if tensors or digest.hexdigest() != entry.get("sha256"):
         raise _damaged("its checksum does not match its contents")
-    return arrays, found
-
-
-def _check(found: Description, expected: Description, arrays: list[np.ndarray]) -> None:
-    """Raises unless the optimizer, the tree structure and the leaves are as expected."""
-    lines = differences(expected.tree, found.tree)
-    if not lines:
-        triples = zip(expected.leaves, found.leaves, arrays, strict=True)
-        lines = [line for triple in triples for line in _different(*triple)]
-    names = (expected.optimizer, found.optimizer)
-    if None not in names and names[0] != names[1]:
-        ours, theirs = (shown(str(name)) for name in names)
-        lines.insert(0, f"optimizer: expected `{ours}`, found `{theirs}`")
-    if lines:
-        raise StateMismatchError(
-            f"the file holds a different state than expected:\n{first_lines(lines)}\nLoad it with "
-            "the optimizer and parameters it was saved with."
-        )
-
-
-def _different(expected: Leaf, found: Leaf, array: np.ndarray) -> list[str]:
-    if expected[1:] == found[1:]:
-        return []
-    described = str(found)
-    if found.shape == expected.shape == () and "int" in expected.dtype and "int" in found.dtype:
-        limits = jnp.iinfo(expected.dtype)
-        if limits.min <= array.item() <= limits.max:
-            return []
-        described = "an integer out of its range"
-    return [f"{shown(expected.name)}: expected {expected}, found {described}"]
+    return optimizer, tree, leaves, arrays
 
 
 def _damaged(reason: str) -> DamagedFileError:
@@ -304,13 +277,21 @@ def load(
     """
     reference = _reference(like, optimizer, params)
     identity = None if optimizer is None else identity_of(optimizer)
-    arrays, found = _decode(read(path_or_file))
-    _check(found, _describe(reference, identity), arrays)
-    leaves, structure = jax.tree.flatten(reference)
-    leaves = list(map(_leaf, found.leaves, arrays, leaves))
-    if found.optimizer is None or identity is None:
-        theirs = "no optimizer" if found.optimizer is None else f"`{shown(found.optimizer)}`"
-        ours = "none" if identity is None else f"`{shown(identity.name)}`"
+    name, tree, found, arrays = _decode(read(path_or_file))
+    lines = differences(_kinds(*_describe(reference)), _kinds(tree, found))
+    theirs = "no optimizer" if name is None else f"`{shown(name)}`"
+    ours = "none" if identity is None else f"`{shown(identity.name)}`"
+    is_compared = name is not None and identity is not None
+    if identity is not None and name not in (None, identity.name):
+        lines.insert(0, f"optimizer: expected {ours}, found {theirs}")
+    if lines:
+        raise StateMismatchError(
+            f"the file holds a different state than expected:\n{first_lines(lines)}\nLoad it with "
+            "the optimizer and parameters it was saved with."
+        )
+    likes, structure = jax.tree.flatten(reference)
+    leaves = list(map(_leaf, found, arrays, likes))
+    if not is_compared:
         warnings.warn(
             f"the file names {theirs}, this call {ours}: they were not compared, and others may "
             "keep states of the same structure. Pass `optimizer`, to `save` too.",
@@ -345,8 +326,15 @@ def _reference(like: Any, optimizer: Any, params: Any) -> Any:
     return OptimizerState(*like) if type(like) is tuple else like
 
 
-def _leaf(found: Leaf, array: np.ndarray, like: Any) -> Any:
+def _leaf(found: _Leaf, array: np.ndarray, like: Any) -> Any:
     """Returns the values of a file as what the expected leaf is, and where it is."""
+    if found.is_integer and hasattr(like, "dtype"):
+        limits = jnp.iinfo(like.dtype)
+        if not limits.min <= array.item() <= limits.max:
+            raise StateMismatchError(
+                f"the file holds {array} in `{shown(found.name)}`, which is out of the range of "
+                f"the expected {like.dtype}."
+            )
     if isinstance(like, np.ndarray):
         return array
     if isinstance(like, np.generic):

@@ -2,7 +2,7 @@
 
 The unpickler calls nothing. About a dozen names resolve, to objects that record the arguments and
 the state that the pickle has for them: NumPy's own `dtype.__setstate__` trusts what it is given.
-`_rebuild` then matches the records that describe an array or a join point, in any protocol.
+`_rebuild` then matches the records that describe an array or a join point.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
     """
     data = read(path_or_file)
     try:
-        # A pickle can refer to one object many times: no more objects are rebuilt than it has bytes.
+        # One object can be referred to many times: no more are rebuilt than the pickle has bytes.
         return _rebuild(_Unpickler(io.BytesIO(data)).load(), iter(range(len(data))))
     except UnsafePickleError:
         raise
@@ -60,6 +60,8 @@ class _Record:
         self.name, self.arguments, self.state = name, arguments, state
 
     def __call__(self, *arguments: Any) -> _Record:
+        if self.arguments:
+            raise ValueError("a call of the result of a call")
         return _Record(self.name, *arguments)
 
     def __setstate__(self, state: Any) -> None:
@@ -81,25 +83,18 @@ _JOIN_POINTS = (
     "opt_legacy_stax._joinpoint",
 )
 _NAMES = {
-    ("numpy", "ndarray"): "ndarray",
-    ("numpy", "dtype"): "dtype",
-    ("jax._src.array", "_reconstruct_array"): "jax array",
-    ("jax._src.device_array", "reconstruct_device_array"): "jax array",
-    ("copy_reg", "_reconstructor"): "object of",
-    ("copyreg", "_reconstructor"): "object of",
-    ("__builtin__", "object"): "object",
-    ("builtins", "object"): "object",
-    ("_codecs", "encode"): "encode",
-    ("__builtin__", "bytes"): "bytes",
-    **{
-        (f"{package}.{module}", name): name
-        for package in ("numpy.core", "numpy._core")
-        for module, name in (
-            ("multiarray", "_reconstruct"),
-            ("multiarray", "scalar"),
-            ("numeric", "_frombuffer"),
-        )
-    },
+    "numpy": ("ndarray", "dtype"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "numpy.core.numeric": ("_frombuffer",),
+    "numpy._core.numeric": ("_frombuffer",),
+    "jax._src.array": ("_reconstruct_array",),
+    "jax._src.device_array": ("reconstruct_device_array",),
+    "copyreg": ("_reconstructor",),
+    "copy_reg": ("_reconstructor",),
+    "builtins": ("object",),
+    "__builtin__": ("object", "bytes"),
+    "_codecs": ("encode",),
 }
 _EXTENSION_TYPES = ("ml_dtypes", "jaxlib.xla_extension", "jaxlib.xla_client")
 
@@ -112,12 +107,12 @@ class _Unpickler(pickle.Unpickler):
             return _Record("extension type", name)
         if name == "JoinPoint" and module in _JOIN_POINTS:
             return _JoinPoint
-        if (module, name) not in _NAMES:
+        if name not in _NAMES.get(module, ()):
             raise UnsafePickleError(
                 f"the pickle refers to `{shown(module)}.{shown(name)}`, which is not part of an "
                 "array or a JoinPoint. It was not executed."
             )
-        return _Record(_NAMES[module, name])
+        return _Record(name)
 
 
 def _rebuild(node: Any, budget: Iterator[int]) -> Any:
@@ -126,7 +121,9 @@ def _rebuild(node: Any, budget: Iterator[int]) -> Any:
     match node:
         case _JoinPoint(state=dict(state)) if state.keys() == {"subtree"}:
             return JoinPoint(_rebuild(state["subtree"], budget))
-        case _Record("object of", (kind, _Record("object"), None), state) if kind is _JoinPoint:
+        case _Record("_reconstructor", (kind, _Record("object"), None), state) if (
+            kind is _JoinPoint
+        ):
             point = _JoinPoint()  # in protocols 0 and 1
             point.state = state
             return _rebuild(point, budget)
@@ -136,7 +133,11 @@ def _rebuild(node: Any, budget: Iterator[int]) -> Any:
             return _array(shape, dtype, order == "F", raw)
         case _Record("scalar", (dtype, raw), None):
             return _array((), dtype, False, raw)[()]
-        case _Record("jax array", (_Record("_reconstruct", ()), arguments, state, *_), None):
+        case _Record(
+            "_reconstruct_array" | "reconstruct_device_array",
+            (_Record("_reconstruct", ()), arguments, state, *_),
+            None,
+        ):
             array = _rebuild(_Record("_reconstruct", *arguments, state=state), budget)
             is_exact = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
             return jnp.asarray(array) if is_exact else array
@@ -148,7 +149,7 @@ def _rebuild(node: Any, budget: Iterator[int]) -> Any:
             return tuple([_rebuild(child, budget) for child in node])
         case None | bool() | int() | float():
             return node
-    found = node.name if isinstance(node, _Record) else type(node).__name__.lstrip("_")
+    found = f"`{node.name}`" if isinstance(node, _Record) else type(node).__name__.lstrip("_")
     raise UnsafePickleError(
         f"the pickle contains a {found}, which is neither an array, a JoinPoint, nor a container "
         "of them with strings or integers as keys."
@@ -167,15 +168,16 @@ def _dtype(node: Any) -> np.dtype[Any]:
             dtype = np.dtype(name)
             if structure[:3] == [None, None, None] and is_number(dtype):
                 return dtype.newbyteorder(order)
-    raise UnsafePickleError("the pickle contains an array whose dtype is not one of numbers.")
+            raise UnsafePickleError(
+                f"the pickle contains an array of the unsupported dtype {shown(repr(name))}."
+            )
+    raise ValueError("not a dtype")
 
 
 def _bytes(node: Any) -> bytes | bytearray:
     match node:
         case bytes() | bytearray():
             return node
-        case str():  # Python 2
-            return node.encode("latin1")
         case _Record("encode", (str(text), "latin1"), None):  # in protocols before 3
             return text.encode("latin1")
         case _Record("bytes", (), None):

@@ -6,6 +6,7 @@ state of one parameter, in which a `ParamSlot` stands for the parameter itself.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,20 +25,10 @@ from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError, StepError
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ParamSlot:
     """A node without leaves that marks the position of the parameter in its slot."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ParamSlot)
-
-    def __hash__(self) -> int:
-        return hash(ParamSlot)
-
-    def __repr__(self) -> str:
-        return "ParamSlot()"
-
-
-jax.tree_util.register_pytree_node(ParamSlot, lambda _: ((), None), lambda *_: ParamSlot())
 
 
 def split(triple: Optimizer, state: OptimizerState) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,6 @@ from jax.tree_util import DictKey, keystr, tree_flatten_with_path
 
 from opt_legacy_stax.errors import TreeMismatchError
 
-Node = Any  # [path, kind]
 _SHOWN = 5
 _LEAF = object()  # stands for an array
 
@@ -59,36 +58,34 @@ def difference(expected: Any, found: Any) -> str:
     return first_lines(lines or [f"static data: expected {expected}, found {found}"])
 
 
-def nodes(tree_def: Any) -> list[Node]:
-    """Returns `[path, kind]` of every node of a tree, parents first."""
-    return list(_nodes(jax.tree.unflatten(tree_def, [_LEAF] * tree_def.num_leaves), ()))
+def nodes(tree_def: Any) -> dict[str, str]:
+    """Returns the kind of every node by path, parents first."""
+    return dict(_nodes(jax.tree.unflatten(tree_def, [_LEAF] * tree_def.num_leaves), ()))
 
 
-def differences(expected: list[Node], found: list[Node]) -> list[str]:
+def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """Returns a line for each node where two trees differ, unless an ancestor differs."""
-    ours, theirs = (dict(each) for each in (expected, found))
     lines: list[str] = []
     below: list[str] = []
-    for path in dict.fromkeys([*ours, *theirs]):
-        kinds = [each.get(path, "nothing") for each in (ours, theirs)]
+    for path in dict.fromkeys([*expected, *found]):
+        kinds = [each.get(path, "nothing") for each in (expected, found)]
         if kinds[0] != kinds[1] and not path.startswith(tuple(below)):
             below += [""] if path == "." else [f"{path}/", f"{path}:"]
             lines.append(f"{shown(path)}: expected {shown(kinds[0])}, found {shown(kinds[1])}")
-    if not lines and expected != found:
-        first, other = next(pair for pair in zip(ours, theirs, strict=True) if len({*pair}) > 1)
-        lines.append(
-            f"keys in a different order, expected `{shown(first)}` where `{shown(other)}` was found"
-        )
+    pairs = zip(expected, found, strict=False)
+    if not lines and (pair := next((pair for pair in pairs if pair[0] != pair[1]), None)):
+        first, other = map(shown, pair)
+        lines.append(f"keys in a different order, expected `{first}` where `{other}` was found")
     return lines
 
 
-def _nodes(node: Any, path: tuple[Any, ...]) -> Iterator[Node]:
+def _nodes(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
     if node is _LEAF:
-        yield [path_str(path), "an array"]
+        yield path_str(path), "an array"
         return
     # As in JAX, `None` is a node without children.
     keyed, _ = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    yield [path_str(path), _kind(node, [key for (key,), _ in keyed])]
+    yield path_str(path), _kind(node, [key for (key,), _ in keyed])
     for (key,), child in keyed:
         yield from _nodes(child, (*path, key))
 
