@@ -78,7 +78,12 @@ def _describe(state: Any) -> tuple[dict[str, str], list[_Leaf]]:
 
 
 def _kinds(tree: dict[str, str], leaves: list[_Leaf]) -> dict[str, str]:
-    return {**tree, **{leaf.name: str(leaf) for leaf in leaves}}
+    """Returns the kinds of the nodes, those of leaves with dtype and shape."""
+    kinds = dict(tree)
+    for leaf in leaves:
+        root = f"{leaf.name}:"  # the node of a state that is a single leaf
+        kinds[root if root in tree else leaf.name] = str(leaf)
+    return kinds
 
 
 def _encode(state: Any, optimizer: Identity | None) -> bytes:
@@ -112,7 +117,7 @@ def _encode(state: Any, optimizer: Identity | None) -> bytes:
             array = np.frombuffer(raw, np.uint8).reshape(*array.shape, array.dtype.itemsize)
         tensors[name] = array
     entry = {"version": _VERSION, "sha256": digest.hexdigest(), "state": text}
-    return save_tensors(tensors, metadata={_KEY: json.dumps(entry)})  # type: ignore[no-any-return]
+    return save_tensors(tensors, metadata={_KEY: json.dumps(entry)})
 
 
 def _array(leaf: Any, name: str) -> np.ndarray:

@@ -157,14 +157,17 @@ def _rebuild(node: Any, budget: Iterator[int]) -> Any:
 
 
 def _array(shape: Any, dtype: Any, is_fortran: Any, raw: Any) -> np.ndarray:
-    array = np.frombuffer(_bytes(raw), _dtype(dtype)).reshape(shape, order="CF"[bool(is_fortran)])
+    array = np.frombuffer(_bytes(raw), _dtype(dtype)).reshape(
+        shape, order="F" if is_fortran else "C"
+    )
     return array.astype(array.dtype.newbyteorder("="), order="C")
 
 
 def _dtype(node: Any) -> np.dtype[Any]:
     match node:
         case _Record("dtype", (str(name) | _Record("extension type", (str(name),)), *_), state):
-            _, order, *structure = (3, "=", None, None, None) if state is None else state
+            saved: Any = (3, "=", None, None, None) if state is None else state
+            _, order, *structure = saved
             dtype = np.dtype(name)
             if structure[:3] == [None, None, None] and is_number(dtype):
                 return dtype.newbyteorder(order)

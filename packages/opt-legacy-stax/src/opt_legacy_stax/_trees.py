@@ -70,8 +70,9 @@ def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[s
     for path in dict.fromkeys([*expected, *found]):
         kinds = [each.get(path, "nothing") for each in (expected, found)]
         if kinds[0] != kinds[1] and not path.startswith(tuple(below)):
-            below += [""] if path == "." else [f"{path}/", f"{path}:"]
-            lines.append(f"{shown(path)}: expected {shown(kinds[0])}, found {shown(kinds[1])}")
+            where = path.removesuffix(":")  # `path:` is the state of a parameter, in files
+            below += [""] if where == "." else [f"{where}/", f"{where}:"]
+            lines.append(f"{shown(where)}: expected {shown(kinds[0])}, found {shown(kinds[1])}")
     pairs = zip(expected, found, strict=False)
     if not lines and (pair := next((pair for pair in pairs if pair[0] != pair[1]), None)):
         first, other = map(shown, pair)
