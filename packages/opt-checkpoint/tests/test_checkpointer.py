@@ -17,9 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_testing import WIDE, bits, everything, files, random_bits, same, small_state, state
-from opt_checkpoint import Checkpointer, NamedState, _writer, named_state, open_step
+from opt_checkpoint import (
+    Checkpointer,
+    NamedState,
+    OptimizerSave,
+    _writer,
+    named_state,
+    open_step,
+)
 from opt_checkpoint._handler import OptimizerHandler, Saving
 from opt_checkpoint._manifest import DTYPES
 from opt_checkpoint.errors import LeafError, LockError, MissingError, SaveError
@@ -240,6 +248,10 @@ def test_extras_of_other_nodes_come_back_by_the_names_of_their_fields(tmp_path: 
         saved.read_extras({"more": 0})
     with pytest.raises(LeafError, match=r"`extra/rng`: expected float32\[2\] as in `like`"):
         saved.read_extras({"rng": jnp.ones(2)})
+    with pytest.raises(LeafError, match=r"`extra/x`: expected an array, .* found object"):
+        saved.read_extras({"x": object()})
+    with pytest.raises(LeafError, match=r"`like`: expected a pytree of named leaves"):
+        saved.read_extras({1: 1, "1": 2})
 
 
 def test_training_goes_on_while_it_is_saved(tmp_path: Path) -> None:
@@ -355,6 +367,9 @@ def _alone(leaf: Any) -> Any:
         (small_state, {"metadata": {"x": jnp.ones(2)}}, "expected JSON data: .* not JSON seri"),
         (small_state, {"extras": {1: 1, "1": 2}}, "`extras`: expected a pytree of named leaves"),
         (small_state, {"extras": {"x": object()}}, "`extra/x`: expected an array, .* object"),
+        (small_state, {"extras": [{(1, 2): 3}]}, r"`extras`: .* keys of dicts, found \(1, 2\)"),
+        (small_state, {"extras": {b"k": 3}}, "`extras`: .* keys of dicts, found b'k'"),
+        (small_state, {"extras": {np.int64(1): 3}}, "`extras`: .* keys of dicts, found .*1"),
     ],
 )
 def test_what_would_not_come_back_is_refused(
@@ -405,6 +420,41 @@ def test_a_step_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
         checkpointer.save(3, optimizer)
         assert checkpointer.discard_after(1) == [2, 3]
         assert checkpointer.steps() == [1]
+
+
+@pytest.mark.usefixtures("slow_saves")
+@pytest.mark.parametrize("open_", ["at", "validate", "restore", "latest_valid"])
+def test_the_step_that_was_just_saved_is_there(open_: str, tmp_path: Path) -> None:
+    optimizer = opt.adam(0.1).create({"w": jnp.ones(2)})
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, optimizer)
+        calls: dict[str, Any] = {
+            "at": lambda: checkpointer.at(1).read({}),
+            "validate": lambda: checkpointer.validate(1),
+            "restore": lambda: checkpointer.restore(1, optimizer),
+            "latest_valid": lambda: checkpointer.latest_valid().validate(),  # type: ignore[union-attr]
+        }
+        calls[open_]()
+
+
+@pytest.mark.parametrize("name", ["run[lr=1]", "a*b", "a?b"])
+def test_a_path_that_orbax_takes_for_a_pattern(name: str, tmp_path: Path) -> None:
+    optimizer = opt.adam(0.1).create({"w": jnp.ones(2)})
+    words = r"nothing can be saved there, .* in a path for a pattern.*: rename the folder"
+    with pytest.raises(SaveError, match=words):
+        Checkpointer(tmp_path / name / "below")
+    assert not (tmp_path / name).exists()
+    with ocp.CheckpointManager(tmp_path / name) as manager:
+        with pytest.raises(SaveError, match=words):
+            manager.save(1, args=ocp.args.Composite(o=OptimizerSave(optimizer)))
+        assert manager.all_steps() == []
+    # A folder that was renamed afterwards is read.
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.save(1, optimizer)
+    (tmp_path / "other").rename(tmp_path / name / "other")
+    with Checkpointer(tmp_path / name / "other", read_only=True) as reader:
+        reader.validate(1)
+        assert same(named_state(reader.restore_latest(optimizer)), named_state(optimizer))
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:

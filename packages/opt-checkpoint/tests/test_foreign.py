@@ -238,6 +238,51 @@ def test_what_is_there_twice_or_in_other_numbers(tmp_path: Path) -> None:
         open_foreign(t5x(tmp_path, saved), written_by=TrainingState(sgd, tree, sgd.init(tree)))
 
 
+def with_count(count: Any, step: Any) -> tuple[Any, TrainingState]:
+    """A tree with a count and a step that are Python numbers or arrays, and who wrote it."""
+    opt_state = ADAM.init(params())
+    saved = (opt_state[0]._replace(count=count), *opt_state[1:])
+    return {"p": params(), "o": saved, "step": step}, TrainingState(ADAM, params(), opt_state)
+
+
+@pytest.mark.parametrize("step", [3.7, True, jnp.float32(3.0), np.bool_(True)])
+def test_only_an_integer_is_the_step(step: Any, tmp_path: Path) -> None:
+    tree, state = with_count(2, step)
+    for name, saved in (("dict", tree), ("tuple", tuple(tree.values()))):
+        (tmp_path / name).mkdir()
+        source = open_foreign(standard(tmp_path / name, saved), written_by=state)
+        assert plan_restore(source, state).apply().step == 2
+        extra = [leaf.dtype for leaf in source.schema.leaves if leaf.kind == "extra"]
+        assert extra == [str(np.asarray(step).dtype)]
+
+
+@pytest.mark.parametrize(
+    ("count", "step", "words"),
+    [
+        (2, 2**40, r"`./step` is `state/step` of .* expected int32, found 1099511627776"),
+        (2, np.int64(2**40), r"`./step` is `state/step` of .* expected int32, found 1099511627776"),
+        (2**40, 2, r"`./o/0/count` is `state/adam/count` .* int32, found 1099511627776"),
+        (2.0, 2, r"state/adam/count: float64 -> int32"),
+        (True, 2, r"state/adam/count: bool -> int32"),
+        (jnp.float32(3.9), 2, r"state/adam/count: float32 -> int32"),
+    ],
+)
+def test_counts_are_not_rounded(count: Any, step: Any, words: str, tmp_path: Path) -> None:
+    tree, state = with_count(count, step)
+    path = standard(tmp_path, tree)
+    with pytest.raises((errors.ForeignError, errors.PlanError), match=words):
+        plan_restore(open_foreign(path, written_by=state), state).apply()
+
+
+def test_a_sharding_that_does_not_divide_is_no_damage(tmp_path: Path) -> None:
+    source = open_foreign(standard(tmp_path, of_flax()), written_by=of_flax())
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    wanted = {"params/b": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=place)}
+    with pytest.raises(errors.LeafError, match=r"`params/b`: \[3\] does not divide as"):
+        source.read(wanted)
+
+
 def test_folders_that_are_no_step(tmp_path: Path) -> None:
     step = manager(tmp_path, of_flax())
     with pytest.raises(errors.ForeignError, match=r"is a folder of steps: give one .*run/5`"):

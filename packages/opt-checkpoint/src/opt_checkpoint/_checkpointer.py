@@ -46,7 +46,7 @@ class Checkpointer:
 
     Raises:
       LockError: another writer has the folder, or it cannot be written.
-      SaveError: the folder cannot be made.
+      SaveError: the folder cannot be made, or Orbax cannot write there.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -164,38 +164,35 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def at(self, step: int) -> SavedStep:
-        """Opens a step for reading.
+        """Opens a step for reading. A step that is still being written is waited for.
 
         Raises:
           DamagedError: its manifest has changed since it was written.
           MissingError: the step does not exist.
+          SaveError: the last step was not saved; raised once.
           VersionError: a newer version wrote it.
         """
-        steps = self.steps()
-        if step not in steps:
-            raise MissingError(f"`{self.directory}` has no step {step}; it has {steps or 'none'}")
-        return open_step(self.directory / str(step), step=step)
+        self.wait()
+        with sync_errors():
+            if step not in (steps := self.steps()):
+                found = steps or "none"
+                raise MissingError(f"`{self.directory}` has no step {step}; it has {found}")
+            return open_step(self.directory / str(step), step=step)
 
     def validate(self, step: int) -> None:
         """Reads every bit of a step and compares the digests.
 
         Raises:
           DamagedError: it has changed since it was written; says what.
-          MissingError: the step does not exist.
-          VersionError: a newer version wrote it.
+          MissingError, SaveError, VersionError: as of `at`.
         """
-        self._open(step).validate()
-
-    def _open(self, step: int) -> SavedStep:
-        """Opens a step in all processes, or in none."""
-        with sync_errors():
-            return self.at(step)
+        self.at(step).validate()
 
     def latest_valid(self) -> SavedStep | None:
         """Opens the latest step whose manifest is intact; logs a warning for each that is not.
 
         It does not notice a damaged array, but whatever reads it does: `restore_latest` reads once
-        and falls back.
+        and falls back. A step that is still being written is waited for.
 
         Returns:
           The step; `None` if there are no steps.
@@ -203,9 +200,10 @@ class Checkpointer:
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
           MissingError: there are steps, but none is valid.
+          SaveError: the last step was not saved; raised once.
           VersionError: a newer version wrote the latest step.
         """
-        return self._newest(self._open)
+        return self._newest(self.at)
 
     def restore(
         self,
@@ -230,8 +228,9 @@ class Checkpointer:
           LeafError: nothing says where a leaf goes that was sharded: see `Plan.apply`.
           MissingError: the step does not exist.
           PlanError: the step does not fit the target as it is.
+          SaveError: the last step was not saved; raised once.
         """
-        plan = plan_restore(self._open(step), target, allow=allow, rules=rules, placement=placement)
+        plan = plan_restore(self.at(step), target, allow=allow, rules=rules, placement=placement)
         restored = plan.apply()
         self.restored_step = step
         return restored
@@ -279,13 +278,12 @@ class Checkpointer:
         options: Any = {"allow": tuple(allow), "rules": tuple(rules), "placement": placement}
 
         def restore(step: int) -> tuple[int, _Target]:
-            saved = self._open(step)
+            saved = self.at(step)
             restored = plan_restore(saved, target, **options).apply()
             saved.check_extras()
             return step, restored
 
         self.restored_step = None
-        self.wait()
         newest = self._newest(restore)
         if newest is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
@@ -323,6 +321,7 @@ class Checkpointer:
     def _newest(self, use: Callable[[int], _Used]) -> _Used | None:
         """What `use` returns for the newest undamaged step, or `None`; all processes call it."""
         passed: set[int] = set()
+        self.wait()
         while True:
             steps = self.steps()
             self._check_equal(steps)

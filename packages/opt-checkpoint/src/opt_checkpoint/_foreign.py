@@ -34,7 +34,7 @@ from opt_core.extend import (
 
 from opt_checkpoint._manifest import foreign_steps, is_orbax, item_with_manifest
 from opt_checkpoint._processes import sync_errors
-from opt_checkpoint._step import SavedStep, known_leaves, open_step, to_leaf
+from opt_checkpoint._step import SavedStep, open_step, to_leaf, wanted_leaves
 from opt_checkpoint._stores import Store, Stored, open_store
 from opt_checkpoint._targets import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
@@ -68,15 +68,27 @@ class ForeignStep:
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Reads leaves into the given shardings; see `Source.read`."""
-        infos = known_leaves(self, wanted)
+        infos = wanted_leaves(self, wanted)
         derived = (name for name in wanted if name not in self.keys)
         stored: dict[str, Any] = {name: np.asarray(infos[name].value, np.int32) for name in derived}
         with sync_errors():
             for item, store in self.stores.items():
                 at = {n: self.keys[n][1:] for n in wanted if self.keys.get(n, ("",))[0] == item}
                 read = store.read({key: wanted[n].sharding for n, key in at.items()}) if at else {}
-                stored |= {name: read[key] for name, key in at.items()}
+                for name, key in at.items():
+                    stored[name] = read[key]
+                    self._check_number(infos[name], read[key])
         return {n: to_leaf(infos[n], stored[n], place.sharding) for n, place in wanted.items()}
+
+    def _check_number(self, info: LeafInfo, stored: Any) -> None:
+        """Raises an error if the dtype of a leaf cannot hold the integer that is its value."""
+        if not _is_integer(info.dtype) or str(getattr(stored, "dtype", "")) == info.dtype:
+            return
+        if not np.array_equal(np.asarray(stored).astype(info.dtype), stored):
+            raise ForeignError(
+                f"`{self.path}`: `{path_str(self.keys[info.name])}` is `{info.name}` of "
+                f"`written_by`: expected {info.dtype}, found {stored}"
+            )
 
     def same(self, names: Iterable[str]) -> bool | None:
         """Returns whether leaves are the same, bit for bit; `None` of other leaves than counts."""
@@ -130,8 +142,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     schema = named_view(view).schema
     with sync_errors():
         stores = _stores(folder)
-        shapes = {key: leaf.shape for key, leaf in _leaves(stores).items()}
-        keys = find_keys(folder, view, schema.leaves, shapes)
+        keys = find_keys(folder, view, schema.leaves, _leaves(stores))
     return _with_counts(_opened(folder, stores, schema, keys, under=("extra",)))
 
 
@@ -159,8 +170,14 @@ def _opened(
 
 
 def _info(info: LeafInfo, stored: Stored) -> LeafInfo:
-    is_stored_so = not (info.is_key or info.name == STEP or stored.is_number)
-    return dataclasses.replace(info, dtype=stored.dtype if is_stored_so else info.dtype, value=None)
+    """A leaf with its dtype in the store; numbers have none, but where integers are expected."""
+    is_free = stored.is_number and (not _is_integer(info.dtype) or _is_integer(stored.dtype))
+    is_as_known = info.is_key or info.name == STEP or is_free
+    return dataclasses.replace(info, dtype=info.dtype if is_as_known else stored.dtype, value=None)
+
+
+def _is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
 
 
 def _with_counts(opened: ForeignStep) -> ForeignStep:
@@ -211,10 +228,10 @@ def _leaves(stores: Mapping[str, Store]) -> dict[Names, Stored]:
 
 
 def find_keys(
-    folder: Path, view: View, infos: Sequence[LeafInfo], shapes: Mapping[Names, tuple[int, ...]]
+    folder: Path, view: View, infos: Sequence[LeafInfo], leaves: Mapping[Names, Stored]
 ) -> dict[str, Names]:
-    """Returns where a checkpoint, given by shapes and keys, has the leaves of an optimizer."""
-    left = set(shapes)
+    """Returns where a checkpoint, given by its leaves, has those of an optimizer."""
+    left = set(leaves)
     state = [info.name for info in infos if info.kind == "state" and info.name != STEP]
     at, keys = _only(folder, "state", list(_state_paths(view.optimizer)), left)
     by_name = dict(zip(state, keys.values(), strict=True))
@@ -224,18 +241,18 @@ def find_keys(
     _, keys = _only(folder, "parameters", [[*trained, *view.others], trained], left, at)
     by_name |= {names[path]: key for path, key in keys.items()}
     left -= set(by_name.values())
-    steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at)
+    steps = _nearest([key for key in left if _is_step(key, leaves[key])], at)
     if len(steps) > 1:
         raise ForeignError(f"`{folder}`: several leaves may be the step: {_listed(sorted(steps))}")
     if steps:
         by_name[STEP] = steps[0]
     for info in infos:
         key = by_name.get(info.name)
-        if key is not None and not info.is_key and shapes[key] != info.shape:
+        if key is not None and not info.is_key and leaves[key].shape != info.shape:
             raise ForeignError(
                 f"`{folder}`: `{path_str(key)}` is `{info.name}` of `written_by`: expected "
-                f"{list(info.shape)}, found {list(shapes[key])}. Give the optimizer that wrote it, "
-                "for the parameters that it had"
+                f"{list(info.shape)}, found {list(leaves[key].shape)}. Give the optimizer that "
+                "wrote it, for the parameters that it had"
             )
     return by_name
 
@@ -338,7 +355,9 @@ def _listed(paths: Sequence[Names]) -> str:
     return f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown
 
 
-def _is_step(key: Names) -> bool:
-    """Whether a number may be the step: it has that name, or a position in a tuple."""
+def _is_step(key: Names, leaf: Stored) -> bool:
+    """Whether a leaf may be the step: an integer of that name, or at a position in a tuple."""
+    if leaf.shape or not _is_integer(leaf.dtype):
+        return False
     last = key[-2] if key[-1:] == _VALUE and len(key) > 1 else key[-1]
     return last == "step" or last.isdecimal()

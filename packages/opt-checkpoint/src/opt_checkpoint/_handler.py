@@ -21,15 +21,12 @@ from opt_core import describe_state
 from opt_core.extend import (
     LeafInfo,
     NamedState,
-    Names,
     Rule,
     Schema,
     View,
     count_of,
     key_kind,
-    named_leaves,
     named_view,
-    path_str,
     shown,
 )
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
@@ -37,12 +34,11 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Futur
 from opt_checkpoint import _digest
 from opt_checkpoint._manifest import (
     DTYPES,
-    EXTRA,
     MANIFEST,
     PYTHON,
     Manifest,
     encode,
-    is_scalar,
+    extra_leaves,
     is_stored,
     json_copy,
     nest,
@@ -193,9 +189,21 @@ def _prepare(directory: Any, target: Any) -> Saving:
     with sync_errors():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
+        check_path(directory)
         saving = Saving.prepare(None, target)
     saving.check_equal(f"`{directory}`")
     return saving
+
+
+def check_path(directory: Any) -> None:
+    """Raises a `SaveError` if Orbax would not find what it has written below a folder."""
+    # It looks for the files of each process by a pattern that begins with the path (Orbax 0.12,
+    # `merge_ocdbt_per_process_files`), and finds none, or also those of another folder.
+    if odd := [char for char in "[*?" if char in str(directory)]:
+        raise SaveError(
+            f"`{directory}`: nothing can be saved there, as Orbax takes `{odd[0]}` in a path for a "
+            "pattern, and does not find its files again: rename the folder"
+        )
 
 
 async def _nothing() -> None:
@@ -244,7 +252,6 @@ class Saving:
 
         A step of `None`, of an item that `OptimizerHandler` saves, is that of the state, or 0.
         """
-        extra_leaves = _extra_leaves(extras)
         if isinstance(target, NamedState):
             schema, origin = target.schema, None
             if odd := schema.by_name.keys() ^ target.keys():
@@ -256,7 +263,7 @@ class Saving:
             leaves = view.leaves()
             origin = _origin(view, previous)
             schema = origin[1]
-        pairs = [*zip(schema.leaves, leaves, strict=True), *extra_leaves]
+        pairs = [*zip(schema.leaves, leaves, strict=True), *extra_leaves(extras, "extras")]
         infos = [_with_value(info, leaf) for info, leaf in pairs]
         schema = dataclasses.replace(schema, leaves=tuple(infos))
         if len(schema.by_name) != len(infos):
@@ -313,25 +320,6 @@ def _warn_unsaved(target: Any, unsaved: Sequence[str], extras: Any) -> None:
             "it as another item",
             *(type(target).__name__, "`, `".join(missing), fields),
         )
-
-
-def _extra_leaves(extras: Any) -> list[tuple[LeafInfo, Any]]:
-    """The leaves of a pytree with what they are, under `extra/`."""
-    try:
-        flat = named_leaves(extras)
-    except (TypeError, ValueError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error
-    return [(_extra_info((EXTRA, *path), leaf), leaf) for path, leaf in flat]
-
-
-def _extra_info(path: Names, leaf: Any) -> LeafInfo:
-    if is_scalar(leaf):
-        return LeafInfo(path, (), PYTHON, EXTRA)
-    if hasattr(leaf, "dtype"):
-        return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
-    expected = "an array, a typed PRNG key or a Python scalar"
-    raise LeafError(f"`{path_str(path)}`: expected {expected}, found {type(leaf).__name__}")
 
 
 def _with_value(info: LeafInfo, leaf: Any) -> LeafInfo:

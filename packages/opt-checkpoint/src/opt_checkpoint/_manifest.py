@@ -23,7 +23,16 @@ from typing import Any, Final
 
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from opt_core.extend import LeafInfo, Names, Schema, children, read_record, record_data
+from opt_core.extend import (
+    LeafInfo,
+    Names,
+    Schema,
+    children,
+    named_leaves,
+    path_str,
+    read_record,
+    record_data,
+)
 
 from opt_checkpoint.errors import (
     DamagedError,
@@ -318,8 +327,27 @@ def _check_keys(data: Any) -> None:
             _check_keys(value)
 
 
+def extra_leaves(tree: Any, argument: str) -> list[tuple[LeafInfo, Any]]:
+    """Returns the leaves of a pytree of extras with what they are, under `extra/`."""
+    try:
+        flat = named_leaves(tree)
+    except (TypeError, ValueError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise LeafError(f"`{argument}`: expected a pytree of named leaves: {text}") from error
+    return [(_extra_info((EXTRA, *path), leaf), leaf) for path, leaf in flat]
+
+
+def _extra_info(path: Names, leaf: Any) -> LeafInfo:
+    if is_scalar(leaf):
+        return LeafInfo(path, (), PYTHON, EXTRA)
+    if hasattr(leaf, "dtype"):
+        return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
+    expected = "an array, a typed PRNG key or a Python scalar"
+    raise LeafError(f"`{path_str(path)}`: expected {expected}, found {type(leaf).__name__}")
+
+
 def structure_of(tree: Any) -> Any:
-    """Returns the structure of a pytree as JSON data; nodes that JSON lacks become dicts."""
+    """Returns the structure of extras as JSON data; nodes that JSON lacks become dicts."""
     opened = children(tree)
     if tree is None:
         return None
@@ -330,8 +358,17 @@ def structure_of(tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return {type(tree).__name__: [structure_of(child) for child in tree]}
     named = tree.items() if isinstance(tree, dict) else opened.children
-    keys = [(key if key is None or is_scalar(key) else str(key), child) for key, child in named]
-    return {"dict": [[key, structure_of(child)] for key, child in keys]}
+    return {"dict": [[_extra_key(key), structure_of(child)] for key, child in named]}
+
+
+def _extra_key(key: Any) -> Any:
+    if key is None or is_scalar(key):
+        return key
+    if isinstance(key, str) and key == str(key):  # such as `np.str_`
+        return str(key)
+    raise LeafError(
+        f"`extras`: expected strings, Python numbers or `None` as keys of dicts, found {key!r:.80}"
+    )
 
 
 def rebuilt(structure: Any, leaf: Callable[[Names], Any], path: Names = (EXTRA,)) -> Any:

@@ -36,7 +36,6 @@ from opt_core.extend import (
     abstract,
     is_wide,
     key_kind,
-    named_leaves,
     path_str,
     shown,
 )
@@ -47,8 +46,8 @@ from opt_checkpoint._manifest import (
     PYTHON,
     Manifest,
     describe_foreign,
+    extra_leaves,
     is_orbax,
-    is_scalar,
     item_folder,
     item_with_manifest,
     nest,
@@ -106,7 +105,7 @@ class SavedStep:
           LeafError: a sharding does not divide its leaf; nothing was read.
           MissingError: a leaf is not there, or the step has been deleted.
         """
-        infos = known_leaves(self, wanted)
+        infos = wanted_leaves(self, wanted)
         places = {name: place.sharding for name, place in wanted.items()}
         stored = self._read_stored(places)
         return {
@@ -155,12 +154,16 @@ class SavedStep:
                 raise MissingError(f"`{self.path}`: the structure was not saved: give `like`")
             read = self.read({info.name: abstract(info) for info in infos.values()})
             return rebuilt(self.manifest.extras, lambda path: read[path_str(path)])
-        flat = [((EXTRA, *path), leaf) for path, leaf in named_leaves(like)]
-        if gone := [path_str(path) for path, _ in flat if path not in infos]:
+        flat = extra_leaves(like, "like")
+        if gone := [info.name for info, _ in flat if info.path not in infos]:
             raise MissingError(f"`{self.path}`: no `{gone[0]}` was saved")
-        read = self.read({path_str(path): _like(infos[path], leaf) for path, leaf in flat})
-        leaves = [read[path_str(path)] for path, _ in flat]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        for info, _ in flat:
+            found = infos[info.path]
+            if (found.shape, found.dtype) != (info.shape, info.dtype):
+                expected = f"expected {shown(info)} as in `like`"
+                raise LeafError(f"`{info.name}`: {expected}, found {shown(found)}")
+        read = self.read({x.name: abstract(x, getattr(y, "sharding", None)) for x, y in flat})
+        return jax.tree.unflatten(jax.tree.structure(like), [read[info.name] for info, _ in flat])
 
     def validate(self) -> None:
         """Reads every bit and compares the digests; raises a `DamagedError` where one differs."""
@@ -182,8 +185,6 @@ class SavedStep:
         """Reads the stored arrays of some leaves and compares the digests."""
         stored: dict[str, Any] = {}
         with sync_errors():
-            for name, sharding in places.items():
-                _check_sharding(self.schema.by_name[name], sharding)
             stored = self._read_unchecked(
                 {x: s for x, s in places.items() if x in self.manifest.digests}
             )
@@ -217,11 +218,13 @@ def _struct(info: LeafInfo) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(data.shape, data.dtype)
 
 
-def known_leaves(source: Any, names: Iterable[str]) -> dict[str, LeafInfo]:
-    """Returns the leaves of a step by name; a `MissingError` if it lacks one of these."""
+def wanted_leaves(source: Any, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, LeafInfo]:
+    """Returns the leaves of a step by name, if it has those wanted, and their shardings divide."""
     infos: dict[str, LeafInfo] = source.schema.by_name
-    if unknown := sorted(set(names) - infos.keys()):
+    if unknown := sorted(wanted.keys() - infos.keys()):
         raise MissingError(f"`{source.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
+    for name, place in wanted.items():
+        _check_sharding(infos[name], place.sharding)
     return infos
 
 
@@ -288,14 +291,6 @@ def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
             f"`{info.name}`: {list(info.shape)} does not divide as `{spec}` says: "
             f"{' '.join(str(error).split())[:200]}"
         ) from None
-
-
-def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = PYTHON if is_scalar(leaf) else str(leaf.dtype)
-    if (tuple(np.shape(leaf)), dtype) != (info.shape, info.dtype):
-        like = f"{dtype}{list(np.shape(leaf))}"
-        raise LeafError(f"`{info.name}`: expected {like} as in `like`, found {shown(info)}")
-    return abstract(info, getattr(leaf, "sharding", None))
 
 
 # Arrays that Orbax wrote

@@ -25,7 +25,13 @@ from opt_core.errors import OptimizerError
 from orbax.checkpoint.path import atomicity_types
 from orbax.checkpoint.path import step as step_lib
 
-from opt_checkpoint._handler import OptimizerHandler, OptimizerSave, Origin, Saving
+from opt_checkpoint._handler import (
+    OptimizerHandler,
+    OptimizerSave,
+    Origin,
+    Saving,
+    check_path,
+)
 from opt_checkpoint._manifest import ITEM, list_checked, list_steps
 from opt_checkpoint._processes import is_first, sync_errors
 from opt_checkpoint.errors import LockError, MissingError, SaveError
@@ -204,6 +210,7 @@ class Writer:
 
     def _take(self) -> None:
         """Creates the folder and takes its lock."""
+        check_path(self._directory)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             trash = self._directory / _TRASH

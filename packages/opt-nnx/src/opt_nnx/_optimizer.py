@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from opt_core import OptimizerDef, OptimizerState
 from opt_core.errors import TreeMismatchError
-from opt_core.extend import flatten_with_paths, path_str
+from opt_core.extend import flatten_with_paths, named_leaves, path_str
 from opt_core.protocols import UpdatesParams
 from opt_optax_bridge import OptaxWrapper
 
@@ -160,6 +160,7 @@ class Optimizer(nnx.Optimizer[M]):
             grads = state_of(grads, self.wrt, self.graph)
         try:
             updates, params, state = untyped(_step)(before, pure(grads), pure(kwargs))
+            _check_shapes(before, params, state)
         except (TypeError, ValueError) as error:
             _check_state(before, error)
             raise
@@ -293,6 +294,17 @@ def _step(
     after = before.apply_gradient(grads, **overrides)
     updates = jax.tree.map(jnp.subtract, after.target, before.target)
     return updates, after.target, after.state.param_states
+
+
+def _check_shapes(before: opt_core.Optimizer, params: Any, state: Any) -> None:
+    """Raises an error if the state or gradients of another model were broadcast."""
+    for old, new in ((before.target, params), (before.state.param_states, state)):
+        for (path, leaf), other in zip(named_leaves(old), jax.tree.leaves(new), strict=True):
+            if jnp.shape(leaf) != jnp.shape(other):
+                raise TreeMismatchError(
+                    f"{path_str(path)}: the update would change the shape from {jnp.shape(leaf)} "
+                    f"to {jnp.shape(other)}"
+                )
 
 
 def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
