@@ -240,7 +240,7 @@ def test_what_is_there_twice_or_in_other_numbers(tmp_path: Path) -> None:
 
 def with_count(count: Any, step: Any) -> tuple[Any, TrainingState]:
     """A tree with a count and a step that are Python numbers or arrays, and who wrote it."""
-    opt_state = ADAM.init(params())
+    opt_state: Any = ADAM.init(params())
     saved = (opt_state[0]._replace(count=count), *opt_state[1:])
     return {"p": params(), "o": saved, "step": step}, TrainingState(ADAM, params(), opt_state)
 

@@ -35,10 +35,6 @@ _OK, _REFUSED, _WRONG = 0, 1, 2
 _LONG = 600  # of an error that lists every leaf
 
 
-class InputError(Exception):
-    """What is wrong with the input, in one line."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
@@ -48,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         code: int = options.run(options)
-    except (ForeignError, InputError, LoadError, MissingError, TypeError) as error:
+    except (ForeignError, LoadError, MissingError, TypeError) as error:
         return _failed(error, _WRONG)
     except (OptimizerError, ValueError) as error:
         return _failed(error, _REFUSED if isinstance(error, OptimizerError) else _WRONG)
@@ -83,7 +79,7 @@ def _ls(options: argparse.Namespace) -> int:
             rows.append((str(number), "", "", f"{type(error).__name__}: {_one_line(error)}"))
             code = _REFUSED
     if len(rows) == 1:
-        raise InputError(f"`{Path(options.root)}` holds no checkpoints")
+        raise ValueError(f"`{Path(options.root)}` holds no checkpoints")
     _say_table(rows, ">>><")
     return code
 
@@ -94,7 +90,7 @@ def _show(options: argparse.Namespace) -> int:
     digests: Mapping[str, str] = {}
     if isinstance(source, SavedStep):
         step, metadata = f"step {source.step}, ", source.metadata
-        digests = source.manifest.digests
+        digests = source.digests
     if options.json:
         print(json.dumps(record_data(schema) | {"metadata": metadata}))
         return _OK
@@ -120,7 +116,7 @@ def _plan(options: argparse.Namespace) -> int:
     target = _optimizer_of(options.function, allocate=options.allocate)
     source = _latest(options)
     if isinstance(source, ForeignStep) and options.written_by is None:
-        raise InputError(
+        raise ValueError(
             f"`{source.path}` does not say which optimizer wrote it: give `--written-by "
             "MODULE:FUNCTION`"
         )
@@ -227,12 +223,12 @@ def _steps(text: str) -> dict[int, Path]:
     """The steps of a run, whoever wrote them, by their numbers, the oldest first."""
     root = Path(text)
     if root.is_file():
-        raise InputError(
+        raise ValueError(
             f"`{text:.200}` is a file, not a folder: read a msgpack file by "
             "`opt_checkpoint.read_legacy`"
         )
     if not root.is_dir():
-        raise InputError(f"`{text:.200}` is not a folder")
+        raise ValueError(f"`{text:.200}` is not a folder")
     steps = {number: root / str(number) for number in list_steps(root)}
     for name in foreign_steps(root):
         if (root / name).is_dir() and (digits := re.search("[0-9]+$", name)):
@@ -250,7 +246,7 @@ def _optimizer_of(target: str, *, allocate: bool = False) -> Any:
 def _resolved(name: str) -> Any:
     """What is called `MODULE:NAME`."""
     if not re.fullmatch("[^:]+:[^:]+", name):
-        raise InputError(f"expected MODULE:NAME, found `{name}`")
+        raise ValueError(f"expected MODULE:NAME, found `{name}`")
     # as with `python -m`; an installed script would not find modules of the current folder
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
@@ -274,12 +270,12 @@ def _abstract(function: Any) -> Any:
 
 @contextlib.contextmanager
 def _users_code(what: str) -> Iterator[None]:
-    """Runs code that is not ours: any exception is an `InputError` that begins with `what`."""
+    """Runs code that is not ours: any exception is a `ValueError` that begins with `what`."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (Exception, SystemExit) as error:
-        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 # What is printed: names in a checkpoint may hold anything, and are escaped

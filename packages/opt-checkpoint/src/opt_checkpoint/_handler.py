@@ -136,9 +136,7 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
     def metadata(self, directory: Any) -> SavedStep:
         """Returns the item as a source of plans; only its manifest is read."""
         with sync_errors():
-            saved = SavedStep(Path(directory))
-            saved.manifest  # noqa: B018  # an error in one process is raised in all
-        return saved
+            return SavedStep.from_folder(Path(directory))
 
     def close(self) -> None:
         """Closes the handler of the arrays."""

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from flax import nnx
 from opt_core import Optimizer
-from opt_core.extend import Names, View, children, flatten_with_paths, named_leaves
+from opt_core.extend import Names, View, flatten_with_paths, named_leaves
 
 from opt_checkpoint._targets import optimizer_of, step_like
 
+bare: Any = getattr(nnx, "as_pure", None) or nnx.pure  # until Flax 0.12.1
 _MODEL, _OPTIMIZER = ("0",), ("1",)
 _STEP, _OPT_STATE = (*_OPTIMIZER, "step"), (*_OPTIMIZER, "opt_state")
 
@@ -76,13 +77,3 @@ def _placement(optimizer: Any, view: Optimizer) -> _Trees | None:
     params: Any = jax.tree.structure(view.target)
     state: Any = jax.tree.structure(view.state.param_states)
     return _Trees(params.unflatten(placement.params), state.unflatten(placement.state))
-
-
-def bare(tree: Any) -> Any:
-    """Returns a tree with variables replaced by their values."""
-    return jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
-
-
-def _value(leaf: Any) -> Any:
-    opened = children(leaf) if isinstance(leaf, nnx.Variable) else None
-    return leaf if opened is None else opened.children[0][1]

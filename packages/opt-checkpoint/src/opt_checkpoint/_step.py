@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +31,6 @@ from opt_core.errors import OptimizerError
 from opt_core.extend import (
     LeafInfo,
     Names,
-    Schema,
     abstract,
     is_wide,
     key_kind,
@@ -63,35 +61,25 @@ _T = TypeVar("_T")
 _Key = TypeVar("_Key")
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedStep:
-    """A step on disk: a `Source` that a restore may come from.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedStep(Manifest):
+    """A step on disk, with the contents of its manifest: a `Source` that a restore may come from.
 
     Attributes:
       path: the folder of the step.
+      step: the number it was saved under.
+      schema: the leaves, and who wrote them.
+      digests: of each leaf in the store, 16 hexadecimal digits over its bits and its name.
+      metadata: the JSON data saved with it.
+      extras: the structure of the pytree saved with it; `read_extras` reads that.
     """
 
     path: Path
 
-    @cached_property
-    def manifest(self) -> Manifest:
-        """Its manifest; read once."""
-        return read_manifest(self.path)
-
-    @property
-    def step(self) -> int:
-        """The number it was saved under."""
-        return self.manifest.step
-
-    @property
-    def schema(self) -> Schema:
-        """The leaves, and who wrote them."""
-        return self.manifest.schema
-
-    @property
-    def metadata(self) -> Any:
-        """The JSON data saved with it."""
-        return self.manifest.metadata
+    @classmethod
+    def from_folder(cls, folder: Path) -> SavedStep:
+        """Reads the manifest, no array."""
+        return cls(path=folder, **vars(read_manifest(folder)))
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Reads leaves into the given shardings, each device its own share, and checks the digests.
@@ -119,10 +107,10 @@ class SavedStep:
         """
         leaves = set()
         for name in names:
-            if name not in self.manifest.digests:
+            if name not in self.digests:
                 return None
             info = self.schema.by_name[name]
-            leaves.add((info.shape, info.dtype, bound(name, self.manifest.digests[name])))
+            leaves.add((info.shape, info.dtype, bound(name, self.digests[name])))
         return len(leaves) == 1
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
@@ -150,10 +138,10 @@ class SavedStep:
         """
         infos = {info.path: info for info in self.schema.leaves if info.kind == EXTRA}
         if like is None:
-            if infos and self.manifest.extras is None:
+            if infos and self.extras is None:
                 raise MissingError(f"`{self.path}`: the structure was not saved: give `like`")
             read = self.read({info.name: abstract(info) for info in infos.values()})
-            return rebuilt(self.manifest.extras, lambda path: read[path_str(path)])
+            return rebuilt(self.extras, lambda path: read[path_str(path)])
         flat = extra_leaves(like, "like")
         if gone := [info.name for info, _ in flat if info.path not in infos]:
             raise MissingError(f"`{self.path}`: no `{gone[0]}` was saved")
@@ -185,13 +173,11 @@ class SavedStep:
         """Reads the stored arrays of some leaves and compares the digests."""
         stored: dict[str, Any] = {}
         with sync_errors():
-            stored = self._read_unchecked(
-                {x: s for x, s in places.items() if x in self.manifest.digests}
-            )
+            stored = self._read_unchecked({x: s for x, s in places.items() if x in self.digests})
         with sync_errors():
             for name, sums in zip(stored, digests(list(stored.values())), strict=True):
-                if (digest := bound(name, sums)) != self.manifest.digests[name]:
-                    text = f"expected the digest {self.manifest.digests[name]}, found {digest}"
+                if (digest := bound(name, sums)) != self.digests[name]:
+                    text = f"expected the digest {self.digests[name]}, found {digest}"
                     raise damaged(self.path, f"`{name}`: {text}")
         return stored
 
@@ -249,7 +235,7 @@ def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
     item = item_with_manifest(folder)
     if item is None and is_orbax(folder):
         raise ForeignError(describe_foreign(folder, ["."]))
-    saved = SavedStep(item or folder)
+    saved = SavedStep.from_folder(item or folder)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved

@@ -23,7 +23,6 @@ from opt_nnx._placement import (
     array_spec,
     as_compiled,
     find_mesh,
-    trimmed,
 )
 from opt_nnx._variables import (
     Rules,
@@ -31,7 +30,6 @@ from opt_nnx._variables import (
     metadata_of,
     names_in,
     pure,
-    resolved_names,
     rules_in,
     state_variable,
     variables_of,
@@ -82,23 +80,30 @@ def make_state(
     shapes = jax.tree.map(shape_of, values)
     like = jax.eval_shape(lambda p: definition.init_state(p).param_states, shapes)
     axes = read_axes(parameters, rules, mesh)
-    names: list[tuple[Entry, ...]] = [()] * len(jax.tree.leaves(like))
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    described = describe_state(definition, shapes, OptimizerState(step, like)).leaves
+    names, specs = zip(*state_axes(described, axes), strict=True) if described else ((), ())
     layout = placement = None
-    if mesh is not None or any(any(param.names) for param in axes.values()):
-        of_state = list(state_axes(_described(definition, shapes, like), axes))
-        names = [names_of_leaf for names_of_leaf, _ in of_state]
-        if mesh is not None:
-            layout = _lay_out([spec for _, spec in of_state], like, mesh, zero)
-            of_params = (param.own for param in axes.values())
-            param_specs = tuple(None if x is None else as_compiled(x, mesh) for x in of_params)
-            state_specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
-            placement = Placement(mesh, param_specs, state_specs)
+    if mesh is not None:
+        layout = _lay_out(specs, like, mesh, zero)
+        of_params = (param.own for param in axes.values())
+        param_specs = tuple(None if x is None else as_compiled(x, mesh) for x in of_params)
+        placement = Placement(
+            mesh, param_specs, tuple(as_compiled(row.spec, mesh) for row in layout.rows)
+        )
     if state is None:
         state = _init(definition, values, like, layout)
     if placement is not None:
         state = placement.put_state(state)
-    slots = _slots(definition, params, parameters, shapes, like)
-    return _in_variables(state, slots, names, placement), placement
+    variables = {param.path: param.variable for param in parameters}
+    leaves, structure = jax.tree.flatten(like)
+    followed = [variables.get(x.parameter or (), y) for x, y in zip(described, leaves, strict=True)]
+    slots = _slots(definition, params, like, followed)
+    placed = [None] * len(leaves) if placement is None else placement.state_specs
+    rows = jax.tree.unflatten(structure, list(zip(names, placed, strict=True)))
+    containers: Any = jax.tree.structure(slots, is_leaf=is_variable)
+    columns = (containers.flatten_up_to(tree) for tree in (state, rows))
+    return containers.unflatten(map(state_variable, variables_of(slots), *columns)), placement
 
 
 def _lay_out(
@@ -139,10 +144,8 @@ def _parameters(state: Any) -> Iterator[Parameter]:
         yield Parameter(path, leaf, variable, metadata_of(variable) if is_array else {})
 
 
-def _slots(
-    definition: OptimizerDef, params: Any, parameters: Sequence[Parameter], shapes: Any, like: Any
-) -> Any:
-    """The state's structure, with a parameter's variable or a leaf for each variable to create."""
+def _slots(definition: OptimizerDef, params: Any, like: Any, followed: Sequence[Any]) -> Any:
+    """The state's structure, with what each variable to create follows: a variable or a leaf."""
     if isinstance(definition, OptaxWrapper):  # as `nnx.Optimizer` does
         with contextlib.suppress(Exception):  # where `init` needs arrays, or looks at paths
             slots = jax.eval_shape(definition.optax_optimizer.init, jax.tree.map(shape_of, params))
@@ -150,45 +153,7 @@ def _slots(
             structure.flatten_up_to(like)
             return slots
     # For any other definition each leaf is a variable, like that of the parameter it follows.
-    variables = {param.path: param.variable for param in parameters}
-    described = _described(definition, shapes, like)
-    leaves, structure = jax.tree.flatten(like)
-    pairs = zip(described, leaves, strict=True)
-    slots = [variables.get(x.parameter or (), leaf) for x, leaf in pairs]
-    return jax.tree.unflatten(structure, slots)
-
-
-def _described(definition: OptimizerDef, params: Any, state: Any) -> Sequence[LeafDescription]:
-    """Describes every leaf of a state of shapes."""
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    return describe_state(definition, params, OptimizerState(step, state)).leaves
-
-
-def _in_variables(
-    state: Any, slots: Any, names: Sequence[tuple[Entry, ...]], placement: Placement | None
-) -> Any:
-    """Returns a state with a variable for each of `slots`."""
-    leaves, structure = jax.tree.flatten(state)
-    specs = placement.state_specs if placement is not None else [None] * len(leaves)
-    rows = jax.tree.unflatten(structure, list(zip(names, specs, strict=True)))
-    containers: Any = jax.tree.structure(slots, is_leaf=is_variable)
-    values, rows = containers.flatten_up_to(state), containers.flatten_up_to(rows)
-    variables = map(_variable, values, variables_of(slots), rows)
-    return containers.unflatten(variables)
-
-
-def _variable(value: Any, slot: Any, row: Any) -> Any:
-    metadata = metadata_of(slot) if is_variable(slot) else None
-    if not all_leaves([value]):
-        return state_variable(value, metadata, None)  # several leaves, or none
-    names, spec = row
-    has_names = names and names_in(metadata or {}, of_optimizer=True) is not None
-    variable = state_variable(value, metadata, names if has_names or any(names) else None)
-    if spec is not None and trimmed(resolved_names(variable)) != trimmed(spec):
-        # Flax would read another sharding there than the actual one: ZeRO, or rules of ours.
-        kept = {k: v for k, v in (metadata or {}).items() if k != "sharding_rules"}
-        variable = state_variable(value, None if metadata is None else kept, tuple(spec))
-    return variable
+    return jax.tree.unflatten(jax.tree.structure(like), followed)
 
 
 # From the logical axes of the parameters to those of the state, and to mesh axes.

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from opt_core import Optimizer
 from opt_core.extend import flatten_with_paths, path_str
 
-from opt_nnx._variables import metadata_of, names_in, pure, variables_of
+from opt_nnx._variables import metadata_of, names_in, pure, trimmed, variables_of
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -138,16 +138,6 @@ def as_compiled(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
     """Returns a spec as compiled functions return it; they compare specs by length, too."""
     is_explicit = AxisType.Explicit in mesh.axis_types
     return spec if is_explicit else PartitionSpec(*trimmed(tuple(spec)))
-
-
-def trimmed(spec: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the entries of a spec without trailing ones that shard nothing."""
-    entries = [
-        entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in spec
-    ]
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)
 
 
 def is_concrete(leaf: Any) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
+from flax.core.spmd import composite_rules, from_sharding_rules, get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import all_leaves
 
 Filter = Any  # what `nnx.state` takes
 Rules = tuple[tuple[str, Any], ...]  # pairs of a name and mesh axes
@@ -78,18 +79,46 @@ def _names_key() -> str:
     return "out_sharding" if hasattr(nnx.Variable, "sharding_names") else "sharding_names"
 
 
-def state_variable(
-    value: Any, parameter: Mapping[str, Any] | None, names: Sequence[Any] | None
-) -> Any:
-    """Returns a variable of an optimizer's state, with the metadata of the parameter it follows."""
-    dropped = {*_NAMES, _OF_OPTIMIZER, *_HOOKS}
-    kept = {key: item for key, item in (parameter or {}).items() if key not in dropped}
-    kind: Callable[..., Any] = nnx.OptArray if parameter is None else nnx.OptVariable
-    variable = kind(value, **kept)
-    if names is not None:
+def state_variable(slot: Any, value: Any, row: Any) -> Any:
+    """Returns a variable of an optimizer's state, with the metadata of the one that it follows.
+
+    Args:
+      slot: the variable of the parameter that it follows, if it does.
+      value: a leaf, or a tree of several or none.
+      row: of a leaf, its logical axes and, if it is placed, its mesh axes.
+    """
+    metadata, dropped = metadata_of(slot), {*_NAMES, _OF_OPTIMIZER, *_HOOKS}
+    names = None
+    if all_leaves([value]):
+        names, spec = row
+        if not any(names) and names_in(metadata, of_optimizer=True) is None:
+            names = ()
+        if spec is not None and trimmed(_resolved(names, metadata)) != trimmed(spec):
+            # Flax would read another sharding there than the actual one: ZeRO, or rules of ours.
+            names = tuple(spec)
+            dropped.add("sharding_rules")
+    kind: Callable[..., Any] = nnx.OptVariable if is_variable(slot) else nnx.OptArray
+    variable = kind(value, **{key: x for key, x in metadata.items() if key not in dropped})
+    if names:
         # Not in the constructor, which would move the value, or raise without a mesh.
-        variable.set_metadata(**{_names_key(): tuple(names)})
+        variable.set_metadata(**{_names_key(): names})
     return variable
+
+
+def _resolved(names: tuple[Any, ...], metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The mesh axes that Flax reads from names."""
+    rules = composite_rules(get_logical_axis_rules(), metadata.get("sharding_rules"))
+    return tuple(from_sharding_rules(names, rules))
+
+
+def trimmed(spec: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the entries of a spec without trailing ones that shard nothing."""
+    entries = [
+        entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in spec
+    ]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
 
 
 def as_rules(rules: Any) -> Rules:
@@ -105,8 +134,3 @@ def rules_in(metadata: Mapping[str, Any]) -> list[Rules]:
     """Returns the rules that Flax applies to a variable, the context's first."""
     sources = (get_logical_axis_rules(), metadata.get("sharding_rules"))
     return [as_rules(dict(rules)) if rules else () for rules in sources]  # the later counts
-
-
-def resolved_names(variable: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes that Flax reads from the metadata of a variable."""
-    return tuple(pure(nnx.get_partition_spec(variable)))
