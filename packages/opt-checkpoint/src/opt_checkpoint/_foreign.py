@@ -338,16 +338,15 @@ def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
 def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
     """What is missing and what is extra at the place that has most of them."""
     bare = {key[:-1] if key[-1:] == _VALUE else key for key in left}
-    wanted = {
-        place: {(*place, *path) for path in paths}
-        for place in set[Names]().union(*(_prefixes(path, bare) for path in paths)) or {()}
+    places = sorted({place for path in paths for place in _prefixes(path, bare)}) or [()]
+    missing = {
+        place: [x for path in paths if (x := (*place, *path)) not in bare] for place in places
     }
-    place = min(sorted(wanted), key=lambda place: len(wanted[place] - bare))
-    gone = sorted(wanted[place] - bare)
-    extra = sorted({key for key in bare if key[: len(place)] == place} - wanted[place])
-    parts = [f"expected {_listed(gone)}, found nothing there"] if gone else []
-    parts += [f"found {_listed(extra)} too"] if extra else []
-    return f"at `{path_str(place)}` " + ", and ".join(parts)
+    place = min(places, key=lambda place: len(missing[place]))
+    if gone := missing[place]:
+        return f"at `{path_str(place)}` expected {_listed(gone)}, found nothing there"
+    more = {key for key in bare if key[: len(place)] == place} - {(*place, *x) for x in paths}
+    return f"at `{path_str(place)}` found {_listed(sorted(more))} too"
 
 
 def _listed(paths: Sequence[Names]) -> str:

@@ -7,7 +7,8 @@ have the names of Linen and plain Optax, without `value` at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -49,7 +50,14 @@ def view_of_pair(model: Any, optimizer: Any) -> View:
             pair[1].place(pair[0])  # one that was made of shapes does not know that of parameters
         return pair
 
-    return View(view, put_back, others, placement=_placement(optimizer, view))
+    places = optimizer.placement if isinstance(optimizer, KnowsPlacement) else None
+    if places is not None:  # as trees
+        target, states = map(jax.tree.structure, (view.target, view.state.param_states))
+        places = SimpleNamespace(
+            params=jax.tree.unflatten(target, places.params),
+            state=jax.tree.unflatten(states, places.state),
+        )
+    return View(view, put_back, others, placement=places)
 
 
 @runtime_checkable
@@ -62,18 +70,3 @@ class KnowsPlacement(Protocol):
 
     def place(self, model: Any) -> None:
         """Puts everything where it lies."""
-
-
-class _Trees(NamedTuple):
-    params: Any
-    state: Any
-
-
-def _placement(optimizer: Any, view: Optimizer) -> _Trees | None:
-    """What a placement says, in trees."""
-    placement = optimizer.placement if isinstance(optimizer, KnowsPlacement) else None
-    if placement is None:
-        return None
-    params: Any = jax.tree.structure(view.target)
-    state: Any = jax.tree.structure(view.state.param_states)
-    return _Trees(params.unflatten(placement.params), state.unflatten(placement.state))
