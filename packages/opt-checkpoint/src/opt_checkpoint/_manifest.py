@@ -178,10 +178,10 @@ class Manifest:
     """
 
     step: int
-    schema: Schema
-    digests: Mapping[str, str]
+    schema: Schema = dataclasses.field(repr=False)
+    digests: Mapping[str, str] = dataclasses.field(repr=False)
     metadata: Any = None
-    extras: Any = None
+    extras: Any = dataclasses.field(default=None, repr=False)
 
 
 @functools.cache  # the metadata of a distribution take milliseconds to parse
