@@ -81,10 +81,11 @@ class ForeignStep:
         return {n: to_leaf(infos[n], stored[n], place.sharding) for n, place in wanted.items()}
 
     def _check_number(self, info: LeafInfo, stored: Any) -> None:
-        """Raises an error if the dtype of a leaf cannot hold the integer that is its value."""
+        """Raises an error if what is to be an integer is none, or does not fit the dtype."""
         if not _is_integer(info.dtype) or str(getattr(stored, "dtype", "")) == info.dtype:
             return
-        if not np.array_equal(np.asarray(stored).astype(info.dtype), stored):
+        array = np.asarray(stored)
+        if array.dtype.kind not in "iu" or not np.array_equal(array.astype(info.dtype), array):
             raise ForeignError(
                 f"`{self.path}`: `{path_str(self.keys[info.name])}` is `{info.name}` of "
                 f"`written_by`: expected {info.dtype}, found {stored}"
@@ -170,10 +171,8 @@ def _opened(
 
 
 def _info(info: LeafInfo, stored: Stored) -> LeafInfo:
-    """A leaf with its dtype in the store; numbers have none, but where integers are expected."""
-    is_free = stored.is_number and (not _is_integer(info.dtype) or _is_integer(stored.dtype))
-    is_as_known = info.is_key or info.name == STEP or is_free
-    return dataclasses.replace(info, dtype=info.dtype if is_as_known else stored.dtype, value=None)
+    is_stored_so = not (info.is_key or info.name == STEP or stored.is_number)
+    return dataclasses.replace(info, dtype=stored.dtype if is_stored_so else info.dtype, value=None)
 
 
 def _is_integer(dtype: str) -> bool:

@@ -299,11 +299,12 @@ def _step(
 def _check_shapes(before: opt_core.Optimizer, params: Any, state: Any) -> None:
     """Raises an error if the state or gradients of another model were broadcast."""
     for old, new in ((before.target, params), (before.state.param_states, state)):
-        for (path, leaf), other in zip(named_leaves(old), jax.tree.leaves(new), strict=True):
-            if jnp.shape(leaf) != jnp.shape(other):
+        shapes, changed = ([jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new))
+        for i, (shape, other) in enumerate(zip(shapes, changed, strict=True)):
+            if shape != other:
+                path = path_str(named_leaves(old)[i][0])
                 raise TreeMismatchError(
-                    f"{path_str(path)}: the update would change the shape from {jnp.shape(leaf)} "
-                    f"to {jnp.shape(other)}"
+                    f"{path}: the update would change the shape {shape} to {other}"
                 )
 
 
