@@ -104,10 +104,10 @@ NONE = {"a": None, "b": None}
     ("axes", "rules", "options", "words"),
     [
         (
-            {"w": ("a", "b"), "b": P("a", "b")},
+            {"w": "ab", "b": P("a", "b")},
             NONE,
             {},
-            r"b: expected at most 1 entries, .* P.*\('a', 'b'\)\n  w: expected a PartitionSpec",
+            r"b: expected at most 1 axes, .* found \('a', 'b'\)\n  w: axes must be a PartitionSpec",
         ),
         (FITTING, {"a": None}, {}, r"'b', of b, w: no rule\n  Add `\(name, None\)` to `rules` or"),
         (

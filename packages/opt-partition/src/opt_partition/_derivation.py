@@ -55,42 +55,31 @@ def derive(init: Callable[[Any], Any], params: Any, table: Sequence[Parameter]) 
         # A new lambda each time, as JAX caches evaluations by function identity.
         return jax.eval_shape(lambda tree: init(tree), treedef.unflatten(shapes))
 
-    state = _true_state(evaluate, table)
-    keys = [keys_of(parameter.axes, parameter.shape) for parameter in table]
-    origins, sources, notes = _origins(evaluate, table, keys, state)
-    owners = _owners(evaluate, table, keys, state, origins)
-    return Derivation(state, origins, sources, owners, evaluations, notes)
-
-
-def _true_state(evaluate: Evaluate, table: Sequence[Parameter]) -> Any:
     try:
-        return evaluate([jax.ShapeDtypeStruct(p.shape, p.dtype) for p in table])
+        state = evaluate([jax.ShapeDtypeStruct(p.shape, p.dtype) for p in table])
     except Exception as error:
         error.add_note(
             "`init` must work under `jax.eval_shape`, on shapes without values. Make sure to "
             "pass a transformation or its `init`, not a constructor that has not been called."
         )
         raise
-
-
-def _origins(
-    evaluate: Evaluate, table: Sequence[Parameter], keys: Keys, state: Any
-) -> tuple[list[Origins], list[str], tuple[str, ...]]:
-    """Returns the origins of every leaf by symbols, else by provenance; the sources; notes."""
+    keys = [keys_of(parameter.axes, parameter.shape) for parameter in table]
     symbolic, reason = symbolic_origins(evaluate, table, keys, state)
-    sources = ["provenance" if origins is None else "symbols" for origins in symbolic]
-    if "provenance" not in sources:
-        return [origins for origins in symbolic if origins is not None], sources, ()
-    why = "`init` creates another shape if sizes are symbols, which are never equal"
-    notes = []
-    if reason:
-        why = f"`init` cannot be evaluated on symbols ({reason})"
-        if "_DimExpr" in reason:
-            why += ": make arrays by `jax.numpy`, from sizes that are not turned into numbers"
-        notes.append(f"no symbols: {why}")
-    tagged, failure = _provenance(evaluate, table, keys, state, why)
-    origins = [b if a is None else a for a, b in zip(symbolic, tagged, strict=True)]
-    return origins, sources, (*notes, *failure)
+    notes: list[str] = []
+    tagged: list[Origins] = []
+    if None in symbolic:
+        why = "`init` creates another shape if sizes are symbols, which are never equal"
+        if reason:
+            why = f"`init` cannot be evaluated on symbols ({reason})"
+            if "_DimExpr" in reason:
+                why += ": make arrays by `jax.numpy`, from sizes that are not turned into numbers"
+            notes.append(f"no symbols: {why}")
+        tagged, failure = _provenance(evaluate, table, keys, state, why)
+        notes += failure
+    sources = ["provenance" if known is None else "symbols" for known in symbolic]
+    origins = [tagged[n] if known is None else known for n, known in enumerate(symbolic)]
+    owners = _owners(evaluate, table, keys, state, origins)
+    return Derivation(state, origins, sources, owners, evaluations, tuple(notes))
 
 
 def _provenance(

@@ -45,8 +45,6 @@ class Row:
         `'scalar'` for a leaf without dimensions.
       note: additional explanation.
       is_disputed: whether a rule and the derivation disagree; the rule decided.
-      is_doubted: whether a dimension has the size of a parameter dimension at these sizes alone,
-        such as a rank that is capped, and therefore no name.
     """
 
     path: str
@@ -61,7 +59,6 @@ class Row:
     source: str
     note: str
     is_disputed: bool
-    is_doubted: bool
 
     @property
     def spec(self) -> PartitionSpec:
@@ -284,7 +281,6 @@ def _decide(
         "source": max(sources, key=_SOURCES.index, default="scalar"),
         "note": "; ".join(dict.fromkeys(filter(None, notes))),
         "is_disputed": is_disputed,
-        "is_doubted": any(origin.is_doubted for origin in origins),
     }
 
 

@@ -18,11 +18,10 @@ from opt_partition._layout import (
     check_choice,
     mesh_axes_of,
     named_sizes,
-    padded,
-    shape_and_dtype,
     shard_shape,
     spec_of,
 )
+from opt_partition._param_axes import Axis, named_leaf
 from opt_partition._trees import align, leaves_with_paths, map_leaves
 from opt_partition.errors import AxesError, IndivisibleError
 
@@ -50,8 +49,8 @@ def logical_to_mesh(
     a leaf, as in the factors of Shampoo, the first dimension takes precedence.
 
     Args:
-      axes: a `PartitionSpec` of logical names per leaf. An entry is a name, `None`, or, for a
-        merged dimension, a tuple of names, each of which may contribute mesh axes. Dimensions
+      axes: a `PartitionSpec` or tuple of logical names per leaf. An entry is a name, `None`, or,
+        for a merged dimension, a tuple of names, each of which may contribute mesh axes. Dimensions
         beyond the end of a spec are not sharded; `None` instead of a spec replicates the leaf.
       rules: pairs of a logical name and a mesh axis, several mesh axes, or `None`, which leaves the
         dimension unsharded. Can be a mapping if there is one rule per name.
@@ -91,13 +90,13 @@ def logical_to_mesh(
     pairs = _parse_rules(rules, mesh)
     entries = align(axes, shapes, "axes")
     head = "`axes` do not match `shapes` and `rules`:"
-    parsed = map_leaves(_named_leaf, shapes, entries, head)
+    parsed = map_leaves(named_leaf, shapes, entries, head)
     place = functools.cache(functools.partial(_place, rules=pairs, mesh=mesh))
     leaves = []
     unknown: dict[str, list[str]] = {}
     indivisible: list[str] = []
-    for (path, leaf), (shape, dtype, dims) in zip(leaves_with_paths(shapes), parsed, strict=True):
-        placed = place(dims, shape)
+    for (path, leaf), (shape, dtype, names) in zip(leaves_with_paths(shapes), parsed, strict=True):
+        placed = place(names, shape)
         for name in placed.unknown:
             unknown.setdefault(name, []).append(path)
         indivisible += [f"{path}: {note}" for note in placed.indivisible]
@@ -138,12 +137,13 @@ class _Slot:
 
 
 _Rules = Sequence[tuple[str, tuple[str, ...]]]
-_Names = tuple[tuple[str, ...], ...]
 
 
-def _place(dims: _Names, shape: tuple[int, ...], rules: _Rules, mesh: AnyMesh) -> _Placement:
-    """Applies the rules, in order, to a shape whose dimensions have the names `dims`."""
-    slots = [_Slot(dim, name) for dim, names in enumerate(dims) for name in names]
+def _place(
+    names: tuple[Axis, ...], shape: tuple[int, ...], rules: _Rules, mesh: AnyMesh
+) -> _Placement:
+    """Applies the rules, in order, to a shape with the names of its dimensions."""
+    slots = [_Slot(dim, name) for dim, axis in enumerate(names) for name in mesh_axes_of(axis)]
     used: dict[str, int] = {}  # mesh axis to dimension, in order of assignment
     for name, axes in rules:
         for slot in slots:
@@ -213,19 +213,3 @@ def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> _Rules:
         if len(set(axes)) < len(axes):
             raise AxesError(f"`rules` map {name!r} to the same mesh axis twice: {axes!r}")
     return parsed
-
-
-def _named_leaf(_path: str, leaf: Any, entry: Any) -> tuple[tuple[int, ...], Any, _Names]:
-    """Returns shape and dtype of a leaf, and the names of each of its dimensions."""
-    shape, dtype = shape_and_dtype(leaf)
-    if entry is None:
-        return shape, dtype, ((),) * len(shape)
-    if not isinstance(entry, PartitionSpec):
-        kind = type(entry).__name__
-        raise AxesError(f"expected a PartitionSpec of logical names or None, found a {kind}")
-    if len(entry) > len(shape):
-        raise AxesError(f"expected at most {len(shape)} entries, one per dimension; found {entry}")
-    dims = tuple(map(mesh_axes_of, padded(entry, len(shape))))
-    if not all(isinstance(name, str) for names in dims for name in names):
-        raise AxesError(f"expected names, tuples of names or None, found {entry}")
-    return shape, dtype, dims

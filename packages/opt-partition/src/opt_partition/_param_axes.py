@@ -32,14 +32,12 @@ class Parameter:
       shape: its shape.
       dtype: its dtype.
       axes: for each dimension the logical name, a tuple of names, or `None`.
-      given: the axes as given.
     """
 
     key_path: KeyPath
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[Axis, ...]
-    given: PartitionSpec | None = None
 
     @functools.cached_property
     def path(self) -> str:
@@ -47,7 +45,7 @@ class Parameter:
         return path_str(self.key_path)
 
 
-def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> Any:
+def normalise_param_axes(params: Any, param_axes: Any) -> Any:
     """Returns logical axes as `PartitionSpec`s in the structure of `params`.
 
     Args:
@@ -56,11 +54,9 @@ def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> A
         `PartitionSpec`, a sequence of names, a Flax box, an NNX `Variable` with names in its
         metadata, or `None` for no names. An array among boxes or variables is a parameter without
         names.
-      pad: whether to pad the specs to the rank of the parameters. If not, they are returned as
-        given, and `None` stays `None`.
 
     Returns:
-      A tree of specs with the containers of `params`.
+      A tree of specs, as long as the parameters have dimensions, with the containers of `params`.
 
     Raises:
       AxesError: a parameter has no axes or too many, axes belong to no parameter or are not names,
@@ -70,10 +66,7 @@ def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> A
       >>> tuple(normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})['w'])
       ('embed', None)
     """
-    table = parameters(params, param_axes)
-    if pad:
-        return axes_of(params, table)
-    return jax.tree.unflatten(jax.tree.structure(params), [p.given for p in table])
+    return axes_of(params, parameters(params, param_axes))
 
 
 def axes_of(params: Any, table: Sequence[Parameter]) -> Any:
@@ -106,23 +99,29 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
             "nnx.get_partition_spec(state). `None` means a parameter without names."
         )
     # The names of a variable apply to its value.
-    every = [x for unit, x in zip(units, entries, strict=True) for _ in jax.tree.leaves(unit)]
-    paths = [path for path, _ in tree_leaves_with_path(params)]
-    pairs = map_leaves(_axes_of_leaf, params, every, "`param_axes` do not match `params`:")
-    return [Parameter(path, *pair) for path, pair in zip(paths, pairs, strict=True)]
+    every = [
+        None if _is_array(entry) else entry
+        for unit, entry in zip(units, entries, strict=True)
+        for _ in jax.tree.leaves(unit)
+    ]
+    leaves = map_leaves(named_leaf, params, every, "`param_axes` do not match `params`:")
+    return [
+        Parameter(path, shape, jax.dtypes.result_type(leaf), axes)
+        for (path, leaf), (shape, _, axes) in zip(
+            tree_leaves_with_path(params), leaves, strict=True
+        )
+    ]
 
 
-def _axes_of_leaf(_path: str, leaf: Any, entry: Any) -> tuple[Any, ...]:
-    """Returns the shape and dtype of a parameter, and its axes padded and as given."""
-    shape, _ = shape_and_dtype(leaf)
+def named_leaf(_path: str, leaf: Any, entry: Any) -> tuple[tuple[int, ...], Any, tuple[Axis, ...]]:
+    """Returns the shape and dtype of a leaf, and the name of each of its dimensions."""
+    shape, dtype = shape_and_dtype(leaf)
     axes = read_axes(entry)
     if len(axes) > len(shape):
         raise AxesError(
             f"expected at most {len(shape)} axes, one per dimension of {shape}, found {axes}"
         )
-    dtype = jax.dtypes.result_type(leaf)
-    given = None if entry is None or _is_array(entry) else PartitionSpec(*axes)
-    return shape, dtype, axes + (None,) * (len(shape) - len(axes)), given
+    return shape, dtype, axes + (None,) * (len(shape) - len(axes))
 
 
 def _names(entry: Any) -> Any:
@@ -160,10 +159,10 @@ def is_axes(node: Any) -> bool:
 def read_axes(given: Any) -> tuple[Axis, ...]:
     """Returns the names given for the dimensions of one parameter."""
     names = given.get_partition_spec() if _is_box(given) else getattr(given, "names", given)
-    if names is None or _is_array(names):
+    if names is None:
         return ()
     if isinstance(names, str) or not isinstance(names, PartitionSpec | Sequence):
-        raise AxesError(f"axes must be a PartitionSpec or a tuple of names, found {given!r}")
+        raise AxesError(f"axes must be a PartitionSpec or a tuple of names, found {given!r:.80}")
     axes = tuple(tuple(name) if isinstance(name, list) else name for name in names)
     for axis in axes:
         is_names = isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)

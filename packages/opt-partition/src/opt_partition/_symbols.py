@@ -65,7 +65,6 @@ class Origin(NamedTuple):
     keys: tuple[Key, ...] = ()  # those that it is computed from; none if it is constant
     note: str = ""  # what it is if it is not one of them, with `{}` for these dimensions
     is_known: bool = True  # whether it is known to be no parameter dimension without `key`
-    is_doubted: bool = False  # whether it has the size of one at these sizes alone
 
 
 Origins = tuple[Origin, ...]
@@ -208,8 +207,7 @@ class _Symbols:
             if key[1] != size:
                 return None
             if elsewhere.isdecimal() and int(elsewhere) >= size:
-                note = f"parameter dimension {{}} capped at {elsewhere}"
-                return Origin(None, (key,), note, is_doubted=True)
+                return Origin(None, (key,), f"parameter dimension {{}} capped at {elsewhere}")
             return Origin(key, (key,))
         keys = tuple(self._by_variable[v] for v in dict.fromkeys(_VARIABLE.findall(text)))
         if not self._has_value(text, size, keys):
