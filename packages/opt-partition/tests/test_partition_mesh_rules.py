@@ -114,7 +114,7 @@ NONE = {"a": None, "b": None}
             FITTING,
             {"a": "tensor", "b": None},
             {},
-            "map 'a' to the mesh axes 'tensor', .* it has data=4, model=2, fsdp=3. Rename the axes",
+            r"map 'a' to must be distinct .* has data=4, model=2, fsdp=3; found \('tensor',\)",
         ),
         (FITTING, [("a", 3)], {}, r"`rules` must be pairs of .* None; found \('a', 3\)"),
     ],

@@ -195,6 +195,17 @@ def mesh_axes_of(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def distinct_axes(what: str, axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
+    """Returns mesh axes as a tuple; raises `AxesError` if they are not distinct axes of `mesh`."""
+    names = mesh_axes_of(axes)
+    if not names or not mesh.shape.keys() >= {*names} or len({*names}) < len(names):
+        raise AxesError(
+            f"{what} must be distinct mesh axes: the mesh has "
+            f"{named_sizes(mesh, mesh.axis_names)}; found {axes!r}"
+        )
+    return names
+
+
 def padded(spec: PartitionSpec, rank: int) -> list[Any]:
     """Returns an entry of a spec for each of `rank` dimensions."""
     return [*spec, *[None] * (rank - len(spec))]
@@ -237,15 +248,8 @@ def checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> 
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise AxesError(f"{spec} has unconstrained dimensions; specify their mesh axes")
     names = list(map(mesh_axes_of, padded(spec, len(shape))))
-    flat = [axis for axes in names for axis in axes]
-    absent = [axis for axis in flat if axis not in mesh.shape]
-    if absent:
-        raise AxesError(
-            f"{spec} uses {', '.join(map(repr, absent))}, but `mesh` only has "
-            f"{named_sizes(mesh, mesh.axis_names)}"
-        )
-    if len(set(flat)) < len(flat):
-        raise AxesError(f"{spec} uses a mesh axis twice")
+    if flat := [axis for axes in names for axis in axes]:
+        distinct_axes(f"the entries of {spec}", flat, mesh)
     for dim, (size, axes) in enumerate(zip(shape, names, strict=True)):
         if size % math.prod(mesh.shape[axis] for axis in axes):
             raise AxesError(

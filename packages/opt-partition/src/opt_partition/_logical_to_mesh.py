@@ -16,6 +16,7 @@ from opt_partition._layout import (
     Layout,
     LeafLayout,
     check_choice,
+    distinct_axes,
     mesh_axes_of,
     named_sizes,
     shard_shape,
@@ -196,20 +197,12 @@ def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> _Rules:
     for pair in rule_pairs(rules):
         match pair:
             case (str(name), None | str() | [*_]):
-                parsed.append((name, mesh_axes_of(pair[1])))
+                if axes := mesh_axes_of(pair[1]):
+                    distinct_axes(f"what `rules` map {name!r} to", axes, mesh)
+                parsed.append((name, axes))
             case _:
                 raise AxesError(
                     "`rules` must be pairs of a logical name and a mesh axis, a tuple of mesh axes "
                     f"or None; found {pair!r}"
                 )
-    for name, axes in parsed:
-        absent = [axis for axis in axes if axis not in mesh.shape]
-        if absent:
-            raise AxesError(
-                f"`rules` map {name!r} to the mesh axes {', '.join(map(repr, absent))}, which are "
-                f"not in `mesh`: it has {named_sizes(mesh, mesh.axis_names)}. Rename the axes, or "
-                "omit the rule for this mesh."
-            )
-        if len(set(axes)) < len(axes):
-            raise AxesError(f"`rules` map {name!r} to the same mesh axis twice: {axes!r}")
     return parsed

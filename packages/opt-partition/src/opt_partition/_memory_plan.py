@@ -13,7 +13,14 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey
 
 from opt_partition._explain import explain
 from opt_partition._init import StateMaker
-from opt_partition._layout import AnyMesh, Layout, LeafLayout, mesh_axes_of, named_sizes
+from opt_partition._layout import (
+    AnyMesh,
+    Layout,
+    LeafLayout,
+    distinct_axes,
+    mesh_axes_of,
+    named_sizes,
+)
 from opt_partition._logical_to_mesh import (
     LogicalAxisRules,
     MemoryKinds,
@@ -23,7 +30,7 @@ from opt_partition._logical_to_mesh import (
 from opt_partition._plan import NO_PARAMETER, Kind, MemoryPlan, PlanRow
 from opt_partition._rules import Rule
 from opt_partition._trees import children, key_name
-from opt_partition._zero import distinct_axes, extended, report_replicated
+from opt_partition._zero import extended, report_replicated
 
 
 def memory_plan(
@@ -99,7 +106,7 @@ def memory_plan(
       >>> [(row.leaf.path, row.reason) for row in plan.replicated][:1]
       [('wi', "not over data=64: no rule shards 'embed'; no rule uses 'data'")]
     """
-    over = distinct_axes("zero", zero, mesh) if zero else ()
+    over = distinct_axes("`zero`", zero, mesh) if zero else ()
     if zero_level not in (1, 2) or (zero_level == 2 and not over):
         raise ValueError(
             f"`zero_level` must be 1, or 2 together with `zero`; found {zero_level!r} with "

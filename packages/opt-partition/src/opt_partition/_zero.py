@@ -19,6 +19,7 @@ from opt_partition._layout import (
     AnyMesh,
     Layout,
     LeafLayout,
+    distinct_axes,
     mesh_axes_of,
     named_sizes,
     shard_shape,
@@ -90,7 +91,7 @@ def extend_over(
       >>> layout.notes
       ('odd: ZeRO: stays replicated over data=8: no dimension of (7,) is divisible',)
     """
-    names = distinct_axes("axes", axes, mesh)
+    names = distinct_axes("`axes`", axes, mesh)
     layout = extended(Layout.from_specs(specs, shapes, mesh), names, min_bytes)
     report_replicated([layout], names, min_bytes, strict=strict)
     return layout
@@ -115,17 +116,6 @@ def extended(layout: Layout, axes: Sequence[str], min_bytes: int) -> Layout:
         )
 
     return Layout(mesh, jax.tree.map(extended_leaf, layout.leaves))
-
-
-def distinct_axes(argument: str, axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns mesh axes as a tuple; checks that they are distinct axes of `mesh`."""
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not names or not mesh.shape.keys() >= {*names} or len({*names}) < len(names):
-        raise AxesError(
-            f"`{argument}` must be distinct mesh axes: the mesh has "
-            f"{named_sizes(mesh, mesh.axis_names)}; found {axes!r}"
-        )
-    return names
 
 
 def _extend(
@@ -274,7 +264,7 @@ def shard_optimizer_state(
       >>> tuple(layouts.opt_state.specs[0].v_row['wi'])
       (('fsdp', 'data'),)
     """
-    names = distinct_axes("zero_axes", zero_axes, mesh)
+    names = distinct_axes("`zero_axes`", zero_axes, mesh)
     params = unboxed(abstract_params)
     explanation = explain(tx, params, abstract_params if param_axes is None else param_axes)
     pairs = rule_pairs(rules)
