@@ -32,12 +32,14 @@ class Parameter:
       shape: its shape.
       dtype: its dtype.
       axes: for each dimension the logical name, a tuple of names, or `None`.
+      given: the axes as given.
     """
 
     key_path: KeyPath
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[Axis, ...]
+    given: PartitionSpec | None = None
 
     @functools.cached_property
     def path(self) -> str:
@@ -45,7 +47,7 @@ class Parameter:
         return path_str(self.key_path)
 
 
-def normalise_param_axes(params: Any, param_axes: Any) -> Any:
+def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> Any:
     """Returns logical axes as `PartitionSpec`s in the structure of `params`.
 
     Args:
@@ -54,9 +56,11 @@ def normalise_param_axes(params: Any, param_axes: Any) -> Any:
         `PartitionSpec`, a sequence of names, a Flax box, an NNX `Variable` with names in its
         metadata, or `None` for no names. An array among boxes or variables is a parameter without
         names.
+      pad: whether to pad the specs to the rank of the parameters. If not, they are returned as
+        given, and `None` stays `None`.
 
     Returns:
-      A tree of specs, as long as the parameters have dimensions, with the containers of `params`.
+      A tree of specs with the containers of `params`.
 
     Raises:
       AxesError: a parameter has no axes or too many, axes belong to no parameter or are not names,
@@ -66,7 +70,10 @@ def normalise_param_axes(params: Any, param_axes: Any) -> Any:
       >>> tuple(normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})['w'])
       ('embed', None)
     """
-    return axes_of(params, parameters(params, param_axes))
+    table = parameters(params, param_axes)
+    if pad:
+        return axes_of(params, table)
+    return jax.tree.unflatten(jax.tree.structure(params), [p.given for p in table])
 
 
 def axes_of(params: Any, table: Sequence[Parameter]) -> Any:
@@ -104,24 +111,26 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         for unit, entry in zip(units, entries, strict=True)
         for _ in jax.tree.leaves(unit)
     ]
-    leaves = map_leaves(named_leaf, params, every, "`param_axes` do not match `params`:")
-    return [
-        Parameter(path, shape, jax.dtypes.result_type(leaf), axes)
-        for (path, leaf), (shape, _, axes) in zip(
-            tree_leaves_with_path(params), leaves, strict=True
-        )
-    ]
+    rows = map_leaves(_parameter_row, params, every, "`param_axes` do not match `params`:")
+    paths = [path for path, _ in tree_leaves_with_path(params)]
+    return [Parameter(path, *row) for path, row in zip(paths, rows, strict=True)]
+
+
+def _parameter_row(path: str, leaf: Any, entry: Any) -> tuple[Any, ...]:
+    shape, _, axes = named_leaf(path, leaf, entry)
+    given = None if entry is None else PartitionSpec(*axes)
+    return shape, jax.dtypes.result_type(leaf), (*axes, *[None] * (len(shape) - len(axes))), given
 
 
 def named_leaf(_path: str, leaf: Any, entry: Any) -> tuple[tuple[int, ...], Any, tuple[Axis, ...]]:
-    """Returns the shape and dtype of a leaf, and the name of each of its dimensions."""
+    """Returns the shape and dtype of a leaf, and names of no more than its dimensions."""
     shape, dtype = shape_and_dtype(leaf)
     axes = read_axes(entry)
     if len(axes) > len(shape):
         raise AxesError(
             f"expected at most {len(shape)} axes, one per dimension of {shape}, found {axes}"
         )
-    return shape, dtype, axes + (None,) * (len(shape) - len(axes))
+    return shape, dtype, axes
 
 
 def _names(entry: Any) -> Any:
