@@ -55,7 +55,7 @@ def test_states_come_back_bit_for_bit(kind: str | None) -> None:
 def test_they_are_held_on_the_host() -> None:
     good = rollback()
     good.take(0, start())
-    kinds = {leaf.sharding.memory_kind for leaf in good._held[0].leaves}
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(good._held[0].tree)}
     assert kinds == {"pinned_host"}
 
 

@@ -11,13 +11,7 @@ from optax import EmaState, MultiStepsState, ShouldSkipUpdateFunction, TraceStat
 
 from opt_accumulate import errors
 from opt_accumulate._accumulate import AccumulationMetrics, accumulate_gradients
-from opt_accumulate._average import (
-    AverageState,
-    HoldsEvalParams,
-    HoldsMasterParams,
-    eval_params,
-    with_average,
-)
+from opt_accumulate._average import AverageState, eval_params, with_average
 from opt_accumulate._guard import GuardReport, GuardState, Reason, Spike, check_skips, guard, report
 from opt_accumulate._inner import ParamsTransformation
 from opt_accumulate._multi_steps import MultiSteps
@@ -32,8 +26,6 @@ __all__ = [
     "EmaState",
     "GuardReport",
     "GuardState",
-    "HoldsEvalParams",
-    "HoldsMasterParams",
     "MultiSteps",
     "MultiStepsState",
     "ParamsTransformation",

@@ -9,23 +9,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_accumulate._arrays import check_accumulator_dtype
+from opt_accumulate._arrays import check_dtype
 from opt_accumulate._batch import Sizes, batch_rows, check_devices
 from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
 from opt_accumulate._loop import Loop, Rng, accumulate
-from opt_accumulate._losses import (
-    SkipFunction,
-    Weights,
-    check_reductions,
-    check_skip_function,
-    check_weights,
-    divide,
-)
+from opt_accumulate._losses import SkipFunction, Weights, check_rules, divide
 from opt_accumulate._placement import leaf_shardings, like_params, place, sum_as_like
-from opt_accumulate._trees import check_integer, described, not_numbers
+from opt_accumulate._trees import check_choice, check_integer, described, what_is_wrong
 from opt_accumulate.errors import OptionError
 
 
@@ -44,21 +36,6 @@ class AccumulationMetrics:
     weight: jax.Array
     weights: jax.Array
     skipped: jax.Array
-
-    @property
-    def num_microbatches(self) -> int:
-        """How many microbatches there were."""
-        return int(self.skipped.shape[-1])
-
-    @property
-    def num_skipped(self) -> jax.Array:
-        """How many of them `skip_fn` dropped."""
-        return self.skipped.sum(dtype=jnp.int32)
-
-    @property
-    def num_empty(self) -> jax.Array:
-        """How many of the others had no weight."""
-        return (~self.skipped & (self.weights == 0)).sum(dtype=jnp.int32)
 
 
 def accumulate_gradients(
@@ -165,11 +142,10 @@ def accumulate_gradients(
         raise OptionError(
             f"`loss_fn` must be a function of (params, microbatch); it is {loss_fn!r}."
         )
-    sizes = _check_sizes(num_microbatches, microbatch_size)
-    check_weights(weights)
-    check_reductions(aux)
-    check_skip_function(skip_fn)
-    check_accumulator_dtype(accumulator_dtype)
+    sizes = _check_sizes(num_microbatches=num_microbatches, microbatch_size=microbatch_size)
+    check_rules(weights, skip_fn, aux)
+    if accumulator_dtype is not None:
+        check_dtype("accumulator_dtype", accumulator_dtype, 16)
     if aux != "stack" and not has_aux:
         raise OptionError(
             f"`aux`={aux!r} needs `has_aux=True`: without it there are no auxiliary outputs."
@@ -179,8 +155,8 @@ def accumulate_gradients(
         raise OptionError("`data_axes` must name the mesh axes of the batch; it is empty.")
     if mesh is not None:
         check_axes(mesh, axes)
-    _check_choice("rng", rng, (False, True, "rows"))
-    _check_choice("reduce", reduce, ("auto", "deferred"))
+    check_choice("rng", rng, (False, True, "rows"))
+    check_choice("reduce", reduce, ("auto", "deferred"))
     loop = Loop(loss_fn, sizes, weights, has_aux, aux, rng, skip_fn, accumulator_dtype)
 
     @jax.named_scope("accumulate_gradients")
@@ -205,41 +181,38 @@ def accumulate_gradients(
             keep_place = functools.partial(place, shardings=shardings)
             sums, stacks = accumulate(loop, split, 0, rng, params, batch, further, keep_place)
 
-        def mean(total: Any) -> Any:
-            return jax.tree.map(lambda leaf: divide(leaf, sums.weight), total)
-
-        grads = place(sum_as_like(mean(sums.grads), params), shardings)
-        value: tuple[Any, ...] = (mean(sums.loss),)
+        summed = sums.grads, sums.loss, sums.means
+        grads, loss, means = jax.tree.map(lambda total: divide(total, sums.weight), summed)
+        value: tuple[Any, ...] = (loss,)
         if has_aux:
-            by_rule = sums.added, mean(sums.weighted), stacks.stacked, stacks.rows
-            value += (jax.tree.map(_one_of, *by_rule, is_leaf=lambda x: x is None),)
+            # Each output is in one of these trees; in the others there is `None` instead.
+            trees = sums.added, means, stacks.outputs
+            value += (jax.tree.map(_one_of, *trees, is_leaf=lambda x: x is None),)
         if with_metrics:
             value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
+        grads = place(sum_as_like(grads, params), shardings)
         return (value if len(value) > 1 else value[0]), grads
 
     return value_and_grad
 
 
 def _one_of(*outputs: Any) -> Any:
-    """One output, which is under its rule and `None` under all others."""
     return next((output for output in outputs if output is not None), None)
 
 
-def _check_sizes(num: Any, size: Any) -> Sizes:
-    if (num is None) == (size is None):
+def _check_sizes(**asked: Any) -> Sizes:
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) != 1:
+        found = " and ".join(map(repr, asked.values()))
         raise OptionError(
-            "Give `num_microbatches` or `microbatch_size`, one of them: "
-            f"they are {num!r} and {size!r}."
+            f"Give `num_microbatches` or `microbatch_size`, one of them: they are {found}."
         )
-    num = None if num is None else check_integer("num_microbatches", num, 1)
-    size = None if size is None else check_integer("microbatch_size", size, 1)
-    return Sizes(num, size)
+    (name,) = given
+    return Sizes(name, check_integer(name, asked[name], 1))
 
 
 def _check_params(params: Any) -> None:
-    if unfit := not_numbers(params):
-        raise OptionError("`params` must be a tree of arrays; it has\n" + "\n".join(unfit))
-    if wrong := described(params, _not_inexact):
+    if wrong := described(params, lambda leaf: what_is_wrong(leaf) or _not_inexact(leaf)):
         raise OptionError(
             "`params` must be arrays of floating-point or complex numbers, to differentiate by; "
             "found\n" + "\n".join(wrong) + "\nPass counters, keys and other state that is not "
@@ -250,12 +223,6 @@ def _check_params(params: Any) -> None:
 def _not_inexact(leaf: Any) -> str:
     dtype = jnp.result_type(leaf)
     return "" if jnp.issubdtype(dtype, jnp.inexact) else str(dtype)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        listed = ", ".join(map(repr, choices))
-        raise OptionError(f"`{name}` must be one of {listed}; it is {value!r}.")
 
 
 def _check_key(wanted: Rng, key: Any) -> None:
@@ -270,15 +237,3 @@ def _check_key(wanted: Rng, key: Any) -> None:
             "`accumulate_gradients(..., rng=True)` (or 'rows'). One key for all microbatches is a "
             "further argument: pass it by position, or by another name."
         )
-    if key is not None and not _is_one_key(key):
-        raise OptionError(
-            "`rng` must be one random key, as `jax.random.key(0)` makes; it is "
-            f"{getattr(key, 'dtype', type(key).__name__)} of shape {np.shape(key)}."
-        )
-
-
-def _is_one_key(key: Any) -> bool:
-    if not isinstance(key, jax.Array | np.ndarray):
-        return False
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return key.ndim == 0 if is_typed else (key.ndim == 1 and key.dtype == np.uint32)

@@ -35,19 +35,17 @@ def inexact(dtype: Any) -> Any:
     return wide if jnp.issubdtype(wide, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
-def check_accumulator_dtype(wanted: Any) -> None:
-    """Raises an `OptionError` unless gradients can be summed in a dtype, or it is `None`."""
-    if wanted is None:
-        return
+def check_dtype(argument: str, wanted: Any, bits: int) -> None:
+    """Raises an `OptionError` unless a dtype has real numbers of at least so many bits."""
     try:
-        dtype = jnp.dtype(wanted)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        is_wide = wanted is not None and jnp.finfo(wanted).bits >= bits
+        is_real = is_wide and jnp.issubdtype(wanted, jnp.floating)
+    except (TypeError, ValueError):
+        is_real = False
+    if not is_real:
         raise OptionError(
-            "`accumulator_dtype` must be None, or a dtype that sums of gradients fit in: real "
-            "floating-point numbers of 16 bits or more, such as 'float32'; it is "
-            f"{wanted if dtype is None else dtype.name!r}."
+            f"`{argument}` must be a dtype of real floating-point numbers of {bits} bits or more, "
+            f"such as 'float32'; it is {wanted!r}."
         )
 
 

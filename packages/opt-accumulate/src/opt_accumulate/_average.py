@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from opt_accumulate._arrays import (
     accumulator_dtype_of,
+    check_dtype,
     on_device,
     put_beside,
     traced_once,
@@ -24,6 +25,7 @@ from opt_accumulate._guard import GuardState
 from opt_accumulate._inner import InnerUpdate, ParamsTransformation, emit_if
 from opt_accumulate._trees import (
     broadcast_prefix,
+    check_choice,
     check_integer,
     check_numbers,
     children,
@@ -32,53 +34,20 @@ from opt_accumulate._trees import (
 )
 from opt_accumulate.errors import EvaluationError, OptionError
 
-
-@runtime_checkable
-class HoldsMasterParams(Protocol):
-    """A state that keeps the parameters in higher precision than the model has them.
-
-    Structural: a class of states only needs a method of this name.
-    """
-
-    def master_params(self, params: Any) -> Any:
-        """Returns a tree like `params`, of float32 or wider where it has more precision.
-
-        Args:
-          params: the parameters that belong to the state.
-        """
-
-
-@runtime_checkable
-class HoldsEvalParams(Protocol):
-    """A state that keeps the parameters to evaluate, such as `AverageState`.
-
-    Structural: a class of states only needs a method of this name.
-    """
-
-    def eval_params(self, params: Any) -> Any:
-        """Returns a tree like `params`, with `optax.MaskedNode()` for those it does not keep.
-
-        Args:
-          params: the parameters that belong to the state.
-        """
-
-
 _SCHEDULE_FREE = {"b1", "weight_sum", "z"}  # fields of a state that Optax does not export
-
-
-class _Provider(NamedTuple):
-    name: str
-    leaves: dict[str, Any]
 
 
 def eval_params(state: Any, params: Any) -> Any:
     """Returns the parameters to evaluate: an average of them, if an optimizer keeps one.
 
-    At any depth of the state it finds the average of `with_average` (or any `HoldsEvalParams`),
-    the one that `optax.contrib.schedule_free` implies, and the slow parameters of
-    `optax.lookahead`. Without these it returns the master copy (`HoldsMasterParams`), if there
-    is one, or `params`. In `optax.partition` and in groups, each part may have its own.
-    Traceable.
+    At any depth of the state it finds the average of `with_average`, the one that
+    `optax.contrib.schedule_free` implies, and the slow parameters of `optax.lookahead`. Without
+    these it returns the master copy, if there is one, or `params`. In `optax.partition` and in
+    groups, each part may have its own. Traceable.
+
+    States of other packages may have either by a method of their class: `eval_params(params)`, with
+    `optax.MaskedNode()` for parameters that they do not keep, or `master_params(params)`, of
+    float32 or wider where they have more precision.
 
     Args:
       state: the state of an optimizer, or any tree that contains it.
@@ -102,31 +71,31 @@ def eval_params(state: Any, params: Any) -> Any:
       >>> str(found.dtype), [round(float(x), 2) for x in found]
       ('bfloat16', [0.1, 0.1])
     """
-    providers = list(_providers(state, params))
+    own = _by_path(params)
+    kept: dict[str, tuple[str, Any]] = {}  # by path: what provides it, and the values
     if isinstance(params, optax.LookaheadParams):
-        providers.append(_Provider("the slow parameters", {}))
-        if len(providers) > 1:
-            raise _conflict(providers[0], providers[1], "")
-        params = params.slow
-    structure = jax.tree.structure(params)
-    leaves = _by_path(params)
-    owners: dict[str, _Provider] = {}
-    for provider in providers:
-        for path in provider.leaves:
-            if path not in leaves:
+        slow = [path for path in own if path.startswith("slow")]
+        kept = {path: ("the slow parameters", own[path]) for path in slow}
+    for name, leaves in _providers(state, own, params):
+        for path, leaf in leaves.items():
+            if path not in own:
                 raise EvaluationError(
-                    f"{provider.name} of `state` has `{path}`, which `params` lack. "
+                    f"{name} of `state` has `{path}`, which `params` lack. "
                     "Pass the parameters that the state belongs to."
                 )
-            if path in owners:
-                raise _conflict(owners[path], provider, path)
-            owners[path] = provider
-    if providers:
-        found = [owners[path].leaves[path] if path in owners else leaves[path] for path in leaves]
+            if path in kept:
+                raise EvaluationError(
+                    f"{kept[path][0]} and {name} both provide parameters to evaluate of `{path}`. "
+                    "Keep only one of them."
+                )
+            kept[path] = name, leaf
+    if kept:
+        found = [kept[path][1] if path in kept else leaf for path, leaf in own.items()]
     else:
         found = jax.tree.leaves(master_params(state, params))
-    cast = [_cast(new, old) for new, old in zip(found, leaves.values(), strict=True)]
-    return jax.tree.unflatten(structure, cast)
+    cast = [_cast(new, old) for new, old in zip(found, own.values(), strict=True)]
+    evaluated = jax.tree.unflatten(jax.tree.structure(params), cast)
+    return evaluated.slow if isinstance(params, optax.LookaheadParams) else evaluated
 
 
 def master_params(state: Any, params: Any) -> Any:
@@ -137,30 +106,22 @@ def master_params(state: Any, params: Any) -> Any:
     return params
 
 
-def _providers(state: Any, params: Any) -> Iterator[_Provider]:
-    own = _by_path(params)
+def _providers(state: Any, own: Any, params: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for path, node in walk(state):
-        name = f"the `{type(node).__name__}` at `{path_str(path)}`"
         if callable(getattr(type(node), "eval_params", None)):
-            yield _Provider(name, _by_path(node.eval_params(params)))
+            leaves = _by_path(node.eval_params(params))
         elif set(getattr(node, "_fields", ())) >= _SCHEDULE_FREE:
             # Optax's own function wants all of the parameters, which a part of a partition has not.
             z, b1 = _by_path(node.z), jnp.asarray(node.b1)
-            leaves = {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z.items() if at in own}
-            yield _Provider(name, leaves)
+            leaves = {at: (own.get(at, z[at]) - (1 - b1) * z[at]) / b1 for at in z}
+        else:
+            continue
+        yield f"the `{type(node).__name__}` at `{path_str(path)}`", leaves
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
     # By name: a group may see a dict where the parameters are a `FrozenDict`.
     return {path_str(path): leaf for path, leaf in tree_leaves_with_path(tree)}
-
-
-def _conflict(one: _Provider, other: _Provider, path: str) -> EvaluationError:
-    of = f" of `{path}`" if path else ""
-    return EvaluationError(
-        f"{one.name} and {other.name} both provide parameters to evaluate{of}. Keep only one of "
-        "them."
-    )
 
 
 def _cast(new: Any, old: Any) -> Any:
@@ -187,7 +148,7 @@ class AverageState(NamedTuple):
     inner: Any
 
     def eval_params(self, params: Any) -> Any:
-        """Returns the average; see `HoldsEvalParams`."""
+        """Returns the average, for the function of this name."""
         del params
         return jax.tree.map(on_device, self.average)
 
@@ -212,8 +173,8 @@ def with_average(
 
     The average starts as a copy of the parameters and is updated by
     `average + (1 - d) * (params - average)`, in its own dtype. It averages the parameters as
-    stored, so rounded ones in bfloat16, unless `tx` keeps a master copy (`HoldsMasterParams`):
-    then it averages that. `eval_params` returns the average.
+    stored, so rounded ones in bfloat16, unless `tx` keeps a master copy (a state with a method
+    `master_params`): then it averages that. `eval_params` returns the average.
 
     A mini-step of an inner `MultiSteps` that does not emit, and a step that an inner `guard`
     skips, leave the average untouched. Wrap everything that changes the updates, so that the
@@ -252,14 +213,14 @@ def with_average(
       >>> params.tolist(), state.average.tolist()
       ([2.0, 4.0], [1.25, 2.5])
     """
-    schedule = _Rate.checked(decay, start, every, warmup, form)
-    wanted = _checked_dtype(dtype)
+    schedule = _Rate(decay, start, every, warmup, form)
+    check_dtype("dtype", dtype, 32)
     inner = InnerUpdate(tx)
 
     def init(params: Any) -> AverageState:
         check_numbers(params, "params")
         state = inner.init(params)
-        average = _copies(master_params(state, params), wanted, select)
+        average = _copies(master_params(state, params), dtype, select)
         return AverageState(jnp.zeros([], jnp.int32), average, state)
 
     def update(
@@ -271,32 +232,31 @@ def with_average(
             )
         updates, new = inner(grads, grads, state.inner, params, extra_args)
         return updates, after(
-            state, new, lambda moved: optax.apply_updates(*moved), (params, updates)
+            state, new, (params, updates), lambda moved: optax.apply_updates(*moved)
         )
 
     def apply(
         params: Any, state: AverageState, grads: Any, **extra_args: Any
     ) -> tuple[Any, AverageState]:
-        params, new = inner.apply(params, state.inner, grads, extra_args)
-        return params, after(state, new, lambda moved: moved, params)
+        params, new = inner.apply(grads, grads, state.inner, params, extra_args)
+        return params, after(state, new, params, lambda moved: moved)
 
     def after(
-        state: AverageState, new: Any, params_of: Callable[[Any], Any], moved: Any
+        state: AverageState, new: Any, moved: Any, params_of: Callable[[Any], Any]
     ) -> AverageState:
         count = jnp.asarray(state.count)
         updated = _has_updated(new, state.inner)
         conditions = [one for one in (updated, schedule.counts(count)) if one is not None]
-        is_due = jnp.stack(conditions).all() if conditions else None
 
         def body(average: Any, operands: Any) -> Any:
             moved, inner_state = operands
-            params = master_params(inner_state, params_of(moved))
-            return schedule.move(average, params, count)
+            return schedule.move(average, master_params(inner_state, params_of(moved)), count)
 
-        if is_due is None:
-            average = body(state.average, (moved, new))
-        else:
+        if conditions:
+            is_due = jnp.stack(conditions).all()
             _, average = emit_if(is_due, body, state.average, (moved, new))
+        else:
+            average = body(state.average, (moved, new))
         following = optax.safe_increment(count)
         counted = following if updated is None else jnp.where(updated, following, count)
         return AverageState(counted, average, new)
@@ -332,22 +292,19 @@ class _Rate:
     warmup: bool
     form: Form
 
-    @classmethod
-    def checked(cls, decay: Any, start: int, every: int, warmup: bool, form: Form) -> _Rate:
+    def __post_init__(self) -> None:
         """Raises an `OptionError` where the arguments do not define an average."""
-        if form not in get_args(Form):
-            raise OptionError(f"`form` must be one of {', '.join(get_args(Form))}, found {form!r}.")
-        if form == "polyak" and (decay is not None or warmup):
+        check_choice("form", self.form, get_args(Form))
+        if self.form == "polyak" and (self.decay is not None or self.warmup):
             raise OptionError(
                 "`form='polyak'` is a plain mean: it takes neither `decay` nor `warmup`."
             )
-        if form == "ema" and decay is None:
+        if self.form == "ema" and self.decay is None:
             raise OptionError("`decay` is missing: give a number such as 0.999, or a schedule.")
-        if isinstance(decay, int | float) and not 0 <= decay < 1:
-            raise OptionError(f"`decay` must be at least 0 and less than 1, found {decay!r}.")
-        check_integer("start", start, 0)
-        check_integer("every", every, 1)
-        return cls(decay, start, every, warmup, form)
+        if isinstance(self.decay, int | float) and not 0 <= self.decay < 1:
+            raise OptionError(f"`decay` must be at least 0 and less than 1, found {self.decay!r}.")
+        check_integer("start", self.start, 0)
+        check_integer("every", self.every, 1)
 
     def counts(self, count: jax.Array) -> jax.Array | None:
         """Returns whether update `count` moves the average; `None` if each does."""
@@ -361,21 +318,18 @@ class _Rate:
         if self.start:
             rate = jnp.where(count < self.start, 1, rate)
 
-        def move_leaf(old: Any, param: Any, array: Any) -> Any:
+        def move_leaf(old: Any, param: Any, rate: Any) -> Any:
             new = jax.lax.convert_element_type(param, old.dtype)
-            if array is None:
-                return old + rate * (new - old)
-            share = array.astype(jnp.finfo(old.dtype).dtype)
+            rate = jnp.asarray(rate, jnp.finfo(old.dtype).dtype)
             # At a rate of 1 it is the parameters to the bit, whatever it was.
-            return jnp.where(share == 1, new, old + share * (new - old))
+            return jnp.where(rate == 1, new, old + rate * (new - old))
 
         moved = traced_once(move_leaf, average, params)
-        array = None if isinstance(rate, float) else rate
 
         def leaf(old: Any, param: Any) -> Any:
             if isinstance(old, optax.MaskedNode):
                 return old
-            return put_beside(moved(on_device(old), param, array), old)
+            return put_beside(moved(on_device(old), param, rate), old)
 
         return jax.tree.map(leaf, average, params, is_leaf=_is_masked)
 
@@ -388,25 +342,10 @@ class _Rate:
         return jnp.maximum(rate, 9 / (10 + t)) if self.warmup else rate
 
 
-def _checked_dtype(dtype: Any) -> Any:
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = ""
-    if name not in ("float32", "float64"):
-        raise OptionError(
-            f"`dtype` must be float32 or float64, found {dtype!r}. An average of less precision "
-            "does not move: the steps of a decay of 0.999 are below half of its last digit."
-        )
-    return dtype
-
-
 def _copies(params: Any, dtype: Any, select: Any) -> Any:
     """Returns the parameters that are averaged, in the dtype of the average."""
     mask = select(params) if callable(select) else select
-    chosen = [True] * len(jax.tree.leaves(params))
-    if mask is not None:
-        chosen = broadcast_prefix(mask, params, "select")
+    chosen = broadcast_prefix(True if mask is None else mask, params, "select")
 
     def leaf(param: Any, is_chosen: Any) -> Any:
         own = jnp.result_type(param)
@@ -415,9 +354,7 @@ def _copies(params: Any, dtype: Any, select: Any) -> Any:
         wide = jax.dtypes.canonicalize_dtype(accumulator_dtype_of(own, dtype))
         return jax.lax.convert_element_type(jnp.copy(param), wide)
 
-    structure = jax.tree.structure(params)
-    leaves = [leaf(*pair) for pair in zip(jax.tree.leaves(params), chosen, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(leaf, params, chosen)
 
 
 def _is_masked(node: Any) -> bool:

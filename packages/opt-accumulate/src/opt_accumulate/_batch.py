@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_accumulate._placement import axes_of, explicit_spec
-from opt_accumulate._trees import not_numbers, path_str
+from opt_accumulate._trees import described, path_str, what_is_wrong
 from opt_accumulate.errors import BatchError
 
 _Index = jax.tree_util.SequenceKey
@@ -42,6 +41,11 @@ class Split(NamedTuple):
 def has_rows(leaf: Any) -> bool:
     """Whether a leaf of a batch is cut; scalars are what all microbatches share."""
     return np.ndim(leaf) > 0
+
+
+def map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Maps over the leaves of a batch that are cut; scalars stay as they are."""
+    return jax.tree.map(lambda leaf: function(leaf) if has_rows(leaf) else leaf, batch)
 
 
 def batch_rows(batch: Any) -> int:
@@ -67,24 +71,11 @@ def batch_rows(batch: Any) -> int:
     (rows,) = sizes
     if not rows:
         raise BatchError("`batch` has 0 rows: " + ", ".join(shapes))
-    _check_leaves(leaves, int(rows))
-    return int(rows)
-
-
-def _check_leaves(leaves: Sequence[tuple[Any, Any]], rows: int) -> None:
-    """Raises where an array is not of numbers, or a list of scalars looks like rows."""
-    arrays = {path_str(path): leaf for path, leaf in leaves if has_rows(leaf)}
-    wrong = [line for path, leaf in arrays.items() for line in not_numbers({path: leaf})]
-    wrong += [
-        f"  {path}: a ShapeDtypeStruct"
-        for path, leaf in arrays.items()
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
-    if wrong:
+    if wrong := described(batch, _no_rows):
         raise BatchError("Leaves of `batch` must be arrays of numbers; found\n" + "\n".join(wrong))
     parents = Counter(path[:-1] for path, leaf in leaves if path and isinstance(path[-1], _Index))
-    scalars = Counter(path[:-1] for path, leaf in leaves if path and not has_rows(leaf))
-    lists = [path for path, count in parents.items() if count == scalars[path] == rows > 1]
+    scalars_in = Counter(path[:-1] for path, leaf in leaves if path and not has_rows(leaf))
+    lists = [path for path, count in parents.items() if count == scalars_in[path] == rows > 1]
     if lists:  # every microbatch would have all of them
         raise BatchError(
             f"`batch` has {rows} rows, and a list of {rows} numbers that have none: "
@@ -92,53 +83,51 @@ def _check_leaves(leaves: Sequence[tuple[Any, Any]], rows: int) -> None:
             + ". If these are rows, make an array of them (`np.asarray`); if all microbatches "
             "share them, pass them as a further argument after `batch`."
         )
+    return int(rows)
 
 
-@dataclass(frozen=True)
-class Sizes:
+def _no_rows(leaf: Any) -> str:
+    if not has_rows(leaf):
+        return ""
+    return "a ShapeDtypeStruct" if isinstance(leaf, jax.ShapeDtypeStruct) else what_is_wrong(leaf)
+
+
+class Sizes(NamedTuple):
     """What was asked for: a number of microbatches, or rows of each over all devices."""
 
-    num_microbatches: int | None
-    microbatch_size: int | None
+    argument: str  # `num_microbatches` or `microbatch_size`
+    value: int
+
+    def __str__(self) -> str:
+        """For errors."""
+        return f"`{self.argument}` is {self.value}"
 
     def of(self, rows: int, devices: int = 1) -> Split:
         """Returns the sizes for a batch, or for the part of it on each of some devices."""
-        if rows % devices or (self.microbatch_size or 0) % devices:
+        is_size = self.argument == "microbatch_size"
+        if rows % devices or (is_size and self.value % devices):
             raise BatchError(
-                f"`batch` has {rows} rows and {self._asked}: the rows must divide evenly over the "
+                f"`batch` has {rows} rows and {self}: the rows must divide evenly over the "
                 f"{devices} devices of `data_axes`. Pad the batch with rows of weight 0, take "
                 "other sizes, or `reduce='auto'`."
             )
         local = rows // devices
-        if self.num_microbatches is not None:
-            num = self.num_microbatches
-            size = math.ceil(local / num)
-        else:
-            size = min((self.microbatch_size or 0) // devices, local)
-            num = math.ceil(local / size)
-        return Split(num, size, local, devices)
+        if is_size:
+            size = min(self.value // devices, local)
+            return Split(math.ceil(local / size), size, local, devices)
+        return Split(self.value, math.ceil(local / self.value), local, devices)
 
     def not_divided(self, split: Split) -> BatchError:
         """Returns the error for a batch that would need padding, which would count."""
         each = "" if split.devices == 1 else f" on each of {split.devices} devices"
-        step = 1 if self.microbatch_size is None else split.devices
-        numbers = ", ".join(str(step * number) for number in _divisors(split.rows))
+        step = split.devices if self.argument == "microbatch_size" else 1
+        divisors = [d for d in range(1, split.rows + 1) if split.rows % d == 0]
         return BatchError(
             f"`batch` has {split.rows} rows{each}, which do not divide into microbatches: "
-            f"{self._asked}. Rows of padding would count, as by `weights` each row does. Take one "
-            f"of {numbers}; or let rows of zeros have weight 0: `loss_fn` returns (sum of "
-            "losses, weight) over a mask in the batch."
+            f"{self}. Rows of padding would count, as by `weights` each row does. Take one "
+            f"of {', '.join(str(step * d) for d in divisors)}; or let rows of zeros have weight "
+            "0: `loss_fn` returns (sum of losses, weight) over a mask in the batch."
         )
-
-    @property
-    def _asked(self) -> str:
-        (asked,) = (f"`{name}` is {value}" for name, value in vars(self).items() if value)
-        return asked
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def fold(batch: Any, split: Split) -> Any:
@@ -150,20 +139,15 @@ def _fold(path: Any, leaf: Any, split: Split) -> Any:
     if not has_rows(leaf):
         return leaf
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    spec = explicit_spec(leaf)
-    rest = () if spec is None else tuple(spec)
-    if rest:
+    target = None
+    if spec := tuple(explicit_spec(leaf) or ()):
         mesh = jax.typeof(leaf).sharding.mesh
-        check_devices(split, mesh, axes_of(rest[0]), path_str(path))
+        check_devices(split, mesh, axes_of(spec[0]), path_str(path))
+        # The rows of each microbatch stay spread as the batch's rows are.
+        target = jax.sharding.PartitionSpec(spec[0], None, *spec[1:])
     if split.padding:
         leaf = _pad(leaf, split.padding)
-    shape = (split.size, split.num, *leaf.shape[1:])
-    if not rest:
-        return jax.lax.reshape(leaf, shape)
-    # The rows of each microbatch stay spread as the batch's rows are.
-    target = jax.sharding.PartitionSpec(rest[0], None, *rest[1:])
-    folded: jax.Array = jnp.reshape(leaf, shape, out_sharding=target)
-    return folded
+    return jnp.reshape(leaf, (split.size, split.num, *leaf.shape[1:]), out_sharding=target)
 
 
 def _pad(leaf: jax.Array, rows: int) -> jax.Array:
@@ -191,29 +175,16 @@ def check_devices(split: Split, mesh: Any, axes: Sequence[str], where: str) -> N
 
 def take(folded: Any, index: Any) -> Any:
     """Returns one microbatch of what `fold` returned."""
-
-    def cut(leaf: Any) -> Any:
-        if not has_rows(leaf):
-            return leaf
-        return jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)
-
-    return jax.tree.map(cut, folded)
+    return map_rows(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), folded
+    )
 
 
-def row_numbers(split: Split, index: Any) -> jax.Array:
-    """Returns which rows of the batch microbatch `index` has."""
-    rows: jax.Array = jnp.arange(split.size, dtype=jnp.int32) * split.num + index
-    return rows
-
-
-def unfold(stacked: Any, split: Split) -> jax.Array:
+def unfold(stacked: jax.Array, split: Split) -> jax.Array:
     """Puts per-row outputs, stacked over the microbatches, in the order of the batch's rows."""
     rows = jnp.swapaxes(stacked, 0, 1)
-    shape = (split.num * split.size, *rows.shape[2:])
     spec = explicit_spec(rows)
-    if spec is None:
-        in_order: jax.Array = jax.lax.reshape(rows, shape)
-    else:
-        target = jax.sharding.PartitionSpec(spec[0], *tuple(spec)[2:])
-        in_order = jnp.reshape(rows, shape, out_sharding=target)
-    return jax.lax.slice_in_dim(in_order, 0, split.rows) if split.padding else in_order
+    target = None if spec is None else jax.sharding.PartitionSpec(spec[0], *tuple(spec)[2:])
+    shape = (split.num * split.size, *rows.shape[2:])
+    in_order = jnp.reshape(rows, shape, out_sharding=target)
+    return in_order[: split.rows] if split.padding else in_order

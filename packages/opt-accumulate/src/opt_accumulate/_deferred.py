@@ -24,21 +24,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate._batch import batch_rows, has_rows
 from opt_accumulate._loop import Further, Loop, Stacks, Sums, accumulate
 from opt_accumulate._placement import (
-    Shardings,
     axes_of,
     explicit_axes,
     explicit_spec,
     place,
-    reshard,
     without,
 )
 from opt_accumulate._trees import described
 from opt_accumulate.errors import OptionError
 
 
-def find_mesh(mesh: Any, shardings: Shardings, data_axes: Sequence[str]) -> Any:
+def find_mesh(mesh: Any, shardings: Any, data_axes: Sequence[str]) -> Any:
     """Returns the mesh to reduce over: that given, that of the shardings, or the current one."""
-    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
+    meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
     current = jax.sharding.get_abstract_mesh()
     types = dict(zip(current.axis_names, current.axis_types, strict=True))
     manual = [axis for axis in data_axes if types.get(axis) == AxisType.Manual]
@@ -76,7 +74,7 @@ def accumulate_deferred(
     loop: Loop,
     mesh: Any,
     data_axes: tuple[str, ...],
-    shardings: Shardings,
+    shardings: Any,
     rng: Any,
     params: Any,
     batch: Any,
@@ -124,13 +122,12 @@ def accumulate_deferred(
     params = jax.tree.map(lambda leaf: _gathered(leaf, data_axes), params)
     # Outside of `jit`, `shard_map` over some axes of a mesh only is not to be had.
     sums, stacks = jax.jit(run)(index, params, arrays, rng)
-    grads, grads_def = jax.tree.flatten(sums.grads)
-    reduced = [
-        _reduce(leaf, sharding, mesh, data_axes)
-        for leaf, sharding in zip(grads, shardings, strict=True)
-    ]
-    rest = jax.tree.map(_sum_devices, sums._replace(grads=None))
-    return rest._replace(grads=jax.tree.unflatten(grads_def, reduced)), stacks
+
+    def reduced(leaf: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+        return _reduce(leaf, sharding, mesh, data_axes)
+
+    grads = jax.tree.map(reduced, sums.grads, shardings)
+    return jax.tree.map(_sum_devices, sums._replace(grads=None))._replace(grads=grads), stacks
 
 
 def _check_rows(batch: Any, data_axes: tuple[str, ...]) -> None:
@@ -150,7 +147,7 @@ def _gathered(leaf: Any, data_axes: tuple[str, ...]) -> Any:
     spec = explicit_spec(leaf)
     if spec is None or without(spec, data_axes) == spec:
         return leaf
-    return reshard(leaf, without(spec, data_axes))
+    return jax.sharding.reshard(leaf, without(spec, data_axes))
 
 
 def _spread(leaf: Any, mesh: Any, data_axes: tuple[str, ...]) -> Any:
@@ -160,7 +157,7 @@ def _spread(leaf: Any, mesh: Any, data_axes: tuple[str, ...]) -> Any:
     explicit = explicit_axes(mesh)
     rows = tuple(axis for axis in data_axes if axis in explicit)
     rest = tuple(without(spec, data_axes))[1:]
-    return reshard(leaf, NamedSharding(mesh, PartitionSpec(rows or None, *rest)))
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(rows or None, *rest)))
 
 
 def _sum_devices(stacked: jax.Array) -> jax.Array:
@@ -176,8 +173,7 @@ def _reduce(
     spec = sharding.spec
     scattered = _scattered_axes(spec, stacked.shape[1:], mesh, data_axes)
     if not scattered:
-        (whole,) = place([_sum_devices(stacked)], [sharding])
-        return jnp.asarray(whole)
+        return jnp.asarray(place(_sum_devices(stacked), sharding))
 
     def scatter(local: jax.Array) -> jax.Array:
         total = local[0]
@@ -188,7 +184,7 @@ def _reduce(
         return jax.lax.psum(total, remaining) if remaining else total
 
     in_spec = PartitionSpec(data_axes, *tuple(without(spec, data_axes)))
-    stacked = place([stacked], [NamedSharding(mesh, in_spec)])[0]
+    stacked = place(stacked, NamedSharding(mesh, in_spec))
     run = jax.shard_map(scatter, mesh=mesh, in_specs=in_spec, out_specs=spec, check_vma=False)
     reduced: jax.Array = run(stacked)
     return reduced

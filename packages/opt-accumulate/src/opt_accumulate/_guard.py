@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._arrays import cast_like, on_device, put_beside
-from opt_accumulate._inner import InnerUpdate, ParamsTransformation, emit_if
+from opt_accumulate._arrays import on_device, put_beside
+from opt_accumulate._inner import InnerUpdate, ParamsTransformation, Step, emit_if
 from opt_accumulate._skip import all_finite, global_norm
-from opt_accumulate._trees import check_integer, check_numbers, path_str, walk
+from opt_accumulate._trees import check_choice, check_integer, check_numbers, path_str, walk
 from opt_accumulate.errors import OptionError, StuckError
 
 
@@ -242,7 +242,7 @@ def check_skips(state: Any, max_consecutive: int | None = None) -> None:
 
     Raises:
       StuckError: there have been more.
-      OptionError: `max_consecutive` is negative; `state` has no guard, or is traced.
+      OptionError: `max_consecutive` is negative; `state` has no guard.
 
     Examples:
       >>> import optax
@@ -266,13 +266,7 @@ def check_skips(state: Any, max_consecutive: int | None = None) -> None:
             "nothing in `state` counts the steps that were skipped in a row. Wrap the optimizer, "
             "or its `MultiSteps`, in `guard`."
         )
-    scalars = [(guard.consecutive, guard.stuck) for guard in guards]
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(scalars)):
-        raise OptionError(
-            "`state` is being traced: `check_skips` reads numbers. Call it outside of `jax.jit`, "
-            "on the state that the step returned."
-        )
-    scalars = jax.device_get(scalars)
+    scalars = jax.device_get([(guard.consecutive, guard.stuck) for guard in guards])
     number = max(int(consecutive) for consecutive, _ in scalars)
     is_stuck = any(bool(stuck) for _, stuck in scalars)
     if is_stuck if max_consecutive is None else number > max_consecutive:
@@ -345,20 +339,19 @@ def guard(
       -2.0 True
       -3.0 False
     """
-    for name, spike in (("loss", loss), ("grad_norm", grad_norm), ("update_norm", update_norm)):
-        if spike is not None and not isinstance(spike, Spike):
+    check_choice("nonfinite", nonfinite, get_args(NonFinite))
+    if max_consecutive is not None:
+        check_integer("max_consecutive", max_consecutive, 1)
+    judge = _Judge(loss, grad_norm, update_norm, nonfinite == "skip", max_consecutive)
+    for name, spike in judge.spikes().items():
+        if not isinstance(spike, Spike):
             raise OptionError(f"`{name}` must be a `Spike` or None, found {spike!r}.")
-        if spike is not None and name != "loss" and spike.argument != "loss":
+        if name != "loss" and spike.argument != "loss":
             raise OptionError(
                 f"`{name}` is computed, not passed: its `Spike` takes no `argument`, found "
                 f"{spike.argument!r}. Give it to the `Spike` of `loss`."
             )
-    if nonfinite not in get_args(NonFinite):
-        raise OptionError(f"`nonfinite` must be 'skip' or 'apply', found {nonfinite!r}.")
-    if max_consecutive is not None:
-        check_integer("max_consecutive", max_consecutive, 1)
-    judge = _Judge(loss, grad_norm, update_norm, nonfinite == "skip", max_consecutive)
-    inner = InnerUpdate(tx, takes_apply=True)
+    inner = InnerUpdate(tx)
 
     def init(params: Any) -> GuardState:
         check_numbers(params, "params")
@@ -367,30 +360,14 @@ def guard(
     def update(
         grads: Any, state: GuardState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, GuardState]:
-        def step(carry: Any, operands: Any) -> Any:
-            params, grads, extra_args = operands
-            updates, new = inner(grads, grads, carry[1], params, extra_args)
-            return (cast_like(updates, carry[0]), new), lambda: updates
-
-        like = inner.updates_like(grads, state.inner, params, extra_args)
-        carry = jax.tree.map(jnp.zeros_like, like), state.inner
-        operands = params, grads, extra_args
-        (updates, new), state = judge.make(step, carry, operands, state, grads, extra_args)
-        return updates, state._replace(inner=new)
+        step = inner.updating(grads, grads, state.inner, params, extra_args)
+        return judge.judged(step, state, grads, extra_args)
 
     def apply(
         params: Any, state: GuardState, grads: Any, **extra_args: Any
     ) -> tuple[Any, GuardState]:
-        def step(carry: Any, operands: Any) -> Any:
-            grads, extra_args = operands
-            params, new = inner.apply(carry[0], carry[1], grads, extra_args)
-            return (params, new), lambda: _difference(params, carry[0])
-
-        carry = cast_like(params, params), state.inner
-        (params, new), state = judge.make(
-            step, carry, (grads, extra_args), state, grads, extra_args
-        )
-        return params, state._replace(inner=new)
+        step = inner.applying(grads, grads, state.inner, params, extra_args)
+        return judge.judged(step, state, grads, extra_args)
 
     return ParamsTransformation(init, update, apply)
 
@@ -409,33 +386,23 @@ class _Judge:
         """Returns those of `names` that it takes from the extra arguments of an update."""
         return frozenset(names) & ({self.loss.argument} if self.loss is not None else set())
 
+    def spikes(self) -> dict[str, Spike]:
+        """Returns what is judged, by the names of a state's windows."""
+        named = {"loss": self.loss, "grad_norm": self.grad_norm, "update_norm": self.update_norm}
+        return {name: spike for name, spike in named.items() if spike is not None}
+
     def init(self, inner: Any) -> GuardState:
         """Returns the state before the first step."""
-        spikes = {name: getattr(self, name) for name in ("loss", "grad_norm", "update_norm")}
-        windows = {
-            name: None if spike is None else Window.empty(spike) for name, spike in spikes.items()
-        }
-        zeros = {name: jnp.zeros([], jnp.int32) for name in ("count", "skipped", "consecutive")}
+        windows = dict.fromkeys(("loss", "grad_norm", "update_norm"))
+        windows |= {name: Window.empty(spike) for name, spike in self.spikes().items()}
+        zeros = {name: jnp.int32(0) for name in ("count", "skipped", "consecutive", "reason")}
         flags = {name: jnp.array(False) for name in ("was_skipped", "stuck")}
-        reason, never = jnp.zeros([], jnp.int32), jnp.full([], -1, jnp.int32)
-        return GuardState(
-            **zeros, **flags, reason=reason, last_skipped=never, **windows, inner=inner
-        )
+        return GuardState(**zeros, **flags, last_skipped=jnp.int32(-1), **windows, inner=inner)
 
-    def make(
-        self,
-        step: Any,
-        carry: Any,
-        operands: Any,
-        state: GuardState,
-        grads: Any,
-        extra_args: Mapping[str, Any],
+    def judged(
+        self, step: Step, state: GuardState, grads: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, GuardState]:
-        """Returns what a step carries, made or not, and the state but for the optimizer's."""
-        # `step` goes from what a step replaces (`carry`) and what it only reads (`operands`) to the
-        # first and, by a function, the updates.
-        inner = cast_like(state.inner, state.inner)
-        state = state._replace(inner=inner)
+        """Returns the updates or parameters of a step, made or not, and the new state."""
         values = {}
         if self.grad_norm is not None:
             values["grad_norm"] = global_norm(grads)
@@ -443,45 +410,35 @@ class _Judge:
             values["grad_norm"] = jnp.where(all_finite(grads), 0.0, jnp.nan)
         if self.loss is not None:
             values["loss"] = _loss(self.loss.argument, extra_args)
-        reason = self._reason(values, state)
-        judges_update = self.update_norm is not None
 
         def body(carried: Any, operands: Any) -> Any:
-            old = carried[0]
-            new, updates = step(old, operands)
-            if not judges_update:
-                return (new,)
-            norm = global_norm(updates())
-            why = self._reason({"update_norm": norm}, state)
-            kept = jax.tree.map(functools.partial(_chosen, why == 0), new, old)
-            return kept, norm, why
+            old, norm, reason = carried
+            new = step.make(old, operands)
+            if self.update_norm is not None:
+                norm = global_norm(_difference(new[0], old[0]))
+                reason = self._reason({"update_norm": norm}, state)
+                new = jax.tree.map(functools.partial(_chosen, reason == 0), new, old)
+            return new, norm, reason
 
-        # Where no update is computed there is nothing to judge: 0 is below any threshold.
-        carried = (carry, jnp.zeros([], jnp.float32), reason) if judges_update else (carry,)
-        _, carried = emit_if(reason == 0, body, carried, operands)
-        if judges_update:
-            judged = reason == 0
-            _, norm, reason = carried
-        accepted = reason == 0
+        reason = self._reason(values, state)
+        # The norm of an update that is not computed is NaN, which enters no window.
+        carried = step.carry, jnp.float32(jnp.nan), reason
+        _, (made, values["update_norm"], reason) = emit_if(
+            reason == 0, body, carried, step.operands
+        )
         windows = {
-            name: getattr(state, name).judged(getattr(self, name), value, accepted)
-            for name, value in values.items()
-            if getattr(self, name) is not None
+            name: getattr(state, name).judged(spike, values[name], reason == 0)
+            for name, spike in self.spikes().items()
         }
-        if judges_update:
-            window = state.update_norm.judged(self.update_norm, norm, accepted)
-            windows["update_norm"] = jax.tree.map(
-                lambda new, old: jnp.where(judged, new, old), window, state.update_norm
-            )
-        return carried[0], self._counted(state._replace(**windows), reason)
+        return made[0], self._counted(state._replace(inner=made[1], **windows), reason)
 
     def _reason(self, values: Mapping[str, jax.Array], state: GuardState) -> jax.Array:
         """Returns the `Reason` that these values are, 0 for none."""
-        reason = jnp.zeros([], jnp.int32)
+        reason, spikes = jnp.int32(0), self.spikes()
         for name, value in values.items():
-            spike, finite = getattr(self, name), jnp.isfinite(value)
-            if spike is not None:
-                is_spike = finite & (value > getattr(state, name).threshold(spike))
+            finite = jnp.isfinite(value)
+            if name in spikes:
+                is_spike = finite & (value > getattr(state, name).threshold(spikes[name]))
                 reason |= jnp.where(is_spike, Reason[name.upper()].value, 0)
             if self.skips_nonfinite:
                 reason |= jnp.where(finite, 0, Reason.NONFINITE.value)

@@ -1,11 +1,14 @@
-"""The optimizer inside: what it gets, what of its answer is kept, and steps that are not made."""
+"""The optimizer inside: what it gets, what of its answer is kept, and steps that are not made.
+
+A step that may not be made goes from a carry, of what it replaces, to the next: from zeros to
+updates, or from parameters to parameters, and from state to state. `emit_if` makes it or not.
+"""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,43 +29,39 @@ class ParamsTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
       init: from the parameters to a state.
       update: from `(grads, state, params, **extra_args)` to updates and a state.
+      apply: from `(params, state, grads, **extra_args)` to the next parameters and state.
     """
 
     init: Callable[..., Any]
     update: Callable[..., tuple[Any, Any]]
+    apply: Callable[..., tuple[Any, Any]]
 
-    def __new__(cls, init: Any, update: Any, apply: Any = None) -> ParamsTransformation:
-        """Takes the functions; without `apply` there is the one that the other two imply."""
+    def __new__(cls, init: Any, update: Any, apply: Any) -> ParamsTransformation:
+        """Takes the functions."""
         self = super().__new__(cls, init, update)
-        if apply is not None:
-            vars(self)["apply"] = apply
+        self.apply = apply
         return self
 
-    def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
-        """Makes one step.
-
-        Args:
-          params: the parameters.
-          state: the state.
-          grads: the gradients.
-          **extra_args: those of `update`.
-
-        Returns:
-          The new parameters and the new state.
-        """
-        updates, state = self.update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state
-
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, *(vars(self)[name] for name in ("apply",) if name in vars(self)))
+        return (*self, self.apply)
+
+
+class Step(NamedTuple):
+    """A step that may be made or not."""
+
+    make: Callable[[Any, Any], Any]  # from `(carry, operands)` to what takes the carry's place
+    carry: tuple[Any, Any]  # updates or parameters, and the optimizer's state
+    operands: Any  # what it only reads
 
 
 class InnerUpdate:
-    """An optimizer whose state never changes structure, shapes, dtypes or weak types."""
+    """An optimizer whose state never changes structure, shapes, dtypes or weak types.
 
-    def __init__(self, opt: Any, *, takes_apply: bool = False) -> None:
-        acts = hasattr(opt, "update") or (takes_apply and hasattr(opt, "apply"))
-        if not (hasattr(opt, "init") and acts):
+    Gradients are `acc`, in no narrower dtypes than its own and those of `like`.
+    """
+
+    def __init__(self, opt: Any) -> None:
+        if not hasattr(opt, "init") or not (hasattr(opt, "update") or hasattr(opt, "apply")):
             raise TypeError(
                 "`opt` must be a gradient transformation, with `init` and `update`, found "
                 f"{opt!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`; for an optimizer "
@@ -79,7 +78,7 @@ class InnerUpdate:
     def __call__(
         self, acc: Any, like: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Makes one step; `acc` goes in no narrower dtypes than its own and those of `like`."""
+        """Returns updates and the new state."""
         wide = widen(acc, like)
         try:
             updates, new_state = self.opt.update(wide, state, params, **extra_args)
@@ -91,38 +90,49 @@ class InnerUpdate:
                     "float32 parameters, or `accumulator_dtype=None` to accumulate in theirs."
                 )
             raise
-        _check_state(state, new_state)
-        return updates, cast_like(new_state, state)
+        return updates, _like_old(new_state, state)
 
     def apply(
-        self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
+        self, acc: Any, like: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Makes one step by the optimizer's own `apply`, if it has one; keeps all dtypes."""
+        """Returns new parameters, by the optimizer's own `apply` if it has one, and state."""
         if self._apply is None:
-            updates, new_state = self(grads, grads, state, params, extra_args)
+            updates, new_state = self(acc, like, state, params, extra_args)
             return cast_like(optax.apply_updates(params, updates), params), new_state
-        new_params, new_state = self._apply(params, state, grads, **extra_args)
-        _check_state(state, new_state)
-        return cast_like(new_params, params), cast_like(new_state, state)
+        taken = _taken(self._apply, extra_args)
+        new_params, new_state = self._apply(params, state, widen(acc, like), **taken)
+        return cast_like(new_params, params), _like_old(new_state, state)
 
-    def traced_once(self, extra_args: Mapping[str, Any]) -> InnerUpdate:
-        """Returns the same, for one step, which is traced once though `updates_like` is asked."""
-        # What is not an array has to stay as it is, and costs a second trace.
-        if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(extra_args)):
-            return self
+    def updating(
+        self, acc: Any, like: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
+    ) -> Step:
+        """Returns a step from zeros to updates, such as gradients `like` would give."""
+        inner = self
+        # It is traced once, though it is asked for shapes first. What is not an array has to stay
+        # as it is, and costs a second trace.
+        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(extra_args)):
+            update: Any = jax.jit(lambda *args, **keywords: self.opt.update(*args, **keywords))
+            inner = InnerUpdate(self.opt._replace(update=update))
 
-        def update(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
-            return self.opt.update(grads, state, params, **extra_args)
+        def make(carry: Any, operands: Any) -> Any:
+            updates, new = inner(operands[0], like, carry[1], *operands[1:])
+            return cast_like(updates, carry[0]), new
 
-        again = copy.copy(self)
-        again.opt = optax.GradientTransformationExtraArgs(self.opt.init, jax.jit(update))
-        return again
+        shapes = jax.eval_shape(lambda: inner.opt.update(like, state, params, **extra_args)[0])
+        zeros = jax.tree.map(jnp.zeros_like, shapes)
+        return Step(make, (zeros, cast_like(state, state)), (acc, params, extra_args))
 
-    def updates_like(
-        self, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
-    ) -> Any:
-        """Returns shape, dtype and sharding of the updates that these gradients would give."""
-        return jax.eval_shape(lambda: self.opt.update(grads, state, params, **extra_args)[0])
+    def applying(
+        self, acc: Any, like: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
+    ) -> Step:
+        """Returns a step from parameters to parameters."""
+
+        def make(carry: Any, operands: Any) -> Any:
+            acc, extra_args = operands
+            return self.apply(acc, like, carry[1], carry[0], extra_args)
+
+        carry = cast_like(params, params), cast_like(state, state)
+        return Step(make, carry, (acc, extra_args))
 
 
 def _dtypes(tree: Any) -> list[str]:
@@ -130,34 +140,33 @@ def _dtypes(tree: Any) -> list[str]:
 
 
 def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(opt, optax.GradientTransformationExtraArgs):
-        return opt
     if not hasattr(opt, "update"):
         return optax.GradientTransformationExtraArgs(opt.init, _no_update)
     if hasattr(opt, "gradient_transformation"):  # a `MultiSteps`, of ours or of Optax
         return _with_extra_args(opt.gradient_transformation())
-
-    if not isinstance(opt, optax.GradientTransformation) and _takes_any_keyword(opt.update):
-        return optax.GradientTransformationExtraArgs(opt.init, opt.update)
+    if isinstance(opt, optax.GradientTransformation):
+        return optax.with_extra_args_support(opt)  # type: ignore[attr-defined]
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        del extra_args
-        return opt.update(grads, state, params)
+        return opt.update(grads, state, params, **_taken(opt.update, extra_args))
 
     init_and_update: Any = opt.init, update  # Optax's type of `update` lacks the extra arguments
     return optax.GradientTransformationExtraArgs(*init_and_update)
 
 
-def _takes_any_keyword(function: Any) -> bool:
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
+def _taken(function: Any, extra_args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns those of the extra arguments that a function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return extra_args
+    return {name: value for name, value in extra_args.items() if name in parameters}
 
 
 def _no_update(*_: Any, **__: Any) -> Any:
     raise TypeError("the optimizer has `apply` alone: call `apply(params, state, grads)`, too.")
 
 
-def _check_state(old: Any, new: Any) -> None:
+def _like_old(new: Any, old: Any) -> Any:
     if wrong := differences(old, new):
         raise TypeError(
             "the inner optimizer `opt` returned another state than it was given:\n"
@@ -165,6 +174,7 @@ def _check_state(old: Any, new: Any) -> None:
             + "\nA state must keep its structure and shapes from `init` on: otherwise no compiled "
             "step can take it back."
         )
+    return cast_like(new, old)
 
 
 def emit_if(

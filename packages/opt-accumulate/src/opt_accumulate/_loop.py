@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,24 +11,13 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from opt_accumulate._arrays import accumulator_dtype_of, at_least_32_bits, inexact
-from opt_accumulate._batch import (
-    Sizes,
-    Split,
-    fold,
-    has_rows,
-    row_numbers,
-    take,
-    unfold,
-    zero_rows,
-)
+from opt_accumulate._batch import Sizes, Split, fold, map_rows, take, unfold, zero_rows
 from opt_accumulate._losses import (
     Reduction,
     SkipFunction,
     Weighted,
     Weights,
-    check_outputs,
     is_sum,
-    of_rule,
     read_loss,
     reductions_of,
     select,
@@ -61,9 +49,9 @@ class Sums(NamedTuple):
 
     grads: Any
     loss: jax.Array
-    weight: jax.Array
-    added: Any  # outputs for `"sum"`, as `of_rule` has them
-    weighted: Any  # outputs for `"mean"`, times their weights
+    means: Any  # outputs for `"mean"`, times their weights; `None` for others
+    weight: jax.Array  # to divide these three by
+    added: Any  # outputs for `"sum"`; `None` for others
 
 
 class Stacks(NamedTuple):
@@ -71,8 +59,7 @@ class Stacks(NamedTuple):
 
     weights: jax.Array  # those that counted
     skipped: jax.Array
-    stacked: Any  # outputs for `"stack"`, as `of_rule` has them
-    rows: Any  # outputs for `"concat"`; in the end in the order of the batch
+    outputs: Any  # for `"stack"` and `"concat"`, these in the end in the order of the batch
 
 
 def accumulate(
@@ -92,14 +79,13 @@ def accumulate(
     def call(params: Any, microbatch: Any, index: Any) -> Weighted:
         kwargs = dict(keywords)
         if loop.rng == "rows":
-            rows = row_numbers(split, index) + shard_index * split.rows
+            rows = jnp.arange(split.size, dtype=jnp.int32) * split.num + index
+            rows += shard_index * split.rows
             kwargs["rng"] = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
         elif loop.rng:
             kwargs["rng"] = jax.random.fold_in(key, index + shard_index * split.num)
         output = loop.loss_fn(params, microbatch, *args, **kwargs)
-        weighted = read_loss(output, microbatch, loop.weights, loop.has_aux)
-        check_outputs(weighted.aux)
-        return weighted._replace(aux=jax.tree.map(jnp.asarray, weighted.aux))
+        return read_loss(output, microbatch, loop.weights, loop.has_aux)
 
     # Not as an argument: a Python scalar of the batch would come out of `eval_shape` as a tracer.
     first = take(folded, 0)
@@ -109,17 +95,13 @@ def accumulate(
     ):
         params = vary(params, axes)
         shapes = jax.eval_shape(lambda params: call(params, first, 0), params)
-    padding_counts = None
-    if split.padding:
-        padding_counts = _padding_counts(loop, split, functools.partial(call, params), first)
     rules = reductions_of(shapes.aux, loop.aux, split)
     # What total loss / total weight varies over; so does all that is divided by that weight.
     axes |= axes_of_types(shapes.weight)
 
     def varying(sums: Sums) -> Sums:
-        outputs = {"added": sums.added, "weighted": sums.weighted}  # vary as `loss_fn` has it
-        others: Sums = vary(sums._replace(added=None, weighted=None), axes)
-        return others._replace(**outputs)
+        others: Sums = vary(sums._replace(means=None, added=None), axes)
+        return others._replace(means=sums.means, added=sums.added)  # vary as `loss_fn` has it
 
     def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
         microbatch = take(folded, index)
@@ -136,35 +118,35 @@ def accumulate(
         dtype = accumulator_dtype_of(jnp.result_type(param), loop.accumulator_dtype)
         return jnp.zeros_like(param, dtype=dtype)
 
+    def zero_outputs(rule: Reduction, dtype_of: Callable[[Any], Any], axes: Collection[str]) -> Any:
+        def leaf(output: jax.ShapeDtypeStruct) -> jax.Array:
+            zeros = jnp.zeros(output.shape, dtype_of(output.dtype), device=output.sharding)
+            varying: jax.Array = vary(zeros, axes_of_types(output).union(axes))
+            return varying
+
+        return of_rule(leaf, (rule,), rules, shapes.aux)
+
     sums = Sums(
-        place(jax.tree.map(zeros, params)),
-        jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
-        jnp.zeros((), sum_dtype(shapes.weight.dtype)),
-        jax.tree.map(
-            lambda x: _zeros(x, at_least_32_bits(x.dtype), axes if loop.skip_fn else ()),
-            of_rule("sum", rules, shapes.aux),
-        ),
-        jax.tree.map(
-            lambda x: _zeros(x, inexact(x.dtype), axes), of_rule("mean", rules, shapes.aux)
-        ),
+        grads=place(jax.tree.map(zeros, params)),
+        loss=jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
+        means=zero_outputs("mean", inexact, axes),
+        weight=jnp.zeros((), sum_dtype(shapes.weight.dtype)),
+        added=zero_outputs("sum", at_least_32_bits, axes if loop.skip_fn else ()),
     )
     indices = jnp.arange(split.num, dtype=jnp.int32)
+    counts = _padding_counts(loop, split, lambda rows: call(params, rows, 0), first)
     sums, stacks = jax.lax.scan(body, varying(sums), indices)
-    if padding_counts is not None:
-        sums = sums._replace(weight=jnp.where(padding_counts, jnp.nan, sums.weight))
-    rows = jax.tree.map(lambda leaf: unfold(leaf, split), stacks.rows)
-    return sums, stacks._replace(rows=rows)
+    if counts is not None:
+        sums = sums._replace(weight=jnp.where(counts, jnp.nan, sums.weight))
 
+    def in_order(rule: Reduction, output: Any) -> Any:
+        return unfold(output, split) if rule == "concat" else output
 
-def _zeros(output: jax.ShapeDtypeStruct, dtype: Any, axes: Collection[str]) -> jax.Array:
-    """What the sum of an output begins with, of the type that it keeps."""
-    zeros = jnp.zeros(output.shape, dtype, device=output.sharding)
-    varying: jax.Array = vary(zeros, axes_of_types(output).union(axes))
-    return varying
+    return sums, stacks._replace(outputs=jax.tree.map(in_order, rules, stacks.outputs))
 
 
 def _add(
-    loop: Loop, rules: Sequence[Reduction], sums: Sums, microbatch: Weighted, grads: Any
+    loop: Loop, rules: Any, sums: Sums, microbatch: Weighted, grads: Any
 ) -> tuple[Sums, Stacks]:
     """Adds one microbatch to the sums, if it counts."""
     loss, weight, aux = microbatch
@@ -178,53 +160,66 @@ def _add(
     keep = None if skip is None else ~skip
     if keep is not None:
         counts = keep if counts is None else counts & keep
+    counted = select(counts, weight)
 
-    def contribution(value: jax.Array, dtype: Any) -> jax.Array:
+    def add(total: jax.Array, value: jax.Array) -> jax.Array:
         # Multiplied here and not before differentiating: cotangents of a bfloat16 or float16 loss
         # would be rounded, or overflow, on their way through it. Counts do not fit float16 either.
         if not is_sum(loop.weights):
             wide = inexact(value.dtype)
             value = value.astype(wide) * weight.astype(wide)
-        return select(counts, value.astype(dtype))
+        return total + select(counts, value.astype(total.dtype))
 
-    counted = select(counts, weight)
+    def add_output(output: jax.Array, total: jax.Array) -> jax.Array:
+        return total + select(keep, output).astype(total.dtype)
 
-    def weighted(total: jax.Array, output: jax.Array) -> jax.Array:
+    def add_weighted(output: jax.Array, total: jax.Array) -> jax.Array:
         product = output.astype(total.dtype) * counted.astype(total.dtype)
         return total + select(counted != 0, product)  # where it is 0, outputs may be anything
 
-    added, means = of_rule("sum", rules, aux), of_rule("mean", rules, aux)
     sums = Sums(
-        jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
-        sums.loss + contribution(loss, sums.loss.dtype),
-        sums.weight + counted.astype(sums.weight.dtype),
-        jax.tree.map(lambda a, x: a + select(keep, x).astype(a.dtype), sums.added, added),
-        jax.tree.map(weighted, sums.weighted, means),
+        grads=jax.tree.map(add, sums.grads, grads),
+        loss=add(sums.loss, loss),
+        means=of_rule(add_weighted, ("mean",), rules, aux, sums.means),
+        weight=sums.weight + counted.astype(sums.weight.dtype),
+        added=of_rule(add_output, ("sum",), rules, aux, sums.added),
     )
     skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
-    stacked, rows = of_rule("stack", rules, aux), of_rule("concat", rules, aux)
-    return sums, Stacks(counted, skipped, stacked, rows)
+    kept = of_rule(lambda output: output, ("stack", "concat"), rules, aux)
+    return sums, Stacks(counted, skipped, kept)
+
+
+def of_rule(
+    function: Callable[..., Any], wanted: tuple[Reduction, ...], rules: Any, *outputs: Any
+) -> Any:
+    """Maps over outputs that are reduced in one of some ways; in the place of others is `None`."""
+
+    def leaf(rule: Reduction, *outputs: Any) -> Any:
+        return function(*outputs) if rule in wanted else None
+
+    return jax.tree.map(leaf, rules, *outputs)
 
 
 def _padding_counts(
-    loop: Loop, split: Split, call: Callable[[Any, int], Weighted], microbatch: Any
-) -> jax.Array:
+    loop: Loop, split: Split, call: Callable[[Any], Weighted], microbatch: Any
+) -> jax.Array | None:
     """Whether a microbatch of padding alone has a weight, or a loss that is a sum, other than 0."""
+    if not split.padding:
+        return None
     # In the program, since a mask may be made of anything. A weight that does not depend on the
     # rows cannot be 0 for some of them: that is seen in the jaxpr.
-    rows = jax.tree.map(lambda leaf: leaf if has_rows(leaf) else None, microbatch)
+    rows: list[Any] = []
+    map_rows(rows.append, microbatch)
 
-    def with_rows(rows: Any) -> Weighted:
-        def leaf(row: Any, shared: Any) -> Any:
-            return shared if row is None else row
+    def weight(rows: list[Any]) -> jax.Array:
+        remaining = iter(rows)
+        return call(map_rows(lambda _: next(remaining), microbatch)).weight
 
-        return call(jax.tree.map(leaf, rows, microbatch, is_leaf=lambda x: x is None), 0)
-
-    jaxpr = jax.make_jaxpr(lambda rows: with_rows(rows).weight)(rows).jaxpr
+    jaxpr = jax.make_jaxpr(weight)(rows).jaxpr
     _, depends = partial_eval.dce_jaxpr(jaxpr, [True])
     if not any(depends):
         raise loop.sizes.not_divided(split)
-    of_padding = with_rows(jax.tree.map(zero_rows, rows))
+    of_padding = call(map_rows(zero_rows, microbatch))
     counts = of_padding.weight != 0
     # The mean over nothing is often 0/0, and has no weight.
     return counts | (of_padding.loss != 0) if is_sum(loop.weights) else counts

@@ -6,7 +6,7 @@ Every rule comes down to a loss and a weight for each microbatch, so that the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -17,7 +17,7 @@ from opt_accumulate._arrays import at_least_32_bits, inexact
 from opt_accumulate._batch import Split, has_rows
 from opt_accumulate._placement import any_over, axes_of_types
 from opt_accumulate._skip import all_finite
-from opt_accumulate._trees import broadcast_prefix, described, not_numbers, path_str
+from opt_accumulate._trees import broadcast_prefix, check_choice, described, path_str, what_is_wrong
 from opt_accumulate.errors import LossOutputError, OptionError
 
 Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]  # of auxiliary outputs
@@ -25,7 +25,6 @@ NamedWeights: TypeAlias = Literal["returned", "examples", "mean_of_means"]
 Weights: TypeAlias = NamedWeights | Callable[[Any], Any]
 SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]
 
-_NAMED = get_args(NamedWeights)
 _REDUCTIONS = get_args(Reduction)
 
 _CHOICES = """
@@ -44,21 +43,23 @@ class Weighted(NamedTuple):
     aux: Any  # what else the loss function returned
 
 
-def check_weights(weights: Any) -> None:
-    """Raises an `OptionError` unless `weights` is one of the rules."""
-    named = isinstance(weights, str) and weights in _NAMED
-    if not named and not callable(weights):
-        raise OptionError(f"`weights` has no rule {weights!r}. If the loss function{_CHOICES}")
-
-
-def check_skip_function(skip_fn: Any) -> None:
-    """Raises an `OptionError` unless `skip_fn` can say what to drop."""
-    named = isinstance(skip_fn, str) and skip_fn == "non_finite"
-    if skip_fn is not None and not named and not callable(skip_fn):
+def check_rules(weights: Any, skip_fn: Any, aux: Any) -> None:
+    """Raises an `OptionError` unless these arguments are rules for losses and other outputs."""
+    if not callable(weights):
+        choices = f", or a function. If the loss function{_CHOICES}"
+        check_choice("weights", weights, get_args(NamedWeights), choices)
+    if not callable(skip_fn):
+        function = ", or a function of (loss, grads, weight) that says what to drop."
+        check_choice("skip_fn", skip_fn, (None, "non_finite"), function)
+    if wrong := described(aux, _no_reduction):
+        listed = ", ".join(map(repr, _REDUCTIONS))
         raise OptionError(
-            "`skip_fn` must be None, 'non_finite', or a function of (loss, grads, weight) that "
-            f"returns whether to drop the microbatch; it is {skip_fn!r}."
+            f"`aux` must be one of {listed}, or a tree of them; it has\n" + "\n".join([*wrong, ""])
         )
+
+
+def _no_reduction(leaf: Any) -> str:
+    return "" if isinstance(leaf, str) and leaf in _REDUCTIONS else repr(leaf)
 
 
 def is_sum(weights: Weights) -> bool:
@@ -82,24 +83,25 @@ def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> 
                 f"{_describe(output)}."
             )
         output, aux = output
+        if wrong := described(aux, what_is_wrong):
+            raise LossOutputError(
+                "Auxiliary outputs must be arrays or numbers; `loss_fn` returned\n"
+                + "\n".join(wrong)
+            )
     if is_sum(weights):
         if not _is_pair(output):
-            returned, where = "(sum of losses, weight)", ""
-            if has_aux:
-                returned, where = f"({returned}, aux)", " in the place of the pair"
+            returned = "((sum of losses, weight), aux)" if has_aux else "(sum of losses, weight)"
             raise LossOutputError(
-                f"The loss function must return {returned}, not {_describe(output)}{where}. "
-                f"That is `weights='returned'`; say what it returns:{_CHOICES}"
+                f"The loss function must return {returned}, not {_describe(output)}"
+                f"{' in the place of the pair' if has_aux else ''}. That is `weights='returned'`; "
+                f"say what it returns:{_CHOICES}"
             )
         loss, weight = output
-        if not has_aux and _is_pair(loss):
-            raise LossOutputError(
-                "The loss function must return (sum of losses, weight), not a pair and "
-                f"{_describe(weight)}. Does it return ((sum, weight), aux)? Then `has_aux=True`."
-            )
     else:
         loss, weight = output, _weight_of(microbatch, weights)
-    return Weighted(_scalar_loss(loss), _scalar_weight(weight, weights), aux)
+    return Weighted(
+        _scalar_loss(loss), _scalar_weight(weight, weights), jax.tree.map(jnp.asarray, aux)
+    )
 
 
 def should_skip(
@@ -114,16 +116,10 @@ def should_skip(
         weight = weight.astype(inexact(weight.dtype))
         return any_over(~all_finite((loss, grads, weight)), kept)
     skip = skip_fn(loss, grads, weight)
-    dtype = getattr(skip, "dtype", type(skip))
-    if isinstance(skip, tuple):
+    if not _is_scalar(skip) or jnp.result_type(skip) != jnp.bool_:
         raise LossOutputError(
-            "`skip_fn` must return one truth value, not a tuple. Is it a `should_skip_update_fn` "
-            "of `MultiSteps`? Here it is a function of (loss, grads, weight), or 'non_finite'."
-        )
-    if jnp.shape(skip) != () or dtype not in (bool, jnp.bool_):
-        raise LossOutputError(
-            f"`skip_fn` must return one truth value (shape (), bool), not {dtype} of shape "
-            f"{jnp.shape(skip)}. Join several by `jnp.any`."
+            f"`skip_fn` must return one truth value (shape (), bool), not {_describe(skip)}. Join "
+            "several by `jnp.any`."
         )
     return any_over(jnp.asarray(skip), kept)
 
@@ -137,15 +133,16 @@ def _weight_of(microbatch: Any, weights: Weights) -> Any:
 
 
 def _scalar_loss(loss: Any) -> jax.Array:
-    if _is_pair(loss):
-        raise LossOutputError(
-            f"The loss must be one number, not {_describe(loss)}. Does the loss function return "
-            "(sum, weight)? Then give `weights='returned'`. Or (loss, aux)? Then `has_aux=True`."
-        )
     if not _is_scalar(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        hint = "Sum or average it over its dimensions."
+        if _is_pair(loss):
+            hint = (
+                "Does the loss function return (sum, weight)? Then give `weights='returned'`. Or "
+                "(loss, aux)? Then `has_aux=True`."
+            )
         raise LossOutputError(
-            f"The loss must be one floating-point number (shape (), a real dtype), not "
-            f"{_describe(loss)}. Sum or average it over its dimensions."
+            "The loss must be one floating-point number (shape (), a real dtype), not "
+            f"{_describe(loss)}. {hint}"
         )
     return jnp.asarray(loss)
 
@@ -177,64 +174,29 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__} of shapes {shapes}"
 
 
-# Auxiliary outputs.
-
-
-def check_reductions(aux: Any) -> None:
-    """Raises an `OptionError` unless every leaf of `aux` is a reduction; lists every path."""
-    if wrong := described(aux, _no_reduction):
-        raise OptionError(
-            "`aux` must be one of 'stack', 'sum', 'mean', 'concat', or a tree of them; it has\n"
-            + "\n".join([*wrong, ""])
-        )
-
-
-def _no_reduction(leaf: Any) -> str:
-    return "" if isinstance(leaf, str) and leaf in _REDUCTIONS else repr(leaf)
-
-
-def check_outputs(output: Any) -> None:
-    """Raises a `LossOutputError` unless every leaf is an array or a number; lists every path."""
-    if wrong := not_numbers(output):
-        raise LossOutputError(
-            "Auxiliary outputs must be arrays or numbers; `loss_fn` returned\n" + "\n".join(wrong)
-        )
-
-
-def reductions_of(shapes: Any, aux: Any, split: Split) -> tuple[Reduction, ...]:
-    """Returns the reduction of each leaf of an auxiliary output."""
+def reductions_of(shapes: Any, aux: Any, split: Split) -> Any:
+    """Returns a tree of the reduction of each leaf of an auxiliary output."""
     rules = broadcast_prefix(aux, shapes, "aux")
+
+    def fits(rule: Reduction, leaf: Any) -> bool:
+        if rule == "concat":
+            return bool(leaf.shape[:1] == (split.size,))
+        return rule == "stack" or not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    keyed = [(path, leaf, rule) for (path, leaf), rule in zip(leaves, rules, strict=True)]
     wrong = [
-        f"  {path_str(path)}: shape {leaf.shape}\n"
-        for path, leaf, rule in keyed
-        if rule == "concat" and leaf.shape[:1] != (split.size,)
+        f"  {path_str(path)}: {rule!r} of {_describe(leaf)}\n"
+        for (path, leaf), rule in zip(leaves, jax.tree.leaves(rules), strict=True)
+        if not fits(rule, leaf)
     ]
     if wrong:
         raise LossOutputError(
             f"`aux='concat'` needs outputs with one entry for each of the microbatch's "
-            f"{split.size} rows, but found\n" + "".join(wrong) + "Take 'stack', 'sum' or 'mean'."
+            f"{split.size} rows, 'sum' and 'mean' need numbers, but found\n"
+            + "".join(wrong)
+            + "Take 'stack', or another of these."
         )
-    keys = [
-        f"  {path_str(path)}: {leaf.dtype}\n"
-        for path, leaf, rule in keyed
-        if rule in ("sum", "mean") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    ]
-    if keys:
-        raise LossOutputError(
-            "`aux='sum'` and `'mean'` need outputs that are numbers, but found\n"
-            + "".join(keys)
-            + "Take 'stack'."
-        )
-    return tuple(rules)
-
-
-def of_rule(rule: Reduction, rules: Sequence[Reduction], outputs: Any) -> Any:
-    """Returns the outputs of one rule, with `None` in the place of all others."""
-    leaves, treedef = jax.tree.flatten(outputs)
-    kept = [leaf if own == rule else None for leaf, own in zip(leaves, rules, strict=True)]
-    return jax.tree.unflatten(treedef, kept)
+    return rules
 
 
 def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +13,17 @@ import optax
 from opt_accumulate._arrays import (
     accumulator_dtype_of,
     cast_like,
-    check_accumulator_dtype,
+    check_dtype,
     traced_once,
 )
-from opt_accumulate._inner import InnerUpdate, emit_if, zeros_if
+from opt_accumulate._inner import InnerUpdate, Step, emit_if, zeros_if
 from opt_accumulate._skip import ask, last_decision
-from opt_accumulate._trees import check_like, check_numbers
-
-
-class _MiniStep(NamedTuple):
-    """What is decided about one mini-step before anything of the size of the parameters moves."""
-
-    emit: jax.Array
-    state: optax.MultiStepsState
+from opt_accumulate._trees import (
+    check_integer,
+    check_like,
+    check_numbers,
+    what_is_wrong,
+)
 
 
 class MultiSteps:
@@ -82,12 +79,12 @@ class MultiSteps:
             gradients get the complex dtype of that precision. `None`: each parameter's own dtype.
 
         Raises:
-          TypeError: `every_k_schedule` is neither an integer nor a function;
-            `should_skip_update_fn` is not a function.
-          ValueError: `every_k_schedule` is not positive, or not a scalar; `accumulator_dtype`
-            cannot hold gradients.
+          OptionError: `every_k_schedule` is neither a positive integer nor a function;
+            `accumulator_dtype` cannot hold gradients.
+          TypeError: `should_skip_update_fn` is not a function.
         """
-        check_accumulator_dtype(accumulator_dtype)
+        if accumulator_dtype is not None:
+            check_dtype("accumulator_dtype", accumulator_dtype, 16)
         if should_skip_update_fn is not None and not callable(should_skip_update_fn):
             raise TypeError(
                 "`should_skip_update_fn` must be a function of (updates, gradient_step, params) "
@@ -95,8 +92,9 @@ class MultiSteps:
                 "`skip_not_finite`."
             )
         self._inner = InnerUpdate(opt)
-        self._every_k_schedule = every_k_schedule
-        self._every_k = _parse_every_k(every_k_schedule)
+        self._every_k: Any = every_k_schedule
+        if not callable(every_k_schedule) and not isinstance(every_k_schedule, jax.core.Tracer):
+            self._every_k = check_integer("every_k_schedule", every_k_schedule, 1)
         self._mean = use_grad_mean
         self._should_skip = should_skip_update_fn
         self._dtype = accumulator_dtype
@@ -144,8 +142,9 @@ class MultiSteps:
         Returns:
           What to add to the parameters, zeros unless a window is full; and the new state.
         """
-        step = self._begin(updates, state, params)
-        return self._emit(step, updates, params, extra_args)
+        emit, state = self._begin(updates, state, params)
+        operands = state.acc_grads, updates, state.inner_opt_state, params, extra_args
+        return _made_if(emit, self._inner.updating(*operands), state)
 
     def apply(
         self, params: Any, state: optax.MultiStepsState, grads: Any, **extra_args: Any
@@ -166,15 +165,8 @@ class MultiSteps:
         """
         emit, state = self._begin(grads, state, params)
         check_like(params, state.acc_grads, "params")
-
-        def body(carry: Any, operands: Any) -> Any:
-            acc, extra_args = operands
-            new, inner = self._inner(acc, grads, carry[1], carry[0], extra_args)
-            return cast_like(optax.apply_updates(carry[0], new), carry[0]), inner
-
-        carry = cast_like(params, params), state.inner_opt_state
-        done, (params, inner) = emit_if(emit, body, carry, (state.acc_grads, extra_args))
-        return params, _ended(state, done, inner)
+        operands = state.acc_grads, grads, state.inner_opt_state, params, extra_args
+        return _made_if(emit, self._inner.applying(*operands), state)
 
     def flush(
         self, state: optax.MultiStepsState, params: Any = None, **extra_args: Any
@@ -193,24 +185,21 @@ class MultiSteps:
           What to add to the parameters, and the new state.
         """
         self._check(state)
-        mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
-        emit = mini_step > 0
-        skip_state: Any = state.skip_state
-        skipped = last_decision(skip_state)
-        if skipped is not None:
-            skip_state = {**skip_state, "should_skip": jnp.where(emit, False, skipped)}
+        emit, gradient_step = jnp.asarray(state.mini_step) > 0, jnp.asarray(state.gradient_step)
         grads_like = state.acc_grads
         if params is not None:
             check_like(params, grads_like, "params")
             grads_like = cast_like(grads_like, params)
-        inner = state.inner_opt_state
+        skip_state: Any = state.skip_state
+        if (skipped := last_decision(skip_state)) is not None:
+            skip_state = {**skip_state, "should_skip": skipped & ~emit}
         emptied = state._replace(
-            mini_step=jnp.zeros_like(mini_step),
-            gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
-            inner_opt_state=cast_like(inner, inner),
+            mini_step=jnp.zeros_like(state.mini_step),
+            gradient_step=jnp.where(emit, optax.safe_increment(gradient_step), gradient_step),
             skip_state=skip_state,
         )
-        return self._emit(_MiniStep(emit, emptied), grads_like, params, extra_args)
+        operands = state.acc_grads, grads_like, state.inner_opt_state, params, extra_args
+        return _made_if(emit, self._inner.updating(*operands), emptied)
 
     def has_updated(self, state: optax.MultiStepsState) -> jax.Array:
         """Returns whether the mini-step that returned `state` emitted: a boolean scalar.
@@ -235,7 +224,6 @@ class MultiSteps:
 
         In plain data: checkpoints and surgery on groups read it, and this package needs neither.
         """
-        is_number = isinstance(self._every_k, int)
         window = {"effect": "window", "count": ("mini_step",)}
         return {
             "name": "multi_steps",
@@ -245,10 +233,7 @@ class MultiSteps:
                 "acc_grads": "accumulator",
                 "skip_state": "other",
             },
-            "settings": {
-                "every_k_schedule": self._every_k if is_number else self._every_k_schedule,
-                "use_grad_mean": self._mean,
-            },
+            "settings": {"every_k_schedule": self._every_k, "use_grad_mean": self._mean},
             "bearing": {"every_k_schedule": window, "use_grad_mean": window},
         }
 
@@ -261,27 +246,27 @@ class MultiSteps:
                 "`state._replace(skip_state=steps.init(params).skip_state)`."
             )
 
-    def _begin(self, grads: Any, state: optax.MultiStepsState, params: Any) -> _MiniStep:
+    def _begin(
+        self, grads: Any, state: optax.MultiStepsState, params: Any
+    ) -> tuple[jax.Array, optax.MultiStepsState]:
         """Accumulates, and decides whether to emit; in the state, all else is as after that."""
         self._check(state)
         check_like(grads, state.acc_grads)
         mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
-        k = self._every_k if isinstance(self._every_k, int) else self._every_k(gradient_step)
-        emit = mini_step >= k - 1
+        k = self._every_k
+        if not isinstance(k, int):
+            k = _at_least_one(k(gradient_step) if callable(k) else k)
+        emit, held = mini_step >= k - 1, optax.safe_increment(mini_step)
         skip, skip_state = None, state.skip_state
         if self._should_skip is not None:
             skip, skip_state = ask(self._should_skip, grads, gradient_step, params)
-            emit = jnp.logical_and(emit, ~skip)
-        held = _select(skip, mini_step, optax.safe_increment(mini_step))
-        inner = state.inner_opt_state
-        new_state = optax.MultiStepsState(
-            mini_step=_select(emit, jnp.zeros_like(mini_step), held),
-            gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
-            inner_opt_state=cast_like(inner, inner),
+            emit, held = emit & ~skip, jnp.where(skip, mini_step, held)
+        return emit, state._replace(
+            mini_step=jnp.where(emit, 0, held),
+            gradient_step=jnp.where(emit, optax.safe_increment(gradient_step), gradient_step),
             acc_grads=self._accumulated(grads, state.acc_grads, mini_step, skip),
             skip_state=skip_state,
         )
-        return _MiniStep(emit, new_state)
 
     def _accumulated(
         self, grads: Any, accumulator: Any, count: jax.Array, skip: jax.Array | None
@@ -289,90 +274,37 @@ class MultiSteps:
         """Returns the accumulator with one more gradient in it, unless that is skipped."""
 
         def leaf(grad: Any, old: Any, count: jax.Array, skip: jax.Array | None) -> Any:
-            old = _keep_imaginary(old, grad)
             kept = jnp.promote_types(jnp.result_type(grad), jnp.result_type(old))
+            # Optax accumulates complex gradients in float32, without imaginary parts.
+            gains_parts = jnp.iscomplexobj(grad) and not jnp.iscomplexobj(old)
+            dtype = kept if gains_parts else jnp.result_type(old)
             wide = jnp.promote_types(kept, jnp.float32)
             grad, total = jnp.asarray(grad, wide), jnp.asarray(old, wide)
             # Optax's order of operations (Welford's mean), and its roundings.
             new = total + (grad - total) / (count + 1) if self._mean else grad + total
-            new = jax.lax.convert_element_type(new, kept)
-            return _select(skip, old, jax.lax.convert_element_type(new, jnp.result_type(old)))
+            new = jax.lax.convert_element_type(jax.lax.convert_element_type(new, kept), dtype)
+            # Selected, never multiplied: NaN and infinity stay outside.
+            return new if skip is None else jnp.where(skip, jnp.asarray(old, dtype), new)
 
         add = traced_once(leaf, grads, accumulator, count)
         return jax.tree.map(lambda grad, old: add(grad, old, count, skip), grads, accumulator)
 
-    def _emit(
-        self, step: _MiniStep, grads_like: Any, params: Any, extra_args: dict[str, Any]
-    ) -> tuple[Any, optax.MultiStepsState]:
-        """Returns the updates, zeros unless the mini-step emits, and the state after it."""
-        emit, state = step
-        make = self._inner.traced_once(extra_args)
 
-        def body(carry: Any, operands: Any) -> Any:
-            acc, params, extra_args = operands
-            new, inner = make(acc, grads_like, carry[1], params, extra_args)
-            return cast_like(new, carry[0]), inner
-
-        like = make.updates_like(grads_like, state.inner_opt_state, params, extra_args)
-        carry = jax.tree.map(jnp.zeros_like, like), state.inner_opt_state
-        operands = state.acc_grads, params, extra_args
-        done, (updates, inner) = emit_if(emit, body, carry, operands)
-        return updates, _ended(state, done, inner)
-
-
-def _parse_every_k(every_k_schedule: Any) -> int | Callable[[jax.Array], jax.Array]:
-    """Returns a positive Python integer, or a function whose values are int32 and at least 1."""
-    if callable(every_k_schedule):
-        return lambda step: _clamped(every_k_schedule(step))
-    if isinstance(every_k_schedule, jax.core.Tracer):
-        return lambda step: _clamped(every_k_schedule)
-    _check_scalar("`every_k_schedule` must be", every_k_schedule)
-    try:
-        number = None if isinstance(every_k_schedule, bool) else operator.index(every_k_schedule)
-    except TypeError:
-        number = None
-    if number is None:
+def _at_least_one(k: Any) -> jax.Array:
+    if np.ndim(k) or what_is_wrong(k):
         raise TypeError(
-            "`every_k_schedule` must be an integer or a function from the gradient step to one, "
-            f"found {every_k_schedule!r}. Give the number of mini-steps that make one step, e.g. 4."
+            "the function `every_k_schedule` must return the number of mini-steps of this gradient "
+            f"step, found {k!r}."
         )
-    if number < 1:
-        raise ValueError(
-            f"`every_k_schedule` must be at least 1, found {number}. Give the number of mini-steps "
-            "that make one step; 1 for no accumulation."
-        )
-    return number
+    return jnp.maximum(jnp.asarray(k).astype(jnp.int32), 1)
 
 
-def _clamped(value: Any) -> jax.Array:
-    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
-        raise TypeError(
-            "the function `every_k_schedule` must return a number, found "
-            f"{type(value).__name__}. Return the number of mini-steps of this gradient step."
-        )
-    _check_scalar("the function `every_k_schedule` must return", value)
-    return jnp.maximum(jnp.asarray(value).astype(jnp.int32), 1)
-
-
-def _check_scalar(rule: str, value: Any) -> None:
-    if np.ndim(value):
-        raise ValueError(
-            f"{rule} a scalar, found an array of shape {np.shape(value)}. Give one number of "
-            "mini-steps."
-        )
-
-
-def _ended(state: optax.MultiStepsState, done: jax.Array, inner: Any) -> optax.MultiStepsState:
-    return state._replace(inner_opt_state=inner, acc_grads=zeros_if(done, state.acc_grads))
-
-
-def _keep_imaginary(total: Any, grad: Any) -> Any:
-    """Makes a real leaf complex that is to hold complex gradients; others stay as they are."""
-    # A state that Optax made accumulates complex gradients in float32, without imaginary parts.
-    dtype = jnp.result_type(total)
-    if not jnp.iscomplexobj(grad) or jnp.issubdtype(dtype, jnp.complexfloating):
-        return total
-    return jnp.asarray(total, jnp.promote_types(dtype, jnp.complex64))
+def _made_if(
+    emit: jax.Array, step: Step, state: optax.MultiStepsState
+) -> tuple[Any, optax.MultiStepsState]:
+    """Makes the inner step, and empties the window, if the mini-step emits."""
+    done, (made, inner) = emit_if(emit, *step)
+    return made, state._replace(inner_opt_state=inner, acc_grads=zeros_if(done, state.acc_grads))
 
 
 def _check_kind(state: Any) -> None:
@@ -382,10 +314,3 @@ def _check_kind(state: Any) -> None:
             "the order: `update(grads, state, params)`, `apply(params, state, grads)`, "
             "`flush(state, params)`."
         )
-
-
-def _select(predicate: jax.Array | None, chosen: Any, otherwise: Any) -> Any:
-    """Selects, never multiplies; `None` is false."""
-    if predicate is None:
-        return otherwise
-    return jnp.where(predicate, chosen, otherwise)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -11,35 +11,22 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate._trees import broadcast_prefix, described
 from opt_accumulate.errors import OptionError
 
-Shardings: TypeAlias = list[NamedSharding | None]
 
-_LIKE_PARAMS = object()
-
-
-def leaf_shardings(out_shardings: Any, params: Any) -> Shardings:
-    """Returns one sharding, or `None`, for every leaf of `params`, or raises an `OptionError`."""
-    if wrong := described(out_shardings, _no_sharding, _is_sharding):
+def leaf_shardings(out_shardings: Any, params: Any) -> Any:
+    """Returns a tree like `params` of shardings, or `None`, or raises an `OptionError`."""
+    if wrong := described(out_shardings, _unfit, _is_sharding):
         raise OptionError(
-            "`out_shardings` must be a `jax.sharding.NamedSharding`, `None`, or a tree of them "
-            "like the parameters; it has\n" + "\n".join([*wrong, ""])
+            "`out_shardings` must be a `jax.sharding.NamedSharding`, with each dimension over mesh "
+            "axes of one type, Auto or Explicit, `None`, or a tree of them like the parameters; it "
+            "has\n" + "\n".join(wrong)
         )
-    if mixed := described(out_shardings, _mixed_entries, _is_sharding):
-        raise OptionError(
-            "`out_shardings` split one dimension over Auto and Explicit mesh axes together, which "
-            "JAX cannot do:\n" + "\n".join(mixed) + "\nSplit it over axes of one type."
-        )
-    marked = jax.tree.map(
-        lambda leaf: leaf or _LIKE_PARAMS, out_shardings, is_leaf=lambda leaf: leaf is None
-    )
-    leaves = broadcast_prefix(marked, params, "out_shardings")
-    return [None if leaf is _LIKE_PARAMS else leaf for leaf in leaves]
+    return broadcast_prefix(out_shardings, params, "out_shardings", _is_sharding)
 
 
-def like_params(shardings: Shardings, params: Any, mesh: Any = None) -> Shardings:
+def like_params(shardings: Any, params: Any, mesh: Any = None) -> Any:
     """Returns the shardings with those of the parameters, where known, in the place of `None`."""
     # Of an array that is traced the type has a sharding on Explicit meshes only.
-    pairs = zip(shardings, jax.tree.leaves(params), strict=True)
-    return [given or _sharding_of(leaf, mesh) for given, leaf in pairs]
+    return jax.tree.map(lambda leaf, given: given or _sharding_of(leaf, mesh), params, shardings)
 
 
 def _sharding_of(leaf: Any, mesh: Any) -> NamedSharding | None:
@@ -56,19 +43,22 @@ def _sharding_of(leaf: Any, mesh: Any) -> NamedSharding | None:
     return None if other else NamedSharding(sharding.mesh, sharding.spec)
 
 
-def _no_sharding(value: Any) -> str:
-    return "" if _is_sharding(value) else repr(value)
-
-
 def _is_sharding(value: Any) -> bool:
     return value is None or isinstance(value, NamedSharding)
 
 
-def place(tree: Any, shardings: Shardings, manual: Collection[str] = ()) -> Any:
+def _unfit(value: Any) -> str:
+    if not _is_sharding(value):
+        return repr(value)
+    explicit = frozenset() if value is None else explicit_axes(value.mesh)
+    entries = () if value is None else tuple(value.spec)
+    is_mixed = any(len({axis in explicit for axis in axes_of(entry)}) > 1 for entry in entries)
+    return ", ".join(map(repr, entries)) if is_mixed else ""
+
+
+def place(tree: Any, shardings: Any, manual: Collection[str] = ()) -> Any:
     """Puts the leaves of a tree where they belong, but for mesh axes that are manual here."""
-    leaves, treedef = jax.tree.flatten(tree)
-    placed = [_place(*pair, manual) for pair in zip(leaves, shardings, strict=True)]
-    return jax.tree.unflatten(treedef, placed)
+    return jax.tree.map(lambda leaf, own: _place(leaf, own, manual), tree, shardings)
 
 
 def _place(leaf: jax.Array, sharding: NamedSharding | None, manual: Collection[str]) -> jax.Array:
@@ -82,7 +72,8 @@ def _place(leaf: jax.Array, sharding: NamedSharding | None, manual: Collection[s
         mesh = jax.sharding.get_abstract_mesh()
     explicit = explicit_axes(mesh)
     if explicit:
-        leaf = reshard(leaf, NamedSharding(mesh, only(spec, explicit)))
+        others = explicit.symmetric_difference(mesh.axis_names)
+        leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, without(spec, others)))
         if explicit.issuperset(mesh.axis_names):
             return leaf
     target = NamedSharding(mesh, without(spec, explicit))
@@ -96,21 +87,6 @@ def explicit_axes(mesh: Any) -> frozenset[str]:
     return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
-def _mixed_entries(sharding: NamedSharding | None) -> str:
-    if sharding is None:
-        return ""
-    explicit = explicit_axes(sharding.mesh)
-    entries = [{axis in explicit for axis in axes_of(entry)} for entry in sharding.spec]
-    is_mixed = any(len(kinds) > 1 for kinds in entries)
-    return ", ".join(map(repr, tuple(sharding.spec))) if is_mixed else ""
-
-
-def reshard(leaf: Any, sharding: NamedSharding | PartitionSpec) -> jax.Array:
-    """Returns an array with another Explicit sharding."""
-    resharded: jax.Array = jax.sharding.reshard(leaf, sharding)
-    return resharded
-
-
 def axes_of(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes of one entry of a spec."""
     if entry is None:
@@ -122,12 +98,6 @@ def without(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
     """Returns a spec that does not use some mesh axes."""
     kept = (tuple(name for name in axes_of(entry) if name not in names) for entry in tuple(spec))
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
-
-
-def only(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
-    """Returns a spec that uses some mesh axes only."""
-    used = {axis for entry in spec for axis in axes_of(entry)}
-    return without(spec, used.difference(names))
 
 
 def explicit_spec(leaf: Any) -> PartitionSpec | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,10 @@ def rollback(keep: int = 2, memory_kind: str | None = "pinned_host") -> Rollback
     return Rollback(deque(maxlen=keep), memory_kind)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Snapshot:
+class _Snapshot(NamedTuple):
     step: int
-    leaves: list[Any]
-    shardings: list[Any]
-    structure: Any
+    tree: Any
+    shardings: Any  # of its arrays, where they were; `None` for other leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +78,8 @@ class Rollback:
         """
         if any(bool(state.was_skipped) for _, state in guard_states(tree)):
             return False
-        leaves, structure = jax.tree.flatten(tree)
-        shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
-        copies = [self._host_copy(leaf) for leaf in leaves]
-        self._held.append(_Snapshot(step, copies, shardings, structure))
+        shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), tree)
+        self._held.append(_Snapshot(step, jax.tree.map(self._host_copy, tree), shardings))
         return True
 
     def restore(self) -> tuple[int, Any]:
@@ -100,23 +96,19 @@ class Rollback:
                 "no good state is held: `take` was never called, or only after skipped steps."
             )
         found = self._held.pop() if len(self._held) > 1 else self._held[-1]
-        leaves = [
-            copy.deepcopy(leaf) if sharding is None else _copy_to(leaf, sharding)
-            for leaf, sharding in zip(found.leaves, found.shardings, strict=True)
-        ]
-        return found.step, jax.tree.unflatten(found.structure, leaves)
+        return found.step, jax.tree.map(_copy_to, found.tree, found.shardings)
 
     def _host_copy(self, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return copy.deepcopy(leaf)
-        if self._memory_kind is None:
-            return jnp.copy(leaf)
-        return _copy_to(leaf, leaf.sharding.with_memory_kind(self._memory_kind))
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and self._memory_kind is not None:
+            sharding = sharding.with_memory_kind(self._memory_kind)
+        return _copy_to(leaf, sharding)
 
 
-def _copy_to(leaf: jax.Array, sharding: Any) -> jax.Array:
-    """Copies first: a transfer within one memory may share the buffer that the next step reuses."""
+def _copy_to(leaf: Any, sharding: Any) -> Any:
+    if sharding is None:
+        return copy.deepcopy(leaf)
     if leaf.sharding.memory_kind == sharding.memory_kind:
+        # A transfer within one memory may share the buffer that the next step reuses.
         leaf = jnp.copy(leaf)
-    moved: jax.Array = jax.device_put(leaf, sharding)
-    return moved
+    return jax.device_put(leaf, sharding)

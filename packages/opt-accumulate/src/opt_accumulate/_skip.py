@@ -24,23 +24,14 @@ def squared_norm(tree: Any) -> jax.Array:
 
 def global_norm(tree: Any) -> jax.Array:
     """Returns the global norm in float32, which is finite if and only if all values are."""
-    # Read twice only where the squares add up to infinity. What is more than float32 has comes out
-    # as its largest number.
-    squared = squared_norm(tree)
-    # The squares of what is left of the largest values are far from overflow, the sum of them is,
-    # too; that of values which matter beside those is far from 0.
-    shrunk = 2.0 ** -(jnp.finfo(squared.dtype).maxexp // 2 + 16)
-    # No constant: of a single number XLA would square that and the factor apart, to inf and 0.
-    factor = jnp.where(jnp.isinf(squared), shrunk, 1.0).astype(squared.dtype)
+    norm, most = jnp.sqrt(squared_norm(tree)), float(jnp.finfo(jnp.float32).max)
 
-    def again(_: jax.Array, operands: Any) -> jax.Array:
-        tree, factor = operands
-        return _to_float32(jnp.sqrt(total(_sum_of_squares, tree, factor)), 1 / shrunk)
+    def again(norm: jax.Array, tree: Any) -> jax.Array:
+        return jnp.where(all_finite(tree), most, jnp.full_like(norm, jnp.nan))
 
-    # XLA for GPUs makes a `lax.cond` of few reductions a choice between both results.
-    norm: jax.Array = _to_float32(jnp.sqrt(squared), 1.0)
-    _, norm = emit_if(jnp.isinf(squared), again, norm, (tree, factor))
-    return norm
+    # Read twice only where squares overflow; of a `lax.cond`, XLA for GPUs would compute both.
+    _, norm = emit_if(jnp.isinf(norm), again, norm, tree)
+    return jnp.minimum(norm, most).astype(jnp.float32)
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -48,16 +39,14 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.isfinite(total(_sum_of_differences, tree))
 
 
-def total(function: Callable[..., jax.Array], tree: Any, *further: jax.Array) -> jax.Array:
+def total(function: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
     """Returns the sum of a function of each leaf; 0 for an empty tree."""
-    summed = traced_once(function, tree)
-    sums = [summed(leaf, *further) for leaf in jax.tree.leaves(tree)]
+    sums = list(map(traced_once(function, tree), jax.tree.leaves(tree)))
     return jnp.sum(jnp.array(sums)) if sums else jnp.zeros([], jnp.float32)
 
 
-def _sum_of_squares(leaf: Any, factor: jax.Array | float = 1.0) -> jax.Array:
-    squares = [jnp.square(part * factor) for part in _parts(leaf)]
-    return jnp.sum(functools.reduce(jnp.add, squares))
+def _sum_of_squares(leaf: Any) -> jax.Array:
+    return jnp.sum(functools.reduce(jnp.add, map(jnp.square, _parts(leaf))))
 
 
 def _sum_of_differences(leaf: Any) -> jax.Array:
@@ -70,13 +59,6 @@ def _parts(leaf: Any) -> list[jax.Array]:
     leaf = jnp.asarray(leaf)
     leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
-
-
-def _to_float32(value: jax.Array, factor: float) -> jax.Array:
-    """The product, or the largest number of float32 where that is less."""
-    most = float(jnp.finfo(jnp.float32).max)
-    fits = jnp.minimum(value, most / factor) * factor
-    return jnp.where(jnp.isfinite(value), fits, value).astype(jnp.float32)
 
 
 def skip_not_finite(

@@ -62,12 +62,8 @@ def described(tree: Any, describe: Callable[[Any], str], is_leaf: Any = None) ->
     return [f"  {path_str(path)}: {text}" for path, leaf in keyed if (text := describe(leaf))]
 
 
-def not_numbers(tree: Any) -> list[str]:
-    """Returns a line for each leaf that JAX cannot compute with; random keys may pass."""
-    return described(tree, _what_is_wrong)
-
-
-def _what_is_wrong(leaf: Any) -> str:
+def what_is_wrong(leaf: Any) -> str:
+    """Says why JAX cannot compute with a leaf; nothing of one that it can compute with."""
     if isinstance(leaf, jax.Array):
         is_gone = not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
         return "a deleted array (was it donated?)" if is_gone else ""
@@ -81,7 +77,7 @@ def _what_is_wrong(leaf: Any) -> str:
 
 def check_numbers(tree: Any, argument: str) -> None:
     """Raises a `TypeError` unless all leaves are arrays or numbers; lists every path."""
-    if wrong := not_numbers(tree):
+    if wrong := described(tree, what_is_wrong):
         raise TypeError(f"`{argument}` must be a tree of arrays; it has\n" + "\n".join(wrong))
 
 
@@ -107,10 +103,17 @@ def check_integer(name: str, value: Any, least: int) -> int:
     return number
 
 
-def broadcast_prefix(prefix: Any, tree: Any, argument: str) -> list[Any]:
-    """Returns, for every leaf of `tree`, the leaf of `prefix` at or above it."""
+def check_choice(name: str, value: Any, choices: tuple[Any, ...], or_else: str = ".") -> None:
+    """Raises an `OptionError` unless a value is one of the choices, and of its type."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        listed = ", ".join(map(repr, choices))
+        raise OptionError(f"`{name}` is {value!r}; it must be one of {listed}{or_else}")
+
+
+def broadcast_prefix(prefix: Any, tree: Any, argument: str, is_leaf: Any = None) -> Any:
+    """Returns a tree like `tree` with, for each leaf, the leaf of `prefix` at or above it."""
     try:
-        return jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+        return jax.tree.broadcast(prefix, tree, is_leaf)
     except ValueError as error:
         raise OptionError(
             f"`{argument}` must be one value for all, or a tree like {_leaves(tree)}, which may "
