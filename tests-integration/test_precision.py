@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_matrix
 import opt_nnx
 import opt_optax_bridge as opt
 import opt_precision as op
@@ -307,6 +308,43 @@ def test_nnx_optimizers() -> None:
     assert ours[0] == theirs[0]
     assert bits(ours[1]) == bits(theirs[1])
     assert ours[0][-1] < 0.5 * ours[0][0]
+
+
+def of_rank_two() -> Any:
+    return opt_matrix.muon(1e-2, matrices=opt_matrix.Matrices.by_rank2())
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        op.quantize_state(of_rank_two(), op.dynamic8()),
+        op.master_weights(op.quantize_state(optax.adamw(1e-2), op.dynamic8())),
+        op.stochastic_weights(optax.adamw(1e-2)),
+    ],
+    ids=["muon in 8 bits", "remainder and 8 bits", "stochastic"],
+)
+def test_a_loop_without_an_optimizer_of_flax_may_give_states_of_variables(tx: Any) -> None:
+    model = nnx.Linear(64, 256, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    step: Any = jax.jit(lambda params, state: op.apply(tx, params, state, params))
+
+    def trained(params: Any) -> Any:
+        after = params, tx.init(params)
+        given: Any = jax.tree.structure(after)
+        for _ in range(2):
+            after = step(*after)
+        assert jax.tree.structure(after) == given
+        return after
+
+    params = nnx.state(model, nnx.Param)
+    assert bits(trained(params)) == bits(trained(nnx.to_pure_dict(params)))
+    assert step._cache_size() == 2  # one for each kind of tree
+
+
+def test_muon_alone_says_what_to_pass() -> None:
+    params = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Param)
+    state = of_rank_two().init(params)
+    with pytest.raises(opt_matrix.errors.OptionError, match=r"`nnx\.to_pure_dict\(state\)`"):
+        of_rank_two().update(params, state, params)
 
 
 def test_codes_are_sharded_in_flax_as_the_parameter_is_and_scales_are_not_cut() -> None:

@@ -262,7 +262,7 @@ def test_what_it_prints(whole: Path) -> None:
     assert counts["planned"] == counts["held"] == {"parameters": shared, "state": state}
     assert counts["plain Optax"] == {"parameters": shared, "state": 2 * shared + 4}
     assert state < 0.3 * 2 * shared
-    said = f"Checked the compiled step: state sharded as asked, {state / 1024:.1f} KiB a device"
+    said = f"Checked the compiled step: state sharded as asked, {state / 1024:.1f} KiB per device"
     assert said in " ".join(stdout.split())
     # No terminal, no bar: plain lines.
     assert "\r" not in stderr
@@ -340,7 +340,7 @@ def test_every_kind_of_state_is_sharded_saved_and_resumed(
     done = main("--out", folder, *few, *flags.split())
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
-    assert float(re.findall(r"(\S+) bytes a parameter", printed)[0]) <= said
+    assert float(re.findall(r"(\S+) bytes per parameter", printed)[0]) <= said
     assert "state sharded as asked" in printed
     assert ("MuonState.mu" in printed) == ("adamw" not in flags)
     expected, metrics = read_checkpoint(folder), read_metrics(folder)

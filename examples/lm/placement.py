@@ -87,7 +87,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"Plan for each device: {', '.join(shares)}",
         f"  state by field: {_amounts(plan.state_fields)}",
         f"  all by group: {_amounts(groups)}",
-        f"  together {together}, {waste} of it beyond an equal share; {each:.2f} bytes a parameter",
+        f"  total {together}, {waste} of it beyond an equal share; {each:.2f} bytes per parameter",
     ]
     return "\n".join([*lines, *_notes(plan)])
 
@@ -118,7 +118,7 @@ def describe_bytes(
         "held": (held(optimizer.target), held(optimizer.state.param_states)),
         "plain Optax": (held(params), held(tx.init(params))),
     }
-    table = [f"{'Bytes a device':<16}{'parameters':>12}{'state':>12}{'both':>12}"]
+    table = [f"{'Bytes per device':<16}{'parameters':>12}{'state':>12}{'both':>12}"]
     for name, (of_params, of_state) in rows.items():
         counts = (of_params, of_state, of_params + of_state)
         table.append(f"  {name:<14}" + "".join(f"{amount(count):>12}" for count in counts))
@@ -171,8 +171,8 @@ def describe_report(report: Report) -> str:
     said = "".join(f"; {severity}: {n} x {kind}" for (severity, kind), n in found.items())
     return (
         "Checked the compiled step: state sharded as asked, "
-        f"{amount(report.bytes_per_device('state'))} a device{said}\n"
-        f"  sent by a device in a step: {', '.join(moved) or 'nothing'}"
+        f"{amount(report.bytes_per_device('state'))} per device{said}\n"
+        f"  sent per device and step: {', '.join(moved) or 'nothing'}"
     )
 
 

@@ -560,7 +560,7 @@ def train_and_report(arguments: Arguments) -> int:
             plan_resume(placement, saved, folder.path)  # does it fit?
     aim = (
         "Trains a byte-level language model, then compares its bits per byte with gzip's, and its "
-        "bytes on a device with the plan and with plain Optax."
+        "bytes per device with the plan and with plain Optax."
     )
     size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
     since = f", from step {saved.step} on" if saved else ""

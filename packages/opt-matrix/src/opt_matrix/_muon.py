@@ -107,6 +107,12 @@ def scale_by_muon(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         dims = _dims_of(updates, plan, matrices)
+        trees: Any = [jax.tree.structure(tree) for tree in (updates, state.mu)]
+        if trees[0] != trees[1]:
+            raise OptionError(
+                "`updates` and the momentum are different trees. Outside of Flax's optimizers, "
+                "call `init` and `update` with `nnx.to_pure_dict(state)`, not an `nnx.State`"
+            )
         mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
         decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide

@@ -160,6 +160,13 @@ def each_in_a_variable(state: Any) -> Any:
     return jax.tree.map(_apart, state, is_leaf=_is_variable)
 
 
+def bare_values(tree: Any) -> Any:
+    """The values of variables in their place, as for the leaves of an `nnx.State`."""
+    return jax.tree.map(
+        lambda node: node.get_value() if _is_variable(node) else node, tree, is_leaf=_is_variable
+    )
+
+
 def refuse_named(name: str, params: Any, plan: Sequence[Planned]) -> None:
     """Raises for scales that Haliax would cut as it does the parameter that they belong to."""
     devices = jax.sharding.get_abstract_mesh().size

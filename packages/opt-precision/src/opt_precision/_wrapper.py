@@ -16,7 +16,14 @@ import optax
 from opt_precision import _select
 from opt_precision._codecs import identity
 from opt_precision._formats import is_encoded
-from opt_precision._init import Codecs, First, Planned, each_in_a_variable, refuse_named
+from opt_precision._init import (
+    Codecs,
+    First,
+    Planned,
+    bare_values,
+    each_in_a_variable,
+    refuse_named,
+)
 from opt_precision._place import on_host
 from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState, is_masked
 from opt_precision._step import Results, Step
@@ -76,8 +83,15 @@ class _Wrapper:
         return self._step(Arguments(grads, params, extra_args, is_in_place=True), state)
 
     def _step(self, args: Arguments, state: Any) -> tuple[Any, Any]:
-        results = Step(self.filled(args, state)).run()
-        return jax.tree.unflatten(results.tree, results.leaves), self.next_state(state, results)
+        grads, params, bare = bare_values((args.grads, args.params, state))
+        bare_args = dataclasses.replace(args, grads=grads, params=params)
+        results = Step(self.filled(bare_args, bare)).run()
+        new = jax.tree.unflatten(results.tree, results.leaves), self.next_state(bare, results)
+        if results.tree == jax.tree.structure(args.grads):
+            return new
+        given: Any = jax.tree.structure((args.grads, state))
+        wrapped: tuple[Any, Any] = jax.tree.unflatten(given, jax.tree.leaves(new))
+        return wrapped
 
     def filled(self, args: Arguments, state: Any) -> Arguments:
         """What a step takes, with this part's state and settings."""
