@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from opt_core import (
     OptimizerDef,
     OptimizerState,
@@ -272,11 +273,8 @@ class Adafactor(OptimizerDef):
         hyper_params = self.hyper_params
         if not fallback_to_heuristics:
             hyper_params = hyper_params.replace(respect_rank2_rules=True)
-        factoring = parse_rule(rule, tuple(shape), path, hyper_params)
-        return factoring.averaged, (
-            factoring.rows,
-            factoring.cols,
-        ) if factoring.is_factored else None
+        found = parse_rule(rule, tuple(shape), path, hyper_params)
+        return found.averaged, (found.rows, found.cols) if found.is_factored else None
 
     def _factored_dims(self, shape: Any) -> tuple[tuple[int], tuple[int]] | None:
         dims = heuristic_dims(tuple(shape), self.hyper_params)
@@ -284,18 +282,19 @@ class Adafactor(OptimizerDef):
 
     def init_param_state(self, param: Any, path: str) -> _AdafactorParamState:
         """Returns the initial state of a single parameter, by its `/`-joined keys."""
-        state = self.init_state(_nest(path, param)).param_states
-        return _at(state, path)  # type: ignore[no-any-return]
+        keys = split_path(path)
+        states = self.init_state(unflatten_dict({keys: param})).param_states
+        return flatten_dict(states)[keys]  # type: ignore[no-any-return]
 
     def apply_param_gradient(
         self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any, path: str
     ) -> tuple[Any, _AdafactorParamState]:
         """Returns a single parameter, by its `/`-joined keys, and its state after one update."""
-        params, grads, states = (_nest(path, x) for x in (param, grad, state))
-        new, new_state = self.apply_gradient(
-            hyper_params, params, OptimizerState(step, states), grads
-        )
-        return _at(new, path), _at(new_state.param_states, path)
+        keys = split_path(path)
+        params, grads, states = (unflatten_dict({keys: x}) for x in (param, grad, state))
+        before = OptimizerState(step, states)
+        new, after = self.apply_gradient(hyper_params, params, before, grads)
+        return flatten_dict(new)[keys], flatten_dict(after.param_states)[keys]
 
     def _with_rules_of(self, param_axes: Any) -> Any:
         rules = factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
@@ -310,17 +309,3 @@ class Adafactor(OptimizerDef):
 
     def _identity(self) -> Any:
         return self.hyper_params, self.dtype_momentum
-
-
-def _nest(path: str, leaf: Any) -> Any:
-    """Returns a nested dict with a single leaf at a `/`-joined path."""
-    for key in reversed(split_path(path)):
-        leaf = {key: leaf}
-    return leaf
-
-
-def _at(tree: Any, path: str) -> Any:
-    """Returns the subtree at a `/`-joined path."""
-    for key in split_path(path):
-        tree = tree[key]
-    return tree

@@ -97,12 +97,14 @@ def check_overrides(own: Any, overridden: Any) -> None:
                 "on it. Create a new definition and convert the state."
             )
     if (own.beta1 is None) != (overridden.beta1 is None):
-        has, asked = ("no momentum", "on") if own.beta1 is None else ("momentum", "off")
-        instead = "with `beta1=0.0`" if own.beta1 is None else "with `beta1=None`"
-        advice = "" if own.beta1 is None else ", or override `beta1=0.0`"
+        has, turned, instead = (
+            ("no momentum", "on", "`beta1=0.0`")
+            if own.beta1 is None
+            else ("momentum", "off", "`beta1=None`, or override `beta1=0.0`")
+        )
         raise HyperParamError(
-            f"`beta1`: the definition has {has}, which cannot be turned {asked} for one step, "
-            f"since the state depends on it. Create a definition {instead}{advice}."
+            f"`beta1`: the definition has {has}, which cannot be turned {turned} for one step, "
+            f"since the state depends on it. Create a definition with {instead}."
         )
     check_hyper_params(overridden)
 

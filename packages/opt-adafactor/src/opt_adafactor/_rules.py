@@ -103,20 +103,19 @@ def standard_logical_factor_rules() -> FrozenDict[str, FactorDim]:
 
 def convert_logical_rules(rules: Mapping[str, Any]) -> FrozenDict[str, FactorDim]:
     """Returns the rules of logical axes, with names converted to `FactorDim`s."""
-    return FrozenDict({axis: _convert_logical_rule(axis, rule) for axis, rule in rules.items()})
-
-
-def _convert_logical_rule(axis: str, rule: Any) -> FactorDim:
-    try:
-        dim = factor_name_to_factordim(rule)
-    except UnknownNameError as error:
-        raise UnknownNameError(f"`logical_factor_rules` of the axis `{axis}`: {error}") from None
-    if not isinstance(dim, FactorDim):
-        raise FactorRuleError(
-            f"`logical_factor_rules` of the axis `{axis}` must be a `FactorDim` or its name, found "
-            f"{rule!r}. Use `FactorDim.NONE` for an axis that is not factored."
-        )
-    return dim
+    dims: dict[str, FactorDim] = {}
+    for axis, rule in rules.items():
+        where = f"`logical_factor_rules` of the axis `{axis}`"
+        try:
+            dims[axis] = factor_name_to_factordim(rule)
+        except UnknownNameError as error:
+            raise UnknownNameError(f"{where}: {error}") from None
+        if not isinstance(dims[axis], FactorDim):
+            raise FactorRuleError(
+                f"{where} must be a `FactorDim` or its name, found {rule!r}. Use `FactorDim.NONE` "
+                "for an axis that is not factored."
+            )
+    return FrozenDict(dims)
 
 
 def show(dims: tuple[FactorDim, ...]) -> str:
