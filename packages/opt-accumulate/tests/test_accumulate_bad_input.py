@@ -123,7 +123,13 @@ CALLS: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], str]] = [
     ({}, (W, X), {"rng": KEY}, "A key `rng` was given, but `loss_fn` takes none"),
     ({}, (SEEN, X), {}, "found\n  rng/key: key<fry>\n  seen: int32\nPass "),
     ({"reduce": "deferred"}, (W, X), {}, "`reduce='deferred'` needs a mesh: give `mesh`, or"),
-    ({"out_shardings": {"w": None}}, (W, X), {}, "`out_shardings` must be one value for all, or a"),
+    (
+        {"out_shardings": {"w": None}},
+        (W, X),
+        {},
+        "or a tree like ., which may end above these; it h",
+    ),
+    ({"out_shardings": {"w": None}}, ({"w": W, "b": W}, X), {}, "above these; it has w."),
 ]
 
 

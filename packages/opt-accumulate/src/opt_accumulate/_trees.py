@@ -117,11 +117,11 @@ def broadcast_prefix(prefix: Any, tree: Any, argument: str, is_leaf: Any = None)
     except ValueError as error:
         raise OptionError(
             f"`{argument}` must be one value for all, or a tree like {_leaves(tree)}, which may "
-            f"end above these; it has {_leaves(prefix)}."
+            f"end above these; it has {_leaves(prefix, is_leaf)}."
         ) from error
 
 
-def _leaves(tree: Any) -> str:
-    paths = [path_str(path) for path, _ in tree_flatten_with_path(tree)[0]]
+def _leaves(tree: Any, is_leaf: Any = None) -> str:
+    paths = [path_str(path) for path, _ in tree_flatten_with_path(tree, is_leaf)[0]]
     shown = ", ".join(paths[:_SHOWN]) or "no leaves"
     return shown if len(paths) <= _SHOWN else f"{shown} and {len(paths) - _SHOWN} more"
