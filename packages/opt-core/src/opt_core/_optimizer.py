@@ -347,9 +347,10 @@ class OptimizerDef:
         if isinstance(state_dict, Mapping):
             entries = {k: v for k, v in state_dict.items() if k in reference}
             state = entries.get("state")
+            step = state.get("step") if isinstance(state, Mapping) else None
             # Flax and T5X wrote the step as a Python int, an int32 or an int64: one number.
-            if isinstance(state, Mapping) and (step := _count(state.get("step"))) is not None:
-                entries["state"] = {**state, "step": step}
+            if getattr(step, "dtype", "int32") != "int32" and (count := _count(step)) is not None:
+                entries["state"] = {**state, "step": count}
         restored = unalias(restore_state_dict(reference, entries))
         step = _count(restored["state"].step)
         if step is not None and step < 0:
