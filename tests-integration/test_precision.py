@@ -317,11 +317,12 @@ def of_rank_two() -> Any:
 @pytest.mark.parametrize(
     "tx",
     [
+        of_rank_two(),
         op.quantize_state(of_rank_two(), op.dynamic8()),
         op.master_weights(op.quantize_state(optax.adamw(1e-2), op.dynamic8())),
         op.stochastic_weights(optax.adamw(1e-2)),
     ],
-    ids=["muon in 8 bits", "remainder and 8 bits", "stochastic"],
+    ids=["muon", "muon in 8 bits", "remainder and 8 bits", "stochastic"],
 )
 def test_a_loop_without_an_optimizer_of_flax_may_give_states_of_variables(tx: Any) -> None:
     model = nnx.Linear(64, 256, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -338,13 +339,6 @@ def test_a_loop_without_an_optimizer_of_flax_may_give_states_of_variables(tx: An
     params = nnx.state(model, nnx.Param)
     assert bits(trained(params)) == bits(trained(nnx.to_pure_dict(params)))
     assert step._cache_size() == 2  # one for each kind of tree
-
-
-def test_muon_alone_says_what_to_pass() -> None:
-    params = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Param)
-    state = of_rank_two().init(params)
-    with pytest.raises(opt_matrix.errors.OptionError, match=r"`nnx\.to_pure_dict\(state\)`"):
-        of_rank_two().update(params, state, params)
 
 
 def test_codes_are_sharded_in_flax_as_the_parameter_is_and_scales_are_not_cut() -> None:

@@ -225,13 +225,18 @@ class Matrices:
 
 
 def labelled(params: Any, matrices: Matrices, of_matrices: str, of_rest: str) -> Any:
-    """A tree with a name for each leaf: that of matrices, or that of the rest."""
+    """A tree with a name for each leaf, or variable of Flax: that of matrices, or of the rest."""
     decided = matrices.resolve(params)
 
-    def label(path: Any, _: Any) -> str:
-        return of_rest if decided[path_str(path)] is None else of_matrices
+    def label(path: Any, node: Any) -> str:
+        [(inside, _)] = jax.tree_util.tree_leaves_with_path(node)
+        return of_rest if decided[path_str((*path, *inside))] is None else of_matrices
 
-    return jax.tree_util.tree_map_with_path(label, params)
+    def is_variable(node: Any) -> bool:  # of Flax NNX, with one array
+        return hasattr(node, "get_metadata") and len(jax.tree.leaves(node)) == 1
+
+    # Masks stand for variables, not inside of them: trainers read the dtype of each.
+    return jax.tree_util.tree_map_with_path(label, params, is_leaf=is_variable)
 
 
 def require_rules(matrices: Any) -> None:

@@ -107,12 +107,6 @@ def scale_by_muon(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         dims = _dims_of(updates, plan, matrices)
-        trees: Any = [jax.tree.structure(tree) for tree in (updates, state.mu)]
-        if trees[0] != trees[1]:
-            raise OptionError(
-                "`updates` and the momentum are different trees. Outside of Flax's optimizers, "
-                "call `init` and `update` with `nnx.to_pure_dict(state)`, not an `nnx.State`"
-            )
         mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
         decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide
@@ -219,18 +213,7 @@ def muon(
     def labels(params: Any) -> Any:  # an error about overrides finds `muon` by this function
         return labelled(params, matrices, "muon", "adam")
 
-    partitioned = optax.partition({"muon": chained, "adam": rest}, labels)
-
-    def bare(node: Any) -> Any:
-        return node if jax.tree.leaves(node) else optax.MaskedNode()
-
-    def init(params: Any) -> Any:
-        # What masks a parameter, without the `flax.nnx.Variable` around: trainers read the dtype of
-        # each.
-        state = partitioned.init(params)
-        return jax.tree.map(bare, state, is_leaf=lambda node: hasattr(node, "get_metadata"))
-
-    return partitioned._replace(init=init)
+    return optax.partition({"muon": chained, "adam": rest}, labels)
 
 
 def scale_by_shape() -> optax.GradientTransformation:
