@@ -171,7 +171,6 @@ class SavedStep(Manifest):
 
     def _read_stored(self, places: Mapping[str, Sharding | None]) -> dict[str, Any]:
         """Reads the stored arrays of some leaves and compares the digests."""
-        stored: dict[str, Any] = {}
         with sync_errors():
             stored = self._read_unchecked({x: s for x, s in places.items() if x in self.digests})
         with sync_errors():

@@ -82,15 +82,14 @@ def make_state(
     axes = read_axes(parameters, rules, mesh)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     described = describe_state(definition, shapes, OptimizerState(step, like)).leaves
-    names, specs = zip(*state_axes(described, axes), strict=True) if described else ((), ())
+    of_state = list(state_axes(described, axes))
     layout = placement = None
     if mesh is not None:
-        layout = _lay_out(specs, like, mesh, zero)
+        layout = _lay_out([spec for _, spec in of_state], like, mesh, zero)
         of_params = (param.own for param in axes.values())
         param_specs = tuple(None if x is None else as_compiled(x, mesh) for x in of_params)
-        placement = Placement(
-            mesh, param_specs, tuple(as_compiled(row.spec, mesh) for row in layout.rows)
-        )
+        state_specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
+        placement = Placement(mesh, param_specs, state_specs)
     if state is None:
         state = _init(definition, values, like, layout)
     if placement is not None:
@@ -100,6 +99,7 @@ def make_state(
     followed = [variables.get(x.parameter or (), y) for x, y in zip(described, leaves, strict=True)]
     slots = _slots(definition, params, like, followed)
     placed = [None] * len(leaves) if placement is None else placement.state_specs
+    names = [names for names, _ in of_state]
     rows = jax.tree.unflatten(structure, list(zip(names, placed, strict=True)))
     containers: Any = jax.tree.structure(slots, is_leaf=is_variable)
     columns = (containers.flatten_up_to(tree) for tree in (state, rows))
