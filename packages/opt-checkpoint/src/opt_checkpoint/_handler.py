@@ -46,7 +46,7 @@ from opt_checkpoint._manifest import (
     structure_of,
 )
 from opt_checkpoint._processes import are_equal, is_first, sync_errors
-from opt_checkpoint._step import SavedStep
+from opt_checkpoint._step import SavedStep, read_step
 from opt_checkpoint._targets import plan_restore, view_of
 from opt_checkpoint.errors import LeafError, SaveError
 
@@ -136,7 +136,7 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
     def metadata(self, directory: Any) -> SavedStep:
         """Returns the item as a source of plans; only its manifest is read."""
         with sync_errors():
-            return SavedStep.from_folder(Path(directory))
+            return read_step(Path(directory))
 
     def close(self) -> None:
         """Closes the handler of the arrays."""

@@ -76,11 +76,6 @@ class SavedStep(Manifest):
 
     path: Path
 
-    @classmethod
-    def from_folder(cls, folder: Path) -> SavedStep:
-        """Reads the manifest, no array."""
-        return cls(path=folder, **vars(read_manifest(folder)))
-
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Reads leaves into the given shardings, each device its own share, and checks the digests.
 
@@ -234,10 +229,15 @@ def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
     item = item_with_manifest(folder)
     if item is None and is_orbax(folder):
         raise ForeignError(describe_foreign(folder, ["."]))
-    saved = SavedStep.from_folder(item or folder)
+    saved = read_step(item or folder)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved
+
+
+def read_step(folder: Path) -> SavedStep:
+    """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote."""
+    return SavedStep(path=folder, **vars(read_manifest(folder)))
 
 
 def _batches(leaves: Sequence[LeafInfo]) -> Iterator[dict[str, Sharding]]:
