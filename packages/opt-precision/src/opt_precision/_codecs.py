@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
@@ -145,6 +145,8 @@ def identity() -> Codec:
     """Leaves as they are: for tests, and to see what the wrapper itself does."""
     return Codec("identity")
 
+
+Codecs: TypeAlias = Codec | Mapping[Role, Codec]  # one for all roles, or one for each
 
 _CODECS = {make.__name__: make for make in (bfloat16, dynamic8, float8, identity, log8)}
 

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from opt_precision._formats import is_encoded
 from opt_precision._select import path_str
 from opt_precision._states import EXTRA_FIELD
-from opt_precision._step import Step
-from opt_precision._update import Arguments
 from opt_precision._wrapper import Quantized, Rounded, taken_apart
 from opt_precision.errors import PrecisionError
 
@@ -176,9 +174,9 @@ def _whole(
 ) -> tuple[str, ...] | None:
     """The parameters whose updates need whole leaves, where that is known."""
     grads = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params)
-    args = Arguments(grads, params, extra_args, is_in_place=True)
     try:
-        return tuple(Step(tx.wrapper.filled(args, state)).whole_leaves())
+        step = tx.wrapper.step(grads, state, params, extra_args, is_in_place=True)
+        return tuple(step.whole_leaves())
     except TypeError:
         if extra_args:
             raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
-from opt_precision._codecs import Codec, Role
+from opt_precision._codecs import Codec, Codecs
 from opt_precision._formats import (
     Encoded,
     Format,
@@ -22,14 +22,12 @@ from opt_precision._formats import (
     is_encoded,
     scale_shape,
 )
-from opt_precision._place import block_spec, explicit_sharding, padded
+from opt_precision._place import block_spec, explicit_sharding, on_host, padded
 from opt_precision._program import Atom, Program
 from opt_precision._select import Candidate, Choice, KeyPath, Select, find_mirrors, path_str
 from opt_precision._states import WEIGHT_STATES, QuantizedState
 from opt_precision._update import as_array, wide
 from opt_precision.errors import OrderError, PrecisionError
-
-Codecs: TypeAlias = Codec | Mapping[Role, Codec]
 
 _FILLS: Final = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshard"})
 _WINDOWS: Final = (optax.MultiStepsState, optax.ApplyIfFiniteState)
@@ -50,83 +48,90 @@ class Planned(NamedTuple):
 
     path: KeyPath  # of the leaf, in the state of the inner transformation
     aval: Any  # its type
-    mirror: Candidate | None  # the parameter that it mirrors, if it does
-    choice: Choice = Choice(None)  # its role, or the reason to leave it as it is
+    mirror: Candidate | None  # the parameter that it mirrors, if it may be a moment
+    choice: Choice  # its role, or the reason to leave it as it is
     format: Format | None = None  # how it is stored; `None` as it is
-
-    @property
-    def is_candidate(self) -> bool:
-        """Whether it may be a moment."""
-        return self.mirror is not None and bool(jnp.issubdtype(self.aval.dtype, jnp.floating))
 
 
 class First:
     """The traced `init` of a transformation."""
 
     def __init__(self, tx: Any, params: Any) -> None:
-        self._tx = tx
-        keyed, self._tree = jax.tree_util.tree_flatten_with_path(params)
-        self.params = [as_array(leaf) for _, leaf in keyed]
-        closed, state = jax.make_jaxpr(
-            lambda flat: tx.init(jax.tree.unflatten(self._tree, flat)), return_shape=True
-        )(list(map(wide, self.params)))
+        keyed, tree = jax.tree_util.tree_flatten_with_path(params)
+        self._params = [as_array(leaf) for _, leaf in keyed]
+        closed, self._state = jax.make_jaxpr(
+            lambda flat: tx.init(jax.tree.unflatten(tree, flat)), return_shape=True
+        )(list(map(wide, self._params)))
         self._program = Program(closed)
-        self._avals = [atom.aval for atom in self._program.outs]
-        paths, tree = jax.tree_util.tree_flatten_with_path(state)
-        self._state_tree: Any = tree
-        self.skeleton = jax.tree.unflatten(tree, [0] * len(paths))
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(self._state)
         mirrors = find_mirrors(
-            [(path, tuple(p.shape)) for (path, _), p in zip(keyed, self.params, strict=True)],
-            self.skeleton,
-            [(path, tuple(leaf.shape)) for path, leaf in paths],
+            [(path, tuple(p.shape)) for (path, _), p in zip(keyed, self._params, strict=True)],
+            self._state,
+            [(path, tuple(leaf.shape)) for path, leaf in leaves],
         )
-        rows = zip(paths, self._avals, mirrors, strict=True)
-        self.leaves = [Planned(path, aval, mirror) for (path, _), aval, mirror in rows]
+        self.leaves: list[Planned] = []
+        for (path, leaf), mirror in zip(leaves, mirrors, strict=True):
+            is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+            reason = "mirrors no parameter" if mirror is None else "not of floats"
+            found = mirror if is_float else None
+            self.leaves.append(Planned(path, leaf, found, Choice(None, reason)))
 
     def plan(self, codecs: Codecs, select: Select) -> list[Planned]:
         """What is to become of every leaf."""
-        places = [i for i, leaf in enumerate(self.leaves) if leaf.is_candidate]
-        candidates = [mirror for i in places if (mirror := self.leaves[i].mirror) is not None]
-        chosen = dict(zip(places, select(candidates), strict=True))
-        return [_planned(leaf, chosen.get(i), codecs) for i, leaf in enumerate(self.leaves)]
+        chosen = iter(select([leaf.mirror for leaf in self.leaves if leaf.mirror is not None]))
+        return [
+            leaf if leaf.mirror is None else _planned(leaf, next(chosen), codecs)
+            for leaf in self.leaves
+        ]
 
     def state(self, plan: Sequence[Planned] | None = None) -> Any:
         """The state; its encoded leaves are made without the leaves themselves where they can."""
         program, leaves = self._program, []
-        params = [param.astype(wide(param).dtype) for param in self.params]
-        values = {**dict(zip(program.arguments, params, strict=True)), **program.consts}
+        params = [param.astype(wide(param).dtype) for param in self._params]
+        values: dict[Any, Any] = {
+            **dict(zip(program.arguments, params, strict=True)),
+            **program.consts,
+        }
         for atom, planned in zip(program.outs, plan or self.leaves, strict=True):
             form, aval, constant = planned.format, planned.aval, _constant_of(program, atom)
             if constant is None:
-                [leaf] = program.evaluate(program.part([atom]), values.__getitem__)
+                made = program.evaluate(program.part([atom]), values.__getitem__)
+                leaf = {**values, **made}[atom]
                 new = _strong(leaf) if form is None else Encoded(*encode(form, leaf, None), form)
-            elif planned.mirror is None or not planned.is_candidate:
+            elif planned.mirror is None:
                 new = jnp.full(aval.shape, constant, aval.dtype)
             else:
                 # As the parameter lies, like Optax's; eagerly, the program alone would not say so.
-                param = self.params[planned.mirror.param]
+                param = self._params[planned.mirror.param]
                 new = (
                     jnp.full_like(param, constant, dtype=aval.dtype)
                     if form is None
                     else _constant(form, param, constant)
                 )
             leaves.append(new)
-        return jax.tree.unflatten(self._state_tree, leaves)
+        return jax.tree.unflatten(self._tree, leaves)
 
     def check_order(self, name: str) -> None:
         """Raises if the state holds that of a wrapper that cannot be inside of this one."""
         is_of_weights = name in ("stochastic_weights", "master_weights")
         wrong = WEIGHT_STATES if is_of_weights else (QuantizedState, *WEIGHT_STATES, *_WINDOWS)
-        for node in jax.tree.leaves(self.skeleton, is_leaf=lambda node: isinstance(node, wrong)):
+        for node in jax.tree.leaves(self._state, is_leaf=lambda node: isinstance(node, wrong)):
             if isinstance(node, wrong):
                 raise OrderError(order_message(name, _NAMES[type(node).__name__]))
 
 
-def _planned(leaf: Planned, choice: Choice | None, codecs: Codecs) -> Planned:
-    """The plan for a leaf of which a selection says what it is; `None` if it was not asked."""
-    if choice is None:
-        reason = "mirrors no parameter" if leaf.mirror is None else "not of floats"
-        return leaf._replace(choice=Choice(None, reason))
+def hosted(state: Any, plan: Sequence[Planned]) -> Any:
+    """A state with leaves that have a role in the memory of the host."""
+    nodes, tree = jax.tree.flatten(state, is_leaf=is_encoded)
+    moved = [
+        jax.tree.map(on_host, node) if planned.choice.role and planned.aval.shape else node
+        for node, planned in zip(nodes, plan, strict=True)
+    ]
+    return jax.tree.unflatten(tree, moved)
+
+
+def _planned(leaf: Planned, choice: Choice, codecs: Codecs) -> Planned:
+    """The plan for a leaf of which a selection says what it is."""
     if choice.role is None:
         return leaf._replace(choice=choice)
     codec = codecs if isinstance(codecs, Codec) else codecs.get(choice.role)

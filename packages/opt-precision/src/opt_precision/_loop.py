@@ -44,6 +44,7 @@ class Loop(NamedTuple):
     into blocks, and of numbers, which are not.
     """
 
+    key: Hashable  # what leaves have in common that may be compiled together
     shape: Shape  # of the leaf, as far as this device has it
     block: Shape  # the shape of blocks
     held: Any  # what is replaced, block by block
@@ -51,6 +52,7 @@ class Loop(NamedTuple):
     numbers: Any  # what `body` needs besides
     body: Callable[[Any, Block, Any, Any], Any]  # from numbers, block, held, read to the new held
     begin: tuple[Any, ...]  # where this device's part of the leaf begins
+    spec: PartitionSpec | None  # where arrays of the leaf's shape lie on a mesh
 
 
 class _Span(NamedTuple):
@@ -92,18 +94,18 @@ def block_shape(shape: Shape, limit: int, units: Mapping[int, int]) -> Shape:
     return tuple(block)
 
 
-def groups(loops: Sequence[Loop], keys: Sequence[Hashable], limit: int) -> list[list[int]]:
+def groups(loops: Mapping[int, Loop], limit: int) -> list[list[int]]:
     """Small leaves whose computations differ in numbers alone, as many as make one block."""
     found: dict[Hashable, list[list[int]]] = {}
-    for k, (loop, key) in enumerate(zip(loops, keys, strict=True)):
+    for at, loop in loops.items():
         arrays, tree = jax.tree.flatten((loop.held, loop.read))
         size = math.prod(loop.shape)
         is_small = size <= _SMALL and loop.shape == loop.block and not any(map(is_on_host, arrays))
         types = tuple(array.dtype for array in arrays)
-        alike = found.setdefault((key, loop.shape, tree, types) if is_small else k, [])
+        alike = found.setdefault((loop.key, loop.shape, tree, types) if is_small else at, [])
         if not alike or size * (len(alike[-1]) + 1) > limit:
             alike.append([])
-        alike[-1].append(k)
+        alike[-1].append(at)
     return [members for alike in found.values() for members in alike]
 
 
@@ -125,10 +127,9 @@ def run(loops: Sequence[Loop], zero: jax.Array) -> tuple[list[Any], jax.Array]:
     return [jax.tree.map(functools.partial(cut, index=at), held) for at in hidden], zero
 
 
-def run_on_mesh(
-    loops: Sequence[Loop], zero: jax.Array, mesh: Any, spec: PartitionSpec
-) -> tuple[list[Any], jax.Array]:
+def run_on_mesh(loops: Sequence[Loop], zero: jax.Array, mesh: Any) -> tuple[list[Any], jax.Array]:
     """The same by each device for its part; numbers get a dimension, with one for each part."""
+    spec: Any = loops[0].spec
     nowhere = PartitionSpec()
 
     def is_cut(x: jax.Array) -> bool:
@@ -180,7 +181,15 @@ def _stacked(loops: Sequence[Loop], zero: jax.Array) -> Loop:
         return jax.vmap(each, in_axes=(axes, 0, 0))(numbers, held, read)
 
     shape = (len(loops), *loop.shape)
-    return Loop(shape, shape, held, read, numbers, body, (0,) * len(shape))
+    return loop._replace(
+        shape=shape,
+        block=shape,
+        held=held,
+        read=read,
+        numbers=numbers,
+        body=body,
+        begin=(0,) * len(shape),
+    )
 
 
 def _stack(*leaves: Any) -> Any:

@@ -13,10 +13,11 @@ import jax
 import optax
 
 from opt_precision import _select
-from opt_precision._codecs import ROLES, Codec, Role
-from opt_precision._init import Codecs, order_message
+from opt_precision._codecs import ROLES, Codec, Codecs, Role
+from opt_precision._init import order_message
+from opt_precision._select import CHUNK_BYTES, Moments
 from opt_precision._weights import Storage, Weights
-from opt_precision._wrapper import CHUNK_BYTES, Precise, Quantized, put_together, taken_apart
+from opt_precision._wrapper import Precise, put_together, taken_apart
 from opt_precision.errors import OrderError, PrecisionError
 
 Rounding: TypeAlias = Literal["stochastic"] | Storage
@@ -97,34 +98,34 @@ class Precision:
         """
         rounded, quantized, inner = taken_apart(_checked(tx))
         weights = None if rounded is None else rounded.weights
+        moments = None if quantized is None else quantized.moments
         if self.weights is not None:
             new = Weights(self.weights, self.seed)
             if weights is not None:
                 raise OrderError(order_message(new.constructor, weights.constructor))
             weights = new
         if self.state is not None or self.offload:
-            quantized = self._quantized(quantized)
+            moments = self._joined(Moments() if moments is None else moments)
             if type(tx).__name__ == "MultiSteps":
-                raise OrderError(order_message(quantized.name, "MultiSteps"))
-        return put_together(inner, quantized, weights)
+                name = "offload_state" if self.state is None else "quantize_state"
+                raise OrderError(order_message(name, "MultiSteps"))
+        return put_together(inner, moments, weights)
 
-    def _quantized(self, before: Quantized | None) -> Quantized:
+    def _joined(self, before: Moments) -> Moments:
         """What is done with moments: this, besides what was done before."""
-        settings = Quantized(tx=None) if before is None else before  # type: ignore[arg-type]
         select = _select.moments() if self.select is None else self.select
+        changes: dict[str, Any] = {"chunk_bytes": min(self.chunk_bytes, before.chunk_bytes)}
         if self.state is not None:
-            if settings.codec is not None:
+            if before.codec is not None:
                 raise OrderError(order_message("quantize_state", "quantize_state"))
-            settings = dataclasses.replace(
-                settings, codec=self.state, select=select, seed=self.seed
-            )
+            changes |= {"codec": self.state, "select": select, "seed": self.seed}
         if self.offload:
-            if settings.on_host is not None:
+            if before.on_host is not None:
                 raise OrderError(order_message("offload_state", "offload_state"))
-            settings = dataclasses.replace(settings, on_host=select)
-        layout = settings.layout if self.layout is None else self.layout
-        chunk_bytes = min(self.chunk_bytes, settings.chunk_bytes)
-        return dataclasses.replace(settings, chunk_bytes=chunk_bytes, layout=layout)
+            changes["on_host"] = select
+        if self.layout is not None:
+            changes["layout"] = self.layout
+        return dataclasses.replace(before, **changes)
 
     def __str__(self) -> str:
         parts = [f"{self.weights} weights"] if self.weights else []

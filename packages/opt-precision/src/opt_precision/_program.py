@@ -9,7 +9,7 @@ equations of one leaf take it as an argument, and are the same for blocks, but f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
     indices: list[int]  # of the equations, in order
     starts: list[Var]  # the values that they are computed from
-    outs: list[Atom]  # the values that are wanted
+    outs: Sequence[Atom]  # the values that are wanted
 
 
 class Program:
@@ -133,26 +133,26 @@ class Program:
                 stack += [x for x in self.equations[index].invars if not isinstance(x, Literal)]
         return Part(sorted(indices), list(starts), outs)
 
-    def jaxpr(self, part: Part, consts: Sequence[Var] = ()) -> Jaxpr:
+    def jaxpr(self, part: Part) -> Jaxpr:
         """Some of the equations as a function of what they start from."""
         equations = [self.equations[i] for i in part.indices]
-        return Jaxpr(consts, part.starts, part.outs, equations, debug_info=self._debug_info)
+        return Jaxpr((), part.starts, part.outs, equations, debug_info=self._debug_info)
 
-    def evaluate(self, part: Part, values: Callable[[Var], Any]) -> list[Any]:
-        """Computes some of the equations from the values that they start from."""
-        starts = map(values, part.starts)
-        outs: list[Any] = jax.core.eval_jaxpr(self.jaxpr(part), (), *starts)
-        return outs
+    def evaluate(self, part: Part, values: Callable[[Var], Any]) -> dict[Var, Any]:
+        """Computes all that some of the equations make, from the values that they start from."""
+        made = [value for i in part.indices for value in self.equations[i].outvars]
+        jaxpr = self.jaxpr(part._replace(outs=made))
+        outs = jax.core.eval_jaxpr(jaxpr, (), *map(values, part.starts))
+        return dict(zip(made, outs, strict=True))
 
-    def kinds(self, arguments: Sequence[int]) -> dict[Var, int]:
-        """How each value depends on the elements of leaves."""
+    def kinds(self, owners: Mapping[Var, int]) -> dict[Var, int]:
+        """How each value depends on the elements of leaves, which some arguments are."""
 
         def kind(value: Var, of_whole: int) -> int:
             return NUMBER if getattr(value.aval, "size", 0) == 1 else of_whole
 
-        pairs = zip(self.arguments, arguments, strict=True)
-        kinds = {value: kind(value, of) for value, of in pairs}
-        kinds |= {value: kind(value, WHOLE) for value in self.consts}
+        given = [*self.arguments, *self.consts]
+        kinds = {value: kind(value, owners.get(value, WHOLE)) for value in given}
         for eqn in self.equations:
             of = _kind(eqn, [NUMBER if isinstance(x, Literal) else kinds[x] for x in eqn.invars])
             kinds |= {value: kind(value, of) for value in eqn.outvars}

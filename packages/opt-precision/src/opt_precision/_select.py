@@ -6,6 +6,7 @@ and a signed one in that of SM3. Classes of other libraries have a static `descr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 
-from opt_precision._codecs import ROLES, Role
+from opt_precision._codecs import ROLES, Codecs, Role
 from opt_precision.errors import SelectionError
 
 Shape: TypeAlias = tuple[int, ...]
@@ -290,3 +291,18 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
         raise SelectionError(
             f"`{argument}`: {pattern!r} is not a valid regular expression: {error}"
         ) from None
+
+
+CHUNK_BYTES: Final = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moments:
+    """How moments are stored, where they lie, and how they are computed."""
+
+    codec: Codecs | None = None  # for all or by role; `None` as they are
+    select: Select = dataclasses.field(default_factory=moments)  # which leaves are moments
+    chunk_bytes: int = CHUNK_BYTES  # the float32 bytes of one block of a leaf
+    seed: int = 0  # of the noise
+    layout: Any = None  # where parameters lie
+    on_host: Select | None = None  # which leaves lie on the host; `None` for none

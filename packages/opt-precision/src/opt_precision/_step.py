@@ -5,44 +5,30 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_precision import _bits, _place, _program
 from opt_precision._formats import Encoded, decode, encode, is_encoded
 from opt_precision._loop import Block, Loop, block_shape, groups, run, run_on_mesh
 from opt_precision._place import fetched
-from opt_precision._program import (
-    Atom,
-    Part,
-    Program,
-    feeding_extremes,
-    levels,
-    run_on_block,
-    type_of,
-)
-from opt_precision._select import Shape, path_str
-from opt_precision._update import (
-    COMPUTED,
-    EXTRA,
-    GRADIENT,
-    NUMBER,
-    PARAMETER,
-    Arguments,
-    Leaf,
-    Update,
-    as_array,
-)
+from opt_precision._program import Atom, Part, Program, type_of
+from opt_precision._select import path_str
+from opt_precision._update import EXTRA, GRADIENT, PARAMETER, Arguments, Leaf, Update, as_array
 from opt_precision.errors import StateError
 
+# What equations take besides the arrays of a leaf, and what they make besides those.
+_COMPUTED: Final = -4  # an array of the leaf's shape that was computed before
+_NUMBER: Final = -5  # anything else, which is not cut
 _UPDATE: Final = -6  # what is made of a leaf where it is not the parameter
+_TOTALS: Final = -7  # the numbers that are made of its elements
 
 # What makes one number of a block, what joins it to that of the blocks before, and what it begins
 # with.
@@ -62,52 +48,30 @@ class Results(NamedTuple):
     state: Any  # the inner state as it is to be stored
 
 
-class Plan(NamedTuple):
-    """How values of a leaf are computed."""
-
-    leaf: Leaf
-    jaxpr: Jaxpr  # what makes them of the leaf's elements, and of numbers
-    starts: list[Var]  # what that takes, in the trace on whole leaves
-    sources: list[int]  # what these are of the leaf
-    block: Shape  # the shape of blocks
-    is_elementwise: bool = True  # whether an element needs only the same one of other arrays
-
-    def of(self, source: int) -> list[Var]:
-        """What it takes from one source."""
-        return [x for x, own in zip(self.starts, self.sources, strict=True) if own == source]
-
-
 class Step:
     """One step on some arguments."""
 
     def __init__(self, arguments: Arguments) -> None:
         self._args = arguments
         self._update = update = Update(arguments)
-        self._place = _place.find_place(arguments.layout, [leaf.like for leaf in update.leaves])
+        self._limit = arguments.moments.chunk_bytes // 4
+        self._place = _place.find_place(
+            arguments.moments.layout, [leaf.like for leaf in update.leaves]
+        )
         _place.warn_of_crossing_blocks(
             self._place, [(x.path, x.shape, x.formats) for x in update.leaves]
         )
         self._is_cut = list(map(self._is_worth_a_loop, update.leaves))
-        self._closed = update.trace()
-        self._program = Program(self._closed)
+        self._program = Program(update.closed)
         self._check_extremes()
-        values = self._program.arguments
-        self._arguments = dict(zip(values, update.arguments, strict=True))
-        self._places = dict(zip(values, update.places, strict=True))
-        self._kinds = self._program.kinds(
-            [_program.WHOLE if owner is None else owner for owner, _ in update.places]
-        )
-        self._known: dict[Var, Any] = dict(self._program.consts)
-        # The update of each leaf, and the leaves of the state that mirror it; and the other ones.
+        self._known: dict[Var, Any] = {**self._program.consts, **update.others}
+        self._kinds = self._program.kinds({x: at for x, (at, _) in update.origin.items()})
         number = len(update.leaves)
+        # The update of each leaf, and the leaves of the state that mirror it; and the other ones.
         self._outs: list[list[Atom]] = [[out] for out in self._program.outs[:number]]
-        self._rest: dict[int, Atom] = {}
-        stored = zip(update.places[number:], self._program.outs[number:], strict=False)
-        for j, ((owner, _), out) in enumerate(stored):
-            if owner is None:
-                self._rest[j] = out
-            else:
-                self._outs[owner].append(out)
+        self._rest: list[Atom] = []
+        for place, out in zip(update.places, self._program.outs[number:], strict=True):
+            (self._rest if place is None else self._outs[place[0]]).append(out)
 
     def _is_worth_a_loop(self, leaf: Leaf) -> bool:
         """Whether a leaf is computed block by block: if it is rounded, or lies on the host.
@@ -129,10 +93,8 @@ class Step:
 
     def _check_extremes(self) -> None:
         update = self._update
-        if not any(map(is_encoded, update.stored)):
-            return
-        feeding = feeding_extremes(self._program, len(update.leaves), len(update.stored))
-        for j, extreme in sorted(feeding.items()):
+        number = len(update.leaves), len(update.stored)
+        for j, extreme in sorted(_program.feeding_extremes(self._program, *number).items()):
             if is_encoded(update.stored[j]):
                 path, kept = path_str(update.paths[j]), path_str(update.paths[extreme])
                 raise StateError(
@@ -143,32 +105,28 @@ class Step:
 
     def whole_leaves(self) -> list[str]:
         """The paths of the parameters whose updates or moments are not made element by element."""
-        return [plan.leaf.path for plan in self._plans if not plan.is_elementwise]
+        return [leaf.path for leaf in self._update.leaves if not self._is_elementwise(leaf)]
 
     def run(self) -> Results:
         """Computes numbers of all leaves, then leaf by leaf the new values, and the rest."""
         update, zero = self._update, self._zero
         if any(self._is_cut):
             zero = self._totals(zero)
-            wanted = ([*plan.of(NUMBER), *plan.of(COMPUTED)] for plan in self._plans)
-            self._compute([*self._rest.values(), *itertools.chain.from_iterable(wanted)])
         else:  # as it was traced
-            arguments = map(self._value, self._program.arguments)
-            outs = jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *arguments)
+            closed = update.closed
+            outs = jax.core.eval_jaxpr(
+                closed.jaxpr, closed.consts, *map(self._value, self._program.arguments)
+            )
             rows = zip(self._program.outs, outs, strict=True)
             self._known |= {out: value for out, value in rows if isinstance(out, Var)}
-        loops = list(map(self._new_values, self._plans))
-        cut = [plan for plan in self._plans if self._is_cut[plan.leaf.at]]
-        found, _ = self._looped(cut, [loops[plan.leaf.at] for plan in cut], zero)
-        looped = iter(found)
-        new: list[dict[int, Any]] = [
-            next(looped) if is_cut else _at_once(loop)
-            for is_cut, loop in zip(self._is_cut, loops, strict=True)
-        ]
-        stored = zip(update.stored, update.places[len(new) :], strict=False)
+        loops = list(map(self._new_values, update.leaves))
+        cut = {leaf.at: loops[leaf.at] for leaf in update.leaves if self._is_cut[leaf.at]}
+        looped, _ = self._looped(cut, zero)
+        new = [looped[at] if at in cut else _at_once(loop) for at, loop in enumerate(loops)]
+        rest = map(self._value, self._rest)
         state = [
-            _as_before(old, self._value(self._rest[j])) if owner is None else new[owner][source]
-            for j, (old, (owner, source)) in enumerate(stored)
+            _as_before(old, next(rest)) if place is None else new[place[0]][place[1]]
+            for old, place in zip(update.stored, update.places, strict=True)
         ]
         return Results(
             update.tree,
@@ -177,132 +135,119 @@ class Step:
             jax.tree.unflatten(update.state_tree, state),
         )
 
-    @functools.cached_property
-    def _plans(self) -> list[Plan]:
-        """How the new values of each leaf are computed."""
-        plans = []
-        for leaf, outs in zip(self._update.leaves, self._outs, strict=True):
-            own = (leaf.at, _program.UNIFORM, _program.NUMBER)
-            is_elementwise = all(isinstance(x, Literal) or self._kinds[x] in own for x in outs)
-            is_cut, block = self._is_cut[leaf.at], self._block(leaf)
-            part = None
-            if is_cut and is_elementwise:
-                part = self._program.part(outs, self._is_number)
-            elif is_cut and (part := self._alone(leaf, outs)) is not None:
-                block = leaf.shape
-            if part is None:  # the values themselves, computed before
-                part = Part([], [*dict.fromkeys(x for x in outs if isinstance(x, Var))], outs)
-            plans.append(self._plan(leaf, part, block, is_elementwise=is_elementwise))
-        return plans
+    # What equations make.
 
-    def _plan(self, leaf: Leaf, part: Part, block: Shape, *, is_elementwise: bool = True) -> Plan:
-        """A plan, with the sources of what its equations start from."""
-        sources = []
-        for value in part.starts:
-            owner, source = self._places.get(value, (None, NUMBER))
-            if owner != leaf.at:
-                is_computed = not part.indices and type_of(value).shape == leaf.shape
-                source = COMPUTED if is_computed else NUMBER
-            sources.append(source)
-        jaxpr = self._program.jaxpr(part)
-        return Plan(leaf, jaxpr, part.starts, sources, block, is_elementwise)
-
-    def _alone(self, leaf: Leaf, outs: Sequence[Atom]) -> Part | None:
-        """What makes the new values of a whole leaf, if no other leaf takes part but by numbers."""
-        if self._place.mesh is not None:
-            return None
-        for is_start in (lambda value: False, self._is_number):
-            part = self._program.part(outs, is_start)
-            if {self._places.get(x, (None, NUMBER))[0] for x in part.starts} <= {leaf.at, None}:
-                return part
-        return None
+    def _is_elementwise(self, leaf: Leaf) -> bool:
+        own = (leaf.at, _program.UNIFORM, _program.NUMBER)
+        return all(isinstance(x, Literal) or self._kinds[x] in own for x in self._outs[leaf.at])
 
     def _is_number(self, value: Var) -> bool:
         return self._kinds[value] == _program.NUMBER
 
-    def _spec(self, leaf: Leaf) -> PartitionSpec:
-        mesh, spec = self._place.mesh, self._place.specs[leaf.at]
-        return _place.block_spec(mesh, spec, leaf.shape, leaf.formats)
-
-    def _shape(self, leaf: Leaf) -> Shape:
-        """What each device has of a leaf."""
-        mesh = self._place.mesh
-        if mesh is None or not self._is_cut[leaf.at]:
-            return leaf.shape
-        return _place.part_shape(mesh, self._spec(leaf), leaf.shape)
-
-    def _block(self, leaf: Leaf) -> Shape:
-        if not self._is_cut[leaf.at]:
-            return leaf.shape
-        blocked = [form for form in leaf.formats if form.block]
-        units = {form.axis: math.lcm(*(form.block for form in blocked)) for form in blocked}
-        return block_shape(self._shape(leaf), self._args.limit, units)
-
-    def _compute(self, wanted: Iterable[Atom]) -> None:
-        """Computes values for whole leaves."""
-        missing = dict.fromkeys(
-            x for x in wanted if not isinstance(x, Literal) and x not in self._known
-        )
-        part = self._program.part(missing, self._known.__contains__)
-        values = self._program.evaluate(part, self._value)
-        self._known.update(zip(missing, values, strict=True))
-
     def _value(self, atom: Atom) -> Any:
-        """A value that was computed, or an argument for a whole leaf."""
+        """A value for whole leaves, computed when it is first needed."""
         if isinstance(atom, Literal):
             return atom.val
-        if atom in self._known:
-            return self._known[atom]
-        array, (owner, source) = self._arguments[atom], self._places[atom]
-        if owner is None or not is_encoded(array):
-            array = jax.tree.map(fetched, array)
-            return self._seen(source, array, None if owner is None else self._extra(owner))
-        return self._decoded(array, owner)
+        if atom not in self._known:
+            if atom in self._update.origin:
+                self._known[atom] = self._whole(*self._update.origin[atom])
+            else:
+                part = self._program.part([atom], self._known.__contains__)
+                self._known |= self._program.evaluate(part, self._value)
+        return self._known[atom]
 
-    def _extra(self, at: int) -> Any:
-        return self._update.leaves[at].arrays.get(EXTRA)
+    def _whole(self, at: int, key: int) -> jax.Array:
+        """A whole array of a leaf as the inner transformation sees it."""
+        leaf, mesh = self._update.leaves[at], self._place.mesh
+        own = {k: jax.tree.map(fetched, x) for k, x in leaf.arrays.items() if k in (key, EXTRA)}
+        see = functools.partial(self._seen, key)
+        if mesh is None or not is_encoded(own[key]):
+            return see(own)
+        spec = self._spec(leaf)
+        codes = {key: jax.tree.map(lambda x: _place.resharded(x, spec), own[key])}
+        decoded: jax.Array = _place.mapped(see, mesh, (spec,), spec)(codes)
+        return decoded
 
-    def _seen(self, source: int, array: Any, extra: Any) -> jax.Array:
+    def _seen(self, key: int, arrays: Mapping[int, Any]) -> jax.Array:
         """An array of a leaf, or a block of it, as the inner transformation sees it."""
-        if source == PARAMETER:
-            return self._args.weights.value(array, extra)
-        if source == GRADIENT:
+        array = arrays[key]
+        if key == PARAMETER:
+            return self._args.weights.value(array, arrays.get(EXTRA))
+        if key == GRADIENT:
             return _bits.widen(array)
         return decode(array.format, array.codes, array.scale) if is_encoded(array) else array
 
-    def _decoded(self, leaf: Encoded, owner: int) -> jax.Array:
-        """A whole leaf of the state as the inner transformation knows it."""
-        leaf = jax.tree.map(fetched, leaf)
+    # Loops over the blocks of leaves.
 
-        def values(leaf: Encoded) -> jax.Array:
-            return decode(leaf.format, leaf.codes, leaf.scale)
+    def _spec(self, leaf: Leaf) -> PartitionSpec:
+        """Where a leaf lies while it is computed."""
+        mesh, spec = self._place.mesh, self._place.specs[leaf.at]
+        return _place.block_spec(mesh, spec, leaf.shape, leaf.formats)
 
-        if self._place.mesh is None:
-            return values(leaf)
-        lies = self._place.specs[owner]
-        spec = _place.block_spec(self._place.mesh, lies, leaf.shape, [leaf.format])
-        on_mesh = _place.mapped(values, self._place.mesh, (spec,), spec)
-        decoded: jax.Array = on_mesh(jax.tree.map(lambda x: _place.resharded(x, spec), leaf))
-        return decoded
+    def _loop(
+        self,
+        leaf: Leaf,
+        part: Part,
+        held: dict[int, Any],
+        made: Callable[..., dict[int, Any]],
+        *more: Any,
+        is_whole: bool = False,
+        name: Hashable = None,
+    ) -> Loop:
+        """A loop in which equations run on blocks, and `made` takes what they make.
+
+        That takes results, arrays, the block and `more` numbers, and returns the new `held`.
+        """
+        sources: list[int] = []
+        computed: list[Any] = []
+        numbers: list[Any] = []
+        for start in part.starts:
+            at, key = self._update.origin.get(start, (-1, _NUMBER))
+            if at != leaf.at:
+                is_cut = not part.indices and type_of(start).shape == leaf.shape
+                key = _COMPUTED if is_cut else _NUMBER
+                (computed if is_cut else numbers).append(self._value(start))
+            sources.append(key)
+        needed = {*sources, *([PARAMETER] if _UPDATE in held else [])}
+        needed |= {EXTRA} if PARAMETER in needed else set()
+        read = {key: x for key, x in leaf.arrays.items() if key in needed and key not in held}
+        read |= {_COMPUTED: computed}
+        jaxpr, mesh, is_cut = self._program.jaxpr(part), self._place.mesh, self._is_cut[leaf.at]
+
+        def body(numbers: Any, block: Block, held: Any, read: Any) -> dict[int, Any]:
+            arrays, (numbers, more) = {**read, **held}, numbers
+            in_order = {_NUMBER: iter(numbers), _COMPUTED: iter(read[_COMPUTED])}
+            values = [
+                next(in_order[key]) if key in in_order else self._seen(key, arrays)
+                for key in sources
+            ]
+            if is_whole:
+                outs = jax.core.eval_jaxpr(jaxpr, (), *values)
+            else:
+                outs = _program.run_on_block(jaxpr, values, leaf.shape, block.shape)
+            return made(list(map(as_array, outs)), arrays, block, *more)
+
+        shape, block, spec = leaf.shape, leaf.shape, None
+        if is_cut and mesh is not None:
+            spec = self._spec(leaf)
+            shape = block = _place.part_shape(mesh, spec, shape)
+        if is_cut and not is_whole:
+            sizes = [form for form in leaf.formats if form.block]
+            units = {form.axis: math.lcm(*(form.block for form in sizes)) for form in sizes}
+            block = block_shape(shape, self._limit, units)
+        alike = (str(jaxpr), tuple(sources), spec, name)
+        return Loop(alike, shape, block, held, read, (numbers, more), body, (0,) * len(shape), spec)
 
     def _totals(self, zero: jax.Array) -> jax.Array:
         """Computes numbers of decoded leaves block by block, those first that others need."""
-        for level in levels(self._program, self._is_total):
+        for level in _program.levels(self._program, self._is_total):
             of_leaves: dict[int, list[JaxprEqn]] = {}
             for eqn in level:
                 of_leaves.setdefault(self._kinds[eqn.invars[0]], []).append(eqn)  # type: ignore[index]
-            plans = []
+            loops = {at: self._numbers_of(at, eqns) for at, eqns in of_leaves.items()}
+            found, zero = self._looped(loops, zero)
             for at, eqns in of_leaves.items():
-                leaf = self._update.leaves[at]
-                part = self._program.part([eqn.invars[0] for eqn in eqns], self._is_number)
-                plans.append(self._plan(leaf, part, self._block(leaf)))
-            self._compute(x for plan in plans for x in plan.of(NUMBER))
-            rows = list(zip(plans, of_leaves.values(), strict=True))
-            loops = [self._numbers_of(plan, eqns) for plan, eqns in rows]
-            names = [tuple(eqn.primitive.name for eqn in eqns) for _, eqns in rows]
-            found, zero = self._looped(plans, loops, zero, names)
-            for (_, eqns), numbers in zip(rows, found, strict=True):
-                for eqn, number in zip(eqns, numbers, strict=True):
+                for eqn, number in zip(eqns, found[at][_TOTALS], strict=True):
                     reduce, _, _ = _REDUCTIONS[eqn.primitive.name]
                     total = number if self._place.mesh is None else reduce(number)  # of all devices
                     self._known[eqn.outvars[0]] = total.reshape(type_of(eqn.outvars[0]).shape)
@@ -321,116 +266,93 @@ class Step:
         if at < 0 or not is_float or type_of(eqn.outvars[0]).size != 1 or not aval.size:
             return False
         starts = self._program.part([operand], self._is_number).starts
-        is_of_gradient = all(self._places.get(x) == (at, GRADIENT) for x in starts)
+        is_of_gradient = all(self._update.origin.get(x) == (at, GRADIENT) for x in starts)
         return self._is_cut[at] and not is_of_gradient
 
-    def _numbers_of(self, plan: Plan, eqns: Sequence[JaxprEqn]) -> Loop:
+    def _numbers_of(self, at: int, eqns: Sequence[JaxprEqn]) -> Loop:
         """What makes numbers of the elements of a leaf, each with those of the blocks before."""
-        ways = [_REDUCTIONS[eqn.primitive.name] for eqn in eqns]
+        names = tuple(eqn.primitive.name for eqn in eqns)
+        ways = [_REDUCTIONS[name] for name in names]
 
-        def body(numbers: list[Any], block: Block, held: list[Any], read: Any) -> list[Any]:
-            outs = self._outs_of(plan, read, numbers, block.shape)
-            return [
-                join(before, reduce(jnp.broadcast_to(elements, block.shape)))
-                for (reduce, join, _), before, elements in zip(ways, held, outs, strict=True)
-            ]
+        def made(outs: Sequence[Any], arrays: Any, block: Block) -> dict[int, Any]:
+            rows = zip(ways, arrays[_TOTALS], outs, strict=True)
+            return {
+                _TOTALS: [
+                    join(before, reduce(jnp.broadcast_to(elements, block.shape)))
+                    for (reduce, join, _), before, elements in rows
+                ]
+            }
 
-        held = [
-            jnp.asarray(first, type_of(eqn.outvars[0]).dtype)
-            for (_, _, first), eqn in zip(ways, eqns, strict=True)
-        ]
-        return self._loop(plan, held, self._read(plan), self._numbers(plan), body)
+        dtypes = [type_of(eqn.outvars[0]).dtype for eqn in eqns]
+        first = [jnp.asarray(way[2], dtype) for way, dtype in zip(ways, dtypes, strict=True)]
+        part = self._program.part([eqn.invars[0] for eqn in eqns], self._is_number)
+        return self._loop(self._update.leaves[at], part, {_TOTALS: first}, made, name=names)
 
-    def _new_values(self, plan: Plan) -> Loop:
+    def _new_values(self, leaf: Leaf) -> Loop:
         """What makes the new values of a leaf."""
-        leaf = plan.leaf
-        strides = _bits.strides_of(leaf.shape)
-        made = PARAMETER if self._args.is_in_place else _UPDATE
-
-        def body(
-            numbers: Any, block: Block, held: dict[int, Any], read: dict[int, Any]
-        ) -> dict[int, Any]:
-            values, keys, first = numbers
-            arrays = {**read, **held}
-            update, *states = self._outs_of(plan, arrays, values, block.shape)
-            index = functools.cache(lambda: _bits.global_index(block.shape, block.origin, strides))
-
-            def noise(place: int) -> jax.Array:
-                at = first + np.uint32(place)
-                key = lax.dynamic_index_in_dim(keys, at, keepdims=False)
-                return _bits.noise_at(key, index())
-
-            param, extra = arrays.get(PARAMETER), arrays.get(EXTRA)
-            value, kept = self._placed(param, extra, update, lambda: noise(0))
-            new: dict[int, Any] = {made: value.astype(held[made].dtype)}
-            if EXTRA in held:
-                new[EXTRA] = kept
-            for place, state in enumerate(states):
-                new[place] = _stored(held[place], state, functools.partial(noise, place + 1))
-            return new
-
+        outs, is_in_place = self._outs[leaf.at], self._args.is_in_place
+        strides, result = _bits.strides_of(leaf.shape), PARAMETER if is_in_place else _UPDATE
         held = {key: x for key, x in leaf.arrays.items() if key not in (GRADIENT, PARAMETER)}
-        if made == PARAMETER:
+        if is_in_place:
             held[PARAMETER] = leaf.arrays[PARAMETER]
         else:
-            dtype = type_of(self._outs[leaf.at][0]).dtype
-            held[_UPDATE] = jnp.zeros_like(leaf.like, dtype=dtype)
-        read = {key: x for key, x in self._read(plan).items() if key not in held}
-        if PARAMETER in leaf.arrays and PARAMETER not in held:
-            read[PARAMETER] = leaf.arrays[PARAMETER]
+            held[_UPDATE] = jnp.zeros_like(leaf.like, dtype=type_of(outs[0]).dtype)
+
+        def made(
+            outs: Sequence[Any], arrays: Mapping[int, Any], block: Block, keys: Any, first: Any
+        ) -> dict[int, Any]:
+            index = functools.cache(lambda: _bits.global_index(block.shape, block.origin, strides))
+
+            def noise(number: int) -> jax.Array:
+                key = lax.dynamic_index_in_dim(keys, first + np.uint32(number), keepdims=False)
+                return _bits.noise_at(key, index())
+
+            update, *states = outs
+            value, extra = self._placed(arrays, update, functools.partial(noise, 0))
+            new: dict[int, Any] = {result: value.astype(arrays[result].dtype)}
+            if EXTRA in arrays:
+                new[EXTRA] = extra
+            for number, state in enumerate(states):
+                new[number] = _stored(arrays[number], state, functools.partial(noise, number + 1))
+            return new
+
+        is_whole, part = False, None
+        if self._is_cut[leaf.at]:
+            if self._is_elementwise(leaf):
+                part = self._program.part(outs, self._is_number)
+            else:
+                part = self._alone(leaf, outs)
+                is_whole = part is not None
+        if part is None:  # the values themselves, computed before
+            part = Part([], [*dict.fromkeys(x for x in outs if isinstance(x, Var))], outs)
         # A number, not a constant: XLA for GPUs compiles kernels that are alike once.
         first = np.uint32(self._first_keys[leaf.at])
-        return self._loop(plan, held, read, (self._numbers(plan), self._keys, first), body)
+        return self._loop(leaf, part, held, made, self._keys, first, is_whole=is_whole)
 
-    def _outs_of(
-        self, plan: Plan, arrays: dict[int, Any], numbers: Sequence[Any], shape: Shape
-    ) -> list[Any]:
-        """The values of a block."""
-        in_order = {NUMBER: iter(numbers), COMPUTED: iter(arrays.get(COMPUTED, ()))}
-        operands = [
-            next(in_order[source])
-            if source in in_order
-            else self._seen(source, arrays[source], arrays.get(EXTRA))
-            for source in plan.sources
-        ]
-        if plan.is_elementwise:
-            outs = run_on_block(plan.jaxpr, operands, plan.leaf.shape, shape)
-        else:
-            outs = jax.core.eval_jaxpr(plan.jaxpr, (), *operands)
-        return list(map(as_array, outs))
-
-    def _read(self, plan: Plan) -> dict[int, Any]:
-        """The arrays of a leaf that a plan takes."""
-        needed = {*plan.sources, *([EXTRA] if PARAMETER in plan.sources else [])}
-        arrays = {key: array for key, array in plan.leaf.arrays.items() if key in needed}
-        if computed := plan.of(COMPUTED):
-            arrays[COMPUTED] = list(map(self._value, computed))
-        return arrays
-
-    def _numbers(self, plan: Plan) -> list[Any]:
-        return list(map(self._value, plan.of(NUMBER)))
-
-    def _loop(self, plan: Plan, held: Any, read: Any, numbers: Any, body: Any) -> Loop:
-        shape = self._shape(plan.leaf)
-        return Loop(shape, plan.block, held, read, numbers, body, (0,) * len(shape))
+    def _alone(self, leaf: Leaf, outs: Sequence[Atom]) -> Part | None:
+        """What makes the new values of a whole leaf, if no other leaf takes part but by numbers."""
+        if self._place.mesh is not None:
+            return None
+        for is_start in (lambda value: False, self._is_number):
+            part = self._program.part(outs, is_start)
+            owners = {self._update.origin[x][0] for x in part.starts if x in self._update.origin}
+            if owners <= {leaf.at}:
+                return part
+        return None
 
     def _placed(
-        self,
-        param: jax.Array | None,
-        extra: jax.Array | None,
-        update: jax.Array,
-        noise: Callable[[], jax.Array],
+        self, arrays: Mapping[int, Any], update: jax.Array, noise: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array | None]:
         """The new parameter, or the update that makes it, and what is kept besides it."""
-        weights = self._args.weights
+        param, weights = arrays.get(PARAMETER), self._args.weights
         if param is None or (not self._args.is_in_place and weights.method == "nearest"):
             return update, None
         is_met = weights.is_met_by(param.dtype)
         is_random = is_met and weights.needs_noise
-        new, kept = weights.place(param, extra, update, noise() if is_random else None)
+        new, extra = weights.place(param, arrays.get(EXTRA), update, noise() if is_random else None)
         if not self._args.is_in_place:
             new = _bits.widen(new) - _bits.widen(param) if is_met else update
-        return new, kept
+        return new, extra
 
     @functools.cached_property
     def _keys(self) -> jax.Array:
@@ -440,7 +362,7 @@ class Step:
         for leaf in self._update.leaves:
             rows += [(f"{leaf.path}#param", False), *((name, True) for name in leaf.names)]
         weights = _bits.step_seed(args.weights.seed, args.steps[0])
-        fields = _bits.step_seed(args.seed, args.steps[1])
+        fields = _bits.step_seed(args.moments.seed, args.steps[1])
         is_field = np.asarray([of_state for _, of_state in rows], bool)
         return _bits.noise_keys(jnp.where(is_field, fields, weights), [name for name, _ in rows])
 
@@ -450,34 +372,27 @@ class Step:
         return list(itertools.accumulate(numbers, initial=0))
 
     def _looped(
-        self,
-        plans: Sequence[Plan],
-        loops: Sequence[Loop],
-        zero: jax.Array,
-        names: Sequence[Hashable] = (),
-    ) -> tuple[list[Any], jax.Array]:
-        """What loops make, where their sources were; numbers of every device."""
-        mesh = self._place.mesh
-        specs = [None if mesh is None else self._spec(plan.leaf) for plan in plans]
-        keys = [
-            (str(plan.jaxpr), tuple(plan.sources), spec, more)
-            for plan, spec, more in itertools.zip_longest(plans, specs, names)
-        ]
+        self, loops: Mapping[int, Loop], zero: jax.Array
+    ) -> tuple[dict[int, Any], jax.Array]:
+        """What loops make, by leaf, where their sources were; numbers of every device."""
         results: dict[int, Any] = {}
-        for members in groups(loops, keys, self._args.limit):
-            own, spec = [loops[k] for k in members], specs[members[0]]
-            found, zero = run(own, zero) if spec is None else run_on_mesh(own, zero, mesh, spec)
+        for members in groups(loops, self._limit):
+            own = [loops[at] for at in members]
+            if (mesh := self._place.mesh) is None:
+                found, zero = run(own, zero)
+            else:
+                found, zero = run_on_mesh(own, zero, mesh)
+                found = [
+                    jax.tree.map(functools.partial(self._moved_back, at), new, loop.held)
+                    for at, new, loop in zip(members, found, own, strict=True)
+                ]
             results |= zip(members, found, strict=True)
-        if mesh is not None:
-            for k, plan in enumerate(plans):
-                back = functools.partial(self._moved_back, plan.leaf)
-                results[k] = jax.tree.map(back, results[k], loops[k].held)
-        return [results[k] for k in range(len(loops))], zero
+        return results, zero
 
-    def _moved_back(self, leaf: Leaf, new: jax.Array, old: jax.Array) -> jax.Array:
-        at = self._place.specs[leaf.at]
-        is_elsewhere = new.shape == leaf.shape and self._spec(leaf) != at
-        lies = NamedSharding(self._place.mesh, at) if is_elsewhere else None
+    def _moved_back(self, at: int, new: jax.Array, old: jax.Array) -> jax.Array:
+        leaf, spec = self._update.leaves[at], self._place.specs[at]
+        is_elsewhere = new.shape == leaf.shape and self._spec(leaf) != spec
+        lies = NamedSharding(self._place.mesh, spec) if is_elsewhere else None
         return _place.moved_back(new, old, lies)
 
     @property

@@ -1,9 +1,9 @@
-"""What a step takes, leaf by leaf, and the inner update as a function of flat arguments."""
+"""What a step takes, leaf by leaf, and the inner update as equations of flat arguments."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -11,19 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from opt_precision import _bits
 from opt_precision._formats import Format, is_encoded
-from opt_precision._place import explicit_sharding, is_on_host
-from opt_precision._select import KeyPath, Shape, find_mirrors, path_str
-from opt_precision._weights import NEAREST, Weights
+from opt_precision._place import explicit_sharding, fetched, is_on_host
+from opt_precision._select import KeyPath, Moments, Shape, find_mirrors, path_str
+from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
-# What an argument of the update, or a value that equations start from, is of a leaf: an index is
-# that of a leaf of the state that mirrors the parameter.
+# The arrays of a parameter; the leaves of the state that mirror it are numbered from 0 on.
 GRADIENT: Final = -1
 PARAMETER: Final = -2
-COMPUTED: Final = -3  # an array of the leaf's shape that was computed before
-NUMBER: Final = -4  # nothing of it: a number, or an array that is not cut
-EXTRA: Final = -5  # what is kept besides the parameter
+EXTRA: Final = -3  # what is kept besides it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +32,14 @@ class Arguments:
     params: Any  # the parameters, or `None`
     extra_args: Mapping[str, Any]  # for the inner update
     is_in_place: bool  # whether new parameters are wanted, or updates
-    tx: Any = None  # the inner transformation
-    state: Any = None  # the inner state as it is stored
+    tx: Any  # the inner transformation
+    state: Any  # the inner state as it is stored
     # Whether encoded leaves are this step's; those of a wrapper inside are its own.
-    is_coded: bool = False
-    weights: Weights = NEAREST  # how parameters are rounded
-    extras: Sequence[Any] | None = None  # what is kept besides each parameter, or `None`
-    seed: int = 0  # of the noise of the state
-    steps: tuple[Any, Any] = (0, 0)  # how often weights and state were updated
-    chunk_bytes: int = 64 << 20  # the float32 bytes of one block
-    layout: Any = None  # where parameters lie; `None` if their types say so
-
-    @property
-    def limit(self) -> int:
-        """How many elements make one block."""
-        return max(1, self.chunk_bytes // 4)
+    is_coded: bool
+    moments: Moments  # how large blocks are, and where parameters lie
+    weights: Weights  # how parameters are rounded
+    extras: Sequence[Any]  # what is kept besides each parameter, or `None`; empty for none
+    steps: tuple[Any, Any]  # how often weights and state were updated
 
 
 class Leaf(NamedTuple):
@@ -66,26 +57,32 @@ class Leaf(NamedTuple):
         return self.arrays.get(PARAMETER, self.arrays[GRADIENT])
 
     @property
-    def state(self) -> list[Any]:
-        """The leaves of the state that mirror it."""
-        return [self.arrays[place] for place in range(len(self.names))]
-
-    @property
     def formats(self) -> list[Format]:
         """How the leaves of the state are encoded that are."""
-        return [leaf.format for leaf in self.state if is_encoded(leaf)]
+        return [array.format for array in self.arrays.values() if is_encoded(array)]
 
     @property
     def is_hosted(self) -> bool:
         """Whether a part of its state lies on the host."""
-        return any(map(is_on_host, jax.tree.leaves(self.state)))
+        state = [self.arrays[number] for number in range(len(self.names))]
+        return any(map(is_on_host, jax.tree.leaves(state)))
 
 
 class Update:
-    """The inner update as a function of flat arguments: gradients, state, parameters, and more."""
+    """The inner update, traced on whole leaves.
+
+    Attributes:
+      tree: the structure of parameters.
+      leaves: the parameters.
+      stored: the leaves of the state, whose structure is `state_tree`.
+      paths: theirs.
+      places: for each of them the parameter that it mirrors, and its number there.
+      closed: the trace.
+      origin: for its arguments that are arrays of parameters the parameter, and which array.
+      others: its other arguments.
+    """
 
     def __init__(self, args: Arguments) -> None:
-        self._args = args
         keyed, self.tree = jax.tree_util.tree_flatten_with_path(args.grads)
         grads = [as_array(leaf) for _, leaf in keyed]
         params = _flat_params(args.params, self.tree)
@@ -94,77 +91,79 @@ class Update:
         )
         self.paths: list[KeyPath] = [path for path, _ in stored]
         self.stored = [leaf if is_encoded(leaf) else as_array(leaf) for _, leaf in stored]
-        self._put_back, arrays = _split_args(args.extra_args)
-        self._counts = [len(grads), len(self.stored), len(params)]
-        self.arguments = [*grads, *self.stored, *params, *arrays]
-        shapes = [
-            (path, tuple(like.shape))
-            for (path, _), like in zip(keyed, params or grads, strict=True)
-        ]
-        owned: list[list[int]] = [[] for _ in shapes]
-        places: list[tuple[int | None, int]] = []
-        for j, owner in enumerate(self._mirrors(shapes)):
-            places.append((None, NUMBER) if owner is None else (owner, len(owned[owner])))
-            if owner is not None:
-                owned[owner].append(j)
-        self.leaves = []
-        for i, ((path, shape), own) in enumerate(zip(shapes, owned, strict=True)):
-            own_arrays = {GRADIENT: grads[i], **{k: self.stored[j] for k, j in enumerate(own)}}
-            if params:
-                own_arrays[PARAMETER] = params[i]
+        self.leaves: list[Leaf] = []
+        for i, ((path, _), grad, like) in enumerate(
+            zip(keyed, grads, params or grads, strict=True)
+        ):
+            own = {GRADIENT: grad, **({PARAMETER: like} if params else {})}
             if args.extras and args.extras[i] is not None:
-                own_arrays[EXTRA] = args.extras[i]
-            names = [path_str(self.paths[j]) for j in own]
-            self.leaves.append(Leaf(i, path_str(path), shape, names, own_arrays))
-        rows = zip(self.leaves, grads, strict=True)
-        self.places = [
-            *((leaf.at if leaf.shape == grad.shape else None, GRADIENT) for leaf, grad in rows),
-            *places,
-            *((i, PARAMETER) for i, _ in enumerate(params)),
-            *((None, NUMBER) for _ in arrays),
-        ]
+                own[EXTRA] = args.extras[i]
+            self.leaves.append(Leaf(i, path_str(path), tuple(like.shape), [], own))
+        self.places = self._find_places([path for path, _ in keyed], args.state)
 
-    def _mirrors(self, shapes: Sequence[tuple[KeyPath, Shape]]) -> list[int | None]:
-        """For each leaf of the state the parameter that it mirrors."""
-        stored = zip(self.paths, self.stored, strict=True)
-        state = [(path, tuple(leaf.shape)) for path, leaf in stored]
-        mirrors = find_mirrors(shapes, self._args.state, state)
-        for path, leaf, mirror in zip(self.paths, self.stored, mirrors, strict=True):
-            if is_encoded(leaf) and mirror is None:
-                raise StateError(
-                    f"{path_str(path)} of the state has codes of shape {leaf.shape}, and no "
-                    "parameter of that shape has its path: was it made for other parameters?"
-                )
-        return [None if mirror is None else mirror.param for mirror in mirrors]
+        extra_args, extra_tree = jax.tree.flatten(dict(args.extra_args))
+        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in extra_args]
+        arrays = [as_array(x) for x, is_one in zip(extra_args, is_array, strict=True) if is_one]
 
-    def trace(self) -> ClosedJaxpr:
-        """Returns it traced on whole leaves."""
-        rows = zip(self.arguments, self.places, strict=True)
-        types = [wide(x) if of in (GRADIENT, PARAMETER) else seen(x) for x, (_, of) in rows]
-        try:
-            return jax.make_jaxpr(self._called)(*types)
-        except (TypeError, ValueError) as error:
-            wrong = "; ".join(
-                f"the gradient of {leaf.path} has shape {tuple(leaf.arrays[GRADIENT].shape)}, the "
-                f"parameter {leaf.shape}"
-                for leaf in self.leaves
-                if tuple(leaf.arrays[GRADIENT].shape) != leaf.shape
+        def update(grads: Any, stored: Any, params: Any, arrays: Any) -> list[Any]:
+            left = iter(arrays)
+            rows = zip(extra_args, is_array, strict=True)
+            updates, new = args.tx.update(
+                jax.tree.unflatten(self.tree, grads),
+                jax.tree.unflatten(self.state_tree, stored),
+                # `None`, or a tree without leaves
+                jax.tree.unflatten(self.tree, params) if params else args.params,
+                **jax.tree.unflatten(extra_tree, [next(left) if own else x for x, own in rows]),
             )
-            if wrong:
-                raise StateError(wrong) from error
-            raise
+            return self._checked(updates, new)
 
-    def _called(self, *leaves: Any) -> list[Any]:
-        left = iter(leaves)
-        grads, stored, params = ([next(left) for _ in range(n)] for n in self._counts)
-        updates, new = self._args.tx.update(
-            jax.tree.unflatten(self.tree, grads),
-            jax.tree.unflatten(self.state_tree, stored),
-            # `None`, or a tree without leaves
-            jax.tree.unflatten(self.tree, params) if params else self._args.params,
-            **self._put_back(left),
-        )
-        return self._checked(updates, new)
+        types = (map(wide, grads), map(_seen, self.stored), map(wide, params), map(_seen, arrays))
+        try:
+            self.closed: ClosedJaxpr = jax.make_jaxpr(update)(*map(list, types))
+        except (TypeError, ValueError) as error:
+            wrong = [leaf for leaf in self.leaves if leaf.arrays[GRADIENT].shape != leaf.shape]
+            if not wrong:
+                raise
+            raise StateError(
+                "; ".join(
+                    f"the gradient of {leaf.path} has shape {leaf.arrays[GRADIENT].shape}, the "
+                    f"parameter {leaf.shape}"
+                    for leaf in wrong
+                )
+            ) from error
+        fit = [x.shape == leaf.shape for x, leaf in zip(grads, self.leaves, strict=True)]
+        places: list[tuple[int, int] | None] = [
+            *((i, GRADIENT) if is_like else None for i, is_like in enumerate(fit)),
+            *self.places,
+            *((i, PARAMETER) for i, _ in enumerate(params)),
+            *(None for _ in arrays),
+        ]
+        other = [x if is_like else _bits.widen(x) for x, is_like in zip(grads, fit, strict=True)]
+        values = [*other, *self.stored, *params, *arrays]
+        rows = list(zip(self.closed.jaxpr.invars, places, values, strict=True))
+        self.origin = {var: place for var, place, _ in rows if place is not None}
+        self.others = {var: fetched(x) for var, place, x in rows if place is None}
+
+    def _find_places(self, paths: Sequence[KeyPath], state: Any) -> list[tuple[int, int] | None]:
+        """For each leaf of the state the parameter that it mirrors, and its number there."""
+        params = [(path, leaf.shape) for path, leaf in zip(paths, self.leaves, strict=True)]
+        rows = list(zip(self.paths, self.stored, strict=True))
+        mirrors = find_mirrors(params, state, [(path, tuple(x.shape)) for path, x in rows])
+        places: list[tuple[int, int] | None] = []
+        for (path, array), mirror in zip(rows, mirrors, strict=True):
+            if mirror is None:
+                if is_encoded(array):
+                    raise StateError(
+                        f"{path_str(path)} of the state has codes of shape {array.shape}, and no "
+                        "parameter of that shape has its path: was it made for other parameters?"
+                    )
+                places.append(None)
+                continue
+            leaf = self.leaves[mirror.param]
+            places.append((leaf.at, len(leaf.names)))
+            leaf.arrays[len(leaf.names)] = array
+            leaf.names.append(mirror.path)
+        return places
 
     def _checked(self, updates: Any, new: Any) -> list[Any]:
         """Updates and the new state, flat."""
@@ -204,32 +203,20 @@ def _flat_params(params: Any, tree: Any) -> list[jax.Array]:
     return [as_array(leaf) for leaf in leaves]
 
 
-def _split_args(extra_args: Mapping[str, Any]) -> tuple[Callable[[Iterator[Any]], Any], list[Any]]:
-    """The arrays among the extra arguments, and the way to put them back."""
-    leaves, tree = jax.tree.flatten(dict(extra_args))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    rows = list(zip(leaves, is_array, strict=True))
-
-    def put_back(arrays: Iterator[Any]) -> Any:
-        return jax.tree.unflatten(tree, [next(arrays) if own else leaf for leaf, own in rows])
-
-    return put_back, [as_array(leaf) for leaf, own in rows if own]
-
-
 def as_array(leaf: Any) -> Any:
     """A leaf as an array."""
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
-def seen(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The type of a leaf of the state as the inner transformation sees it."""
-    return _type(leaf, leaf.dtype)
 
 
 def wide(leaf: Any) -> jax.ShapeDtypeStruct:
     """The type of a gradient or parameter as the inner transformation sees it: in float32."""
     is_short = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32
     return _type(leaf, np.dtype(np.float32) if is_short else leaf.dtype)
+
+
+def _seen(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The type of a leaf of the state as the inner transformation sees it."""
+    return _type(leaf, leaf.dtype)
 
 
 def _type(leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -13,25 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_precision import _select
 from opt_precision._codecs import identity
-from opt_precision._formats import is_encoded
-from opt_precision._init import (
-    Codecs,
-    First,
-    Planned,
-    bare_values,
-    each_in_a_variable,
-    refuse_named,
-)
-from opt_precision._place import on_host
+from opt_precision._init import First, Planned, each_in_a_variable, hosted, refuse_named
+from opt_precision._select import Moments
 from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState, is_masked
-from opt_precision._step import Results, Step
+from opt_precision._step import Step
 from opt_precision._update import Arguments
 from opt_precision._weights import NEAREST, Weights
 from opt_precision.errors import StateError
 
-CHUNK_BYTES: Final = 64 << 20
 _ARRAYS: Final = 16  # of float32 and of one block, that are there at once
 _LEAF_BYTES: Final = 4096  # for each leaf: keys, and where it begins
 
@@ -53,9 +43,9 @@ class Precise(optax.GradientTransformationExtraArgs):
         Args:
           params: as one device has them; arrays or `jax.ShapeDtypeStruct`s.
         """
-        quantized = taken_apart(self)[1]
+        _, quantized, _ = taken_apart(self)
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-        chunk = CHUNK_BYTES if quantized is None else quantized.chunk_bytes
+        chunk = (Moments() if quantized is None else quantized.moments).chunk_bytes
         copied = 4 * max(sizes, default=0) if jax.default_backend() == "cpu" else 0
         most: int = 4 * _ARRAYS * min(chunk // 4, sum(sizes)) + _LEAF_BYTES * len(sizes) + copied
         return most
@@ -76,95 +66,86 @@ class _Wrapper:
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         """Returns float32 updates and the new state, as Optax's transformations do."""
-        return self._step(Arguments(updates, params, extra_args, is_in_place=False), state)
+        return self._step(updates, state, params, extra_args, is_in_place=False)
 
     def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Returns the new parameters and state, computed block by block in place of the old."""
-        return self._step(Arguments(grads, params, extra_args, is_in_place=True), state)
+        return self._step(grads, state, params, extra_args, is_in_place=True)
 
-    def _step(self, args: Arguments, state: Any) -> tuple[Any, Any]:
-        grads, params, bare = bare_values((args.grads, args.params, state))
-        bare_args = dataclasses.replace(args, grads=grads, params=params)
-        results = Step(self.filled(bare_args, bare)).run()
-        new = jax.tree.unflatten(results.tree, results.leaves), self.next_state(bare, results)
-        if results.tree == jax.tree.structure(args.grads):
-            return new
-        given: Any = jax.tree.structure((args.grads, state))
-        wrapped: tuple[Any, Any] = jax.tree.unflatten(given, jax.tree.leaves(new))
-        return wrapped
+    def _step(self, grads: Any, state: Any, *args: Any, is_in_place: bool) -> tuple[Any, Any]:
+        results = self.step(grads, state, *args, is_in_place=is_in_place).run()
+        rounded, quantized, _ = taken_apart(self)
+        new = results.state
+        if quantized is not None:
+            step: Any = state.step if rounded is None else state.inner.step
+            step = optax.safe_increment(step)  # the largest int32 stays what it is
+            new = QuantizedState(step, new)
+        if rounded is not None:
+            new = rounded.next_state(state, new, results.tree, results.extras)
+        return jax.tree.unflatten(results.tree, results.leaves), new
 
-    def filled(self, args: Arguments, state: Any) -> Arguments:
-        """What a step takes, with this part's state and settings."""
-        raise NotImplementedError
-
-    def next_state(self, state: Any, results: Results) -> Any:
-        """The state after a step."""
-        raise NotImplementedError
+    def step(
+        self, grads: Any, state: Any, params: Any, extra_args: Any, *, is_in_place: bool
+    ) -> Step:
+        """A step of both parts."""
+        rounded, quantized, tx = taken_apart(self)
+        weights, extras, of_weights, of_moments = NEAREST, [], 0, 0
+        if rounded is not None:
+            weights, extras = rounded.weights, rounded.extras(state, params)
+            of_weights, state = getattr(state, "step", 0), state.inner
+        if quantized is not None:
+            _check_kind(state, QuantizedState)
+            of_moments, state = state.step, state.inner
+        moments = Moments() if quantized is None else quantized.moments
+        return Step(
+            Arguments(
+                grads=grads,
+                params=params,
+                extra_args=extra_args,
+                is_in_place=is_in_place,
+                tx=tx,
+                state=state,
+                is_coded=quantized is not None,
+                moments=moments,
+                weights=weights,
+                extras=extras,
+                steps=(of_weights, of_moments),
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantized(_Wrapper):
     """Moments are stored in fewer bits, or on the host."""
 
-    codec: Codecs | None = None  # how moments are stored, for all or by role; `None` as they are
-    # Which leaves are moments.
-    select: _select.Select = dataclasses.field(default_factory=_select.moments)
-    chunk_bytes: int = CHUNK_BYTES  # the float32 bytes of one block of a leaf
-    seed: int = 0  # of the noise
-    layout: Any = None  # where parameters lie
-    on_host: _select.Select | None = None  # which leaves lie on the host; `None` for none
+    moments: Moments
 
     @property
     def name(self) -> str:
         """The name of the constructor."""
-        return "offload_state" if self.codec is None else "quantize_state"
+        return "offload_state" if self.moments.codec is None else "quantize_state"
 
     def first(self, params: Any) -> tuple[First, list[Planned]]:
         """The traced `init`, and what becomes of every leaf."""
         first = First(self.tx, params)
         first.check_order(self.name)
-        return first, first.plan(self.codec or identity(), self.select)
+        return first, first.plan(self.moments.codec or identity(), self.moments.select)
 
     def init(self, params: Any) -> QuantizedState:
         """Returns the state before the first step."""
         first, plan = self.first(params)
         refuse_named(self.name, params, plan)
         state = first.state(plan)
-        if self.on_host is not None:
-            nodes, tree = jax.tree.flatten(state, is_leaf=is_encoded)
-            rows = zip(nodes, first.plan(identity(), self.on_host), strict=True)
-            moved = [
-                jax.tree.map(on_host, node) if planned.choice.role and planned.aval.shape else node
-                for node, planned in rows
-            ]
-            state = jax.tree.unflatten(tree, moved)
+        if self.moments.on_host is not None:
+            state = hosted(state, first.plan(identity(), self.moments.on_host))
         return QuantizedState(jnp.zeros([], jnp.int32), each_in_a_variable(state))
-
-    def filled(self, args: Arguments, state: Any) -> Arguments:
-        """See above."""
-        _check_kind(state, QuantizedState)
-        return dataclasses.replace(
-            args,
-            tx=self.tx,
-            state=state.inner,
-            is_coded=True,
-            seed=self.seed,
-            steps=(args.steps[0], state.step),
-            chunk_bytes=self.chunk_bytes,
-            layout=self.layout,
-        )
-
-    def next_state(self, state: QuantizedState, results: Results) -> QuantizedState:
-        """The state after a step."""
-        step: Any = optax.safe_increment(state.step)  # the largest int32 stays what it is
-        return QuantizedState(step, results.state)
 
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
         return {
             "name": self.name,
             "roles": {"step": "count"},
-            "settings": {"seed": self.seed},
+            "settings": {"seed": self.moments.seed},
             "passes_on": True,
         }
 
@@ -181,9 +162,9 @@ class Rounded(_Wrapper):
         return self.weights.constructor
 
     @property
-    def inside(self) -> Quantized | None:
-        """The other part, if moments are stored in fewer bits, too."""
-        return self.tx.wrapper if isinstance(self.tx, Precise) else None
+    def _field(self) -> str | None:
+        """The field of the state for what is kept besides parameters."""
+        return EXTRA_FIELD.get(self.weights.method)
 
     def init(self, params: Any) -> Any:
         """Returns the state before the first step."""
@@ -193,62 +174,45 @@ class Rounded(_Wrapper):
                     f"`{self.name}`: {jax.tree_util.keystr(path)} is float16; parameters are "
                     "stored in bfloat16 or float32. Convert them."
                 )
-        if self.inside is not None:
+        if isinstance(self.tx, Precise):
             inner: Any = self.tx.init(params)
         else:
             first = First(self.tx, params)
             first.check_order(self.name)
             inner = first.state()
-        fields = {"inner": inner}
+        fields: dict[str, Any] = {"inner": inner}
         if self.weights.needs_noise:
             fields["step"] = jnp.zeros([], jnp.int32)
-        if self.weights.method in EXTRA_FIELD:
-            fields[EXTRA_FIELD[self.weights.method]] = jax.tree.map(self._first_extra, params)
+        if self._field is not None:
+            fields[self._field] = jax.tree.map(self._first_extra, params)
         return STATE_OF[self.weights.method](**fields)
 
     def _first_extra(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
-        if not self.weights.is_met_by(leaf.dtype):
-            return optax.MaskedNode()
-        return self.weights.first_extra(leaf)
+        is_met = self.weights.is_met_by(leaf.dtype)
+        return self.weights.first_extra(leaf) if is_met else optax.MaskedNode()
 
-    def filled(self, args: Arguments, state: Any) -> Arguments:
-        """What a step takes, with this part's state and settings, and the other's."""
-        if args.params is None:
-            raise StateError(f"`{self.name}` needs the parameters: `update(grads, state, params)`")
-        _check_kind(state, STATE_OF[self.weights.method])
-        args = dataclasses.replace(
-            args,
-            extras=self._extras(state, args.params),
-            weights=self.weights,
-            steps=(getattr(state, "step", 0), 0),
-        )
-        if self.inside is not None:
-            return self.inside.filled(args, state.inner)
-        return dataclasses.replace(args, tx=self.tx, state=state.inner)
-
-    def next_state(self, state: Any, results: Results) -> Any:
+    def next_state(self, state: Any, inner: Any, tree: Any, extras: list[Any]) -> Any:
         """The state after a step."""
-        inside = self.inside
-        fields = {
-            "inner": results.state if inside is None else inside.next_state(state.inner, results)
-        }
+        fields = {"inner": inner}
         if self.weights.needs_noise:
             fields["step"] = optax.safe_increment(state.step)
-        if self.weights.method in EXTRA_FIELD:
-            field = EXTRA_FIELD[self.weights.method]
-            kept = [optax.MaskedNode() if extra is None else extra for extra in results.extras]
-            fields[field] = jax.tree.unflatten(results.tree, kept)
+        if self._field is not None:
+            kept = [optax.MaskedNode() if extra is None else extra for extra in extras]
+            fields[self._field] = jax.tree.unflatten(tree, kept)
         return state._replace(**fields)
 
-    def _extras(self, state: Any, params: Any) -> list[Any]:
+    def extras(self, state: Any, params: Any) -> list[Any]:
         """What is kept besides each parameter; `None` where nothing is."""
+        if params is None:
+            raise StateError(f"`{self.name}` needs the parameters: `update(grads, state, params)`")
+        _check_kind(state, STATE_OF[self.weights.method])
+        if self._field is None:
+            return []
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
         structure: Any = tree
-        if self.weights.method == "stochastic":
-            return [None] * len(leaves)
         try:
-            kept = structure.flatten_up_to(getattr(state, EXTRA_FIELD[self.weights.method]))
+            kept = structure.flatten_up_to(getattr(state, self._field))
         except ValueError:
             raise StateError(
                 f"the state of `{self.name}` was made for other parameters than these {len(leaves)}"
@@ -324,16 +288,17 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 def taken_apart(tx: Any) -> tuple[Rounded | None, Quantized | None, Any]:
     """The two parts of a transformation of this package, and the transformation inside."""
-    rounded = tx.wrapper if isinstance(tx, Precise) and isinstance(tx.wrapper, Rounded) else None
-    tx = tx if rounded is None else rounded.tx
-    quantized = tx.wrapper if isinstance(tx, Precise) else None
-    return rounded, quantized, tx if quantized is None else quantized.tx
+    parts: dict[type, Any] = {}
+    while isinstance(tx, Precise | _Wrapper):
+        part = tx.wrapper if isinstance(tx, Precise) else tx
+        parts[type(part)], tx = part, part.tx
+    return parts.get(Rounded), parts.get(Quantized), tx
 
 
-def put_together(tx: Any, quantized: Quantized | None, weights: Weights | None) -> Precise:
+def put_together(tx: Any, moments: Moments | None, weights: Weights | None) -> Precise:
     """A transformation with one part or both."""
-    if quantized is not None:
-        quantized = dataclasses.replace(quantized, tx=tx)
+    if moments is not None:
+        quantized = Quantized(tx, moments)
         tx = Precise(quantized.init, quantized.update)
     if weights is not None:
         rounded = Rounded(tx, weights)
