@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 
-from opt_precision._formats import Format, Kind, block_axis, block_size
+from opt_precision._formats import Format, block_axis, block_size
 from opt_precision.errors import PrecisionError
 
 Role: TypeAlias = Literal["moment", "slow_moment", "second_moment"]
@@ -76,13 +76,8 @@ class Codec:
         if self.block:
             axis = block_axis(shape)
             block = block_size(shape[axis], self.block)
-        return Format(self._kind(squared), squared, stochastic, axis, block, jnp.dtype(dtype).name)
-
-    def _kind(self, squared: bool) -> Kind:
-        if self.name == "log8" and not squared:
-            return "dynamic8"
-        kind: Any = self.name
-        return kind  # type: ignore[no-any-return]
+        kind: Any = "dynamic8" if self.name == "log8" and not squared else self.name
+        return Format(kind, squared, stochastic, axis, block, jnp.dtype(dtype).name)
 
 
 def bfloat16(*, m: Rounding = "nearest", v: Rounding = "stochastic") -> Codec:

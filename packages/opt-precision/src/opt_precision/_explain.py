@@ -62,11 +62,6 @@ class PrecisionReport:
         """Bytes of the state."""
         return sum(row.bytes for row in self.rows)
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """The paths of the leaves that look like moments, but that no list knows."""
-        return tuple(row.path for row in self.rows if row.reason.startswith("in no list"))
-
     def __str__(self) -> str:
         head = ("leaf", "shape", "role", "stored", "rounding", "bytes", "as it is since")
         cells = [head, *(_cells(row) for row in self.rows)]

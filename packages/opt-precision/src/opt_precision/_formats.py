@@ -267,14 +267,11 @@ def _by_code(form: Format) -> _maps.Table:
     return table if form.squared else np.concatenate([-table[:0:-1], table, table[-1:]])
 
 
-_ONE_BY_ONE: Final = lax.GatherDimensionNumbers((), (0,), (0,))
-
-
 def _look_up(table: Any, index: jax.Array) -> jax.Array:
-    # As `jnp` would have it, but for its treatment of negative and of excessive indices.
-    wide = index.astype(jnp.int32)[..., None]
-    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.gather(jnp.asarray(table), wide, _ONE_BY_ONE, (1,), mode=mode)
+    found: jax.Array = (
+        jnp.asarray(table).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    )
+    return found
 
 
 def _position(form: Format, y: jax.Array, *, is_cut_off: bool) -> tuple[jax.Array, jax.Array]:
@@ -330,25 +327,15 @@ def scale_shape(shape: Sequence[int], axis: int, block: int) -> tuple[int, ...]:
 def block_max(x: jax.Array, axis: int, block: int) -> jax.Array:
     """The largest element of each block; `x` is non-negative."""
     number = math.ceil(x.shape[axis] / block)
-    missing = number * block - x.shape[axis]
-    if missing:
-        edges = [(0, missing if dim == axis else 0, 0) for dim in range(x.ndim)]
-        x = lax.pad(x, jnp.zeros((), x.dtype), edges)
-    return _split(x, axis, number, block).max(axis + 1)
+    if missing := number * block - x.shape[axis]:
+        x = jnp.pad(x, [(0, missing if dim == axis else 0) for dim in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], number, block, *x.shape[axis + 1 :]).max(axis + 1)
 
 
 def spread(scale: jax.Array, axis: int, block: int, size: int) -> jax.Array:
     """The scale of each element along an axis of `size` elements."""
-    number = scale.shape[axis]
-    shape = (*scale.shape[:axis], number, block, *scale.shape[axis + 1 :])
-    kept = [dim for dim in range(len(shape)) if dim != axis + 1]
-    each = lax.broadcast_in_dim(scale, shape, kept)
-    whole = each.reshape(*scale.shape[:axis], number * block, *scale.shape[axis + 1 :])
-    return whole if whole.shape[axis] == size else lax.slice_in_dim(whole, 0, size, axis=axis)
-
-
-def _split(x: jax.Array, axis: int, number: int, block: int) -> jax.Array:
-    return x.reshape(*x.shape[:axis], number, block, *x.shape[axis + 1 :])
+    each = jnp.repeat(scale, block, axis)
+    return each if each.shape[axis] == size else lax.slice_in_dim(each, 0, size, axis=axis)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -55,43 +54,31 @@ class Loop(NamedTuple):
     spec: PartitionSpec | None  # where arrays of the leaf's shape lie on a mesh
 
 
-class _Span(NamedTuple):
-    """Blocks of one size along an axis."""
-
-    start: int
-    size: int
-    number: int
-
-
 def block_shape(shape: Shape, limit: int, units: Mapping[int, int]) -> Shape:
-    """The shape of blocks of at most `limit` elements, as far as whole units allow.
+    """The shape of blocks of at most `limit` elements, as far as whole units of one axis allow.
 
-    Rows are cut off the leading axis; where one row is too large, each row along the next.
+    That is the first axis with enough units, or else the one with most. Blocks are of equal size
+    where that takes no more than twice as many.
 
     Examples:
       >>> block_shape((1000, 512), 100_000, {1: 256})
       (125, 512)
       >>> block_shape((1009, 512), 100_000, {1: 256})
       (195, 512)
-      >>> block_shape((4, 1024), 300, {1: 256})
-      (1, 256)
+      >>> block_shape((4, 1024), 1024, {1: 256}), block_shape((4, 1024), 300, {1: 64})
+      ((1, 1024), (4, 64))
     """
-    block = list(shape)
-    for axis, size in enumerate(shape):
-        if math.prod(block) <= limit or 0 in shape:
-            break
-        unit = units.get(axis, 1)
-        if size % unit:
-            continue
-        rest = math.prod(block) // size
-        fits = max(unit, min(size, limit // rest // unit * unit))
-        even = (
-            size // count
-            for count in range(-(-size // fits), 2 * size // fits + 1)
-            if size % count == 0 and (size // count) % unit == 0
-        )
-        block[axis] = next(even, fits)
-    return tuple(block)
+    total = math.prod(shape)
+    rows = [(size, units.get(axis, 1)) for axis, size in enumerate(shape)]
+    counts = [size // unit if size % unit == 0 else 0 for size, unit in rows]
+    if total <= limit or not any(counts):
+        return shape
+    enough = (axis for axis, count in enumerate(counts) if count and total // count <= limit)
+    axis = next(enough, counts.index(max(counts)))
+    count, most = counts[axis], max(1, limit * counts[axis] // total)
+    numbers = range(-(-count // most), 2 * count // most + 1)
+    size = next((count // number for number in numbers if count % number == 0), most)
+    return (*shape[:axis], size * rows[axis][1], *shape[axis + 1 :])
 
 
 def groups(loops: Mapping[int, Loop], limit: int) -> list[list[int]]:
@@ -115,9 +102,17 @@ def run(loops: Sequence[Loop], zero: jax.Array) -> tuple[list[Any], jax.Array]:
     Several leaves are alike: they are stacked, and compiled once.
     """
     loop = loops[0] if len(loops) == 1 else _stacked(loops, zero)
+    axes = (k for k, part in enumerate(loop.block) if part != loop.shape[k])
+    if (axis := next(axes, None)) is None:
+        loop, zero = _run(loop, 0, 0, 1, zero)
+    else:  # blocks of full size, and a last one that is shorter
+        number, rest = divmod(loop.shape[axis], loop.block[axis])
+        loop, zero = _run(loop, axis, 0, number, zero)
+        if rest:
+            last = (*loop.block[:axis], rest, *loop.block[axis + 1 :])
+            start = number * loop.block[axis]
+            loop, zero = _run(loop._replace(block=last), axis, start, 1, zero)
     held = loop.held
-    for spans in itertools.product(*map(_spans, loop.shape, loop.block)):
-        held, zero = _run(loop._replace(held=held), spans, zero)
     if len(loops) == 1:
         return [held], zero
     # XLA for CPUs makes machine code for each index that it knows.
@@ -197,42 +192,44 @@ def _stack(*leaves: Any) -> Any:
     return np.stack(leaves) if is_known else jnp.stack(leaves)
 
 
-def _spans(size: int, part: int) -> list[_Span]:
-    """All blocks along an axis: those of full size, and a last one that is shorter."""
-    rest = size % max(1, part)
-    full = _Span(0, part, size // max(1, part))
-    return [full, _Span(size - rest, rest, 1)] if rest else [full]
-
-
-def _run(loop: Loop, spans: Sequence[_Span], zero: jax.Array) -> tuple[Any, jax.Array]:
-    """The loop over blocks of one shape. What lies on the host is fetched one block ahead."""
-    number, sizes = math.prod(span.number for span in spans), tuple(span.size for span in spans)
+def _run(loop: Loop, axis: int, start: int, number: int, zero: jax.Array) -> tuple[Loop, jax.Array]:
+    """The loop over blocks along an axis. What lies on the host is fetched one block ahead."""
     wholes, tree = jax.tree.flatten(loop.held)
 
+    def begin(index: Any) -> Any:
+        return np.int32(start) + index * loop.block[axis]
+
     def is_cut(whole: jax.Array) -> bool:
-        return whole.ndim == len(spans) and sizes != loop.shape
+        return whole.ndim == len(loop.shape) and loop.block != loop.shape
+
+    def unit(whole: jax.Array) -> int:  # how many elements a scale is of
+        return max(1, loop.shape[axis] // max(1, whole.shape[axis]))
 
     def cut(whole: jax.Array, index: Any) -> jax.Array:
         if is_cut(whole):
-            whole = lax.dynamic_slice(whole, *_window(loop, whole, sizes, _origin(spans, index)))
+            of = unit(whole)
+            size = loop.block[axis] // of
+            whole = lax.dynamic_slice_in_dim(whole, begin(index) // of, size, axis)
         return fetched(whole)
 
     def written(whole: jax.Array, new: jax.Array, index: Any) -> jax.Array:
         new = placed_like(new, whole)
         if not is_cut(whole):
             return new
-        starts, _ = _window(loop, whole, sizes, _origin(spans, index))
-        return lax.dynamic_update_slice(whole, new, starts)
+        return lax.dynamic_update_slice_in_dim(whole, new, begin(index) // unit(whole), axis)
 
     def step(index: Any, carry: Any) -> Any:
         wholes, ready = carry
         rows = list(zip(wholes, ready, strict=True))
         held = [cut(whole, index) if block is None else block for whole, block in rows]
         read = jax.tree.map(lambda whole: cut(whole, index), _varying(loop.read, index))
-        origin = tuple(map(operator.add, loop.begin, _origin(spans, index)))
+        # The compiler does not know the index, also if it is 0: noise of known ones it would store.
+        origin = [
+            first + begin(index) if k == axis else first for k, first in enumerate(loop.begin)
+        ]
         new = loop.body(
             _varying(loop.numbers, index),
-            Block(sizes, origin),
+            Block(loop.block, tuple(origin)),
             jax.tree.unflatten(tree, held),
             read,
         )
@@ -249,7 +246,7 @@ def _run(loop: Loop, spans: Sequence[_Span], zero: jax.Array) -> tuple[Any, jax.
 
     ready = [cut(whole, zero) if number > 1 and is_on_host(whole) else None for whole in wholes]
     (wholes, _), zero = _repeat(step, zero, number, (wholes, ready))
-    return jax.tree.unflatten(tree, wholes), zero
+    return loop._replace(held=jax.tree.unflatten(tree, wholes)), zero
 
 
 def _repeat(
@@ -277,28 +274,6 @@ def _varying(x: Any, index: Any) -> Any:
     """
     # One by one: what passes a barrier together varies, under `shard_map`, over the same axes.
     return jax.tree.map(lambda leaf: lax.optimization_barrier((leaf, index))[0], x)
-
-
-def _origin(spans: Sequence[_Span], index: Any) -> list[Any]:
-    """Where a block begins: of one type, also with numbers of 64 bits."""
-    if spans and all(span.number == 1 for span in spans):
-        # The index is 0, which the compiler does not know: noise of known indices it would store.
-        return [spans[0].start + index, *(np.int32(span.start) for span in spans[1:])]
-    origin: list[Any] = []
-    for start, size, count in reversed(spans):
-        origin.append(np.int32(start) if count == 1 else start + index % count * size)
-        index = index if count == 1 else index // count
-    return origin[::-1]
-
-
-def _window(
-    loop: Loop, array: jax.Array, block: Shape, origin: Sequence[Any]
-) -> tuple[list[Any], list[int]]:
-    """Where the part of an array lies that belongs to a block; a scale is of several elements."""
-    units = [size // max(1, own) for size, own in zip(loop.shape, array.shape, strict=True)]
-    starts = [at if unit <= 1 else at // unit for at, unit in zip(origin, units, strict=True)]
-    rows = zip(array.shape, block, units, strict=True)
-    return starts, [min(own, -(-size // max(1, unit))) for own, size, unit in rows]
 
 
 def _after(x: jax.Array, earlier: jax.Array, zero: jax.Array) -> jax.Array:

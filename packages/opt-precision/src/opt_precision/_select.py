@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -19,6 +18,14 @@ from opt_precision._codecs import ROLES, Codecs, Role
 from opt_precision.errors import SelectionError
 
 Shape: TypeAlias = tuple[int, ...]
+
+
+class Choice(NamedTuple):
+    """What is to become of a leaf: its role, or the reason to leave it as it is."""
+
+    role: Role | None
+    reason: str = ""
+
 
 _FIRST: Final = {
     "DAdaptAdamWState": "exp_avg",
@@ -106,22 +113,18 @@ _KEPT: Final = {
 UNKNOWN: Final = "in no list: `select=by_field(...)` if it is a moment"
 
 
-def _table() -> dict[tuple[str, str], tuple[Role | None, str]]:
-    roles: list[tuple[Mapping[str, str], Role | None, str]] = [
-        (_FIRST, "moment", ""),
-        (_SLOW, "slow_moment", ""),
-        (_SECOND, "second_moment", ""),
-        *((fields, None, reason) for reason, fields in _KEPT.items()),
-    ]
-    return {
-        (owner, field): (role, reason)
-        for fields, role, reason in roles
-        for owner, names in fields.items()
-        for field in names.split()
-    }
-
-
-KNOWN: Final[Mapping[tuple[str, str], tuple[Role | None, str]]] = MappingProxyType(_table())
+_ROLES: Final[list[tuple[Mapping[str, str], Role | None, str]]] = [
+    (_FIRST, "moment", ""),
+    (_SLOW, "slow_moment", ""),
+    (_SECOND, "second_moment", ""),
+    *((fields, None, reason) for reason, fields in _KEPT.items()),
+]
+KNOWN: Final = {
+    (owner, field): Choice(role, reason)
+    for fields, role, reason in _ROLES
+    for owner, names in fields.items()
+    for field in names.split()
+}
 
 
 KeyPath: TypeAlias = tuple[Any, ...]
@@ -135,13 +138,6 @@ class Candidate(NamedTuple):
     field: str  # the key above the parameter's path: `mu` of Adam, say
     owner: type  # the class of the node that has the field
     param: int  # the index of the parameter
-
-
-class Choice(NamedTuple):
-    """What is to become of a leaf: its role, or the reason to leave it as it is."""
-
-    role: Role | None
-    reason: str = ""
 
 
 Select: TypeAlias = Callable[[Sequence[Candidate]], Sequence[Choice]]
@@ -191,8 +187,7 @@ def _child(node: Any, key: Any) -> Any:
 def meaning(leaf: Candidate) -> Choice:
     """What a leaf is, by the class of its state."""
     if leaf.owner.__module__.partition(".")[0] == "optax":
-        found = KNOWN.get((leaf.owner.__name__, leaf.field))
-        return Choice(*found) if found is not None else Choice(None, UNKNOWN)
+        return KNOWN.get((leaf.owner.__name__, leaf.field), Choice(None, UNKNOWN))
     describe = getattr(leaf.owner, "describe_fields", None)
     said = dict(describe()).get("roles", {}).get(leaf.field) if callable(describe) else None
     if said in ROLES:

@@ -6,11 +6,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
@@ -37,15 +38,6 @@ _REDUCTIONS: Final[Mapping[str, tuple[Any, Any, float]]] = {
     "reduce_min": (jnp.min, lax.min, jnp.inf),
     "reduce_sum": (jnp.sum, lax.add, 0),
 }
-
-
-class Results(NamedTuple):
-    """What a step makes."""
-
-    tree: Any  # the structure of parameters
-    leaves: list[Any]  # per parameter its new value, or its update
-    extras: list[Any]  # per parameter what is kept besides it
-    state: Any  # the inner state as it is to be stored
 
 
 class Step:
@@ -107,8 +99,13 @@ class Step:
         """The paths of the parameters whose updates or moments are not made element by element."""
         return [leaf.path for leaf in self._update.leaves if not self._is_elementwise(leaf)]
 
-    def run(self) -> Results:
-        """Computes numbers of all leaves, then leaf by leaf the new values, and the rest."""
+    def run(self) -> tuple[Any, Any, Any]:
+        """Computes numbers of all leaves, then leaf by leaf the new values, and the rest.
+
+        Returns:
+          The new parameters, or their updates; what is kept besides each parameter; and the inner
+          state as it is to be stored.
+        """
         update, zero = self._update, self._zero
         if any(self._is_cut):
             zero = self._totals(zero)
@@ -128,10 +125,11 @@ class Step:
             _as_before(old, next(rest)) if place is None else new[place[0]][place[1]]
             for old, place in zip(update.stored, update.places, strict=True)
         ]
-        return Results(
-            update.tree,
-            [values[PARAMETER if self._args.is_in_place else _UPDATE] for values in new],
-            [values.get(EXTRA) for values in new],
+        made = [values[PARAMETER if self._args.is_in_place else _UPDATE] for values in new]
+        extras = [values.get(EXTRA, optax.MaskedNode()) for values in new]
+        return (
+            jax.tree.unflatten(update.tree, made),
+            jax.tree.unflatten(update.tree, extras),
             jax.tree.unflatten(update.state_tree, state),
         )
 

@@ -73,16 +73,15 @@ class _Wrapper:
         return self._step(grads, state, params, extra_args, is_in_place=True)
 
     def _step(self, grads: Any, state: Any, *args: Any, is_in_place: bool) -> tuple[Any, Any]:
-        results = self.step(grads, state, *args, is_in_place=is_in_place).run()
+        made, extras, new = self.step(grads, state, *args, is_in_place=is_in_place).run()
         rounded, quantized, _ = taken_apart(self)
-        new = results.state
         if quantized is not None:
             step: Any = state.step if rounded is None else state.inner.step
             step = optax.safe_increment(step)  # the largest int32 stays what it is
             new = QuantizedState(step, new)
         if rounded is not None:
-            new = rounded.next_state(state, new, results.tree, results.extras)
-        return jax.tree.unflatten(results.tree, results.leaves), new
+            new = rounded.next_state(state, new, extras)
+        return made, new
 
     def step(
         self, grads: Any, state: Any, params: Any, extra_args: Any, *, is_in_place: bool
@@ -192,14 +191,13 @@ class Rounded(_Wrapper):
         is_met = self.weights.is_met_by(leaf.dtype)
         return self.weights.first_extra(leaf) if is_met else optax.MaskedNode()
 
-    def next_state(self, state: Any, inner: Any, tree: Any, extras: list[Any]) -> Any:
+    def next_state(self, state: Any, inner: Any, extras: Any) -> Any:
         """The state after a step."""
         fields = {"inner": inner}
         if self.weights.needs_noise:
             fields["step"] = optax.safe_increment(state.step)
         if self._field is not None:
-            kept = [optax.MaskedNode() if extra is None else extra for extra in extras]
-            fields[self._field] = jax.tree.unflatten(tree, kept)
+            fields[self._field] = extras
         return state._replace(**fields)
 
     def extras(self, state: Any, params: Any) -> list[Any]:
