@@ -267,11 +267,14 @@ def _by_code(form: Format) -> _maps.Table:
     return table if form.squared else np.concatenate([-table[:0:-1], table, table[-1:]])
 
 
+_ONE_BY_ONE: Final = lax.GatherDimensionNumbers((), (0,), (0,))
+
+
 def _look_up(table: Any, index: jax.Array) -> jax.Array:
-    found: jax.Array = (
-        jnp.asarray(table).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    )
-    return found
+    # As `jnp` has it, whose own preparations take longer to trace than all else.
+    wide = index.astype(jnp.int32)[..., None]
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(jnp.asarray(table), wide, _ONE_BY_ONE, (1,), mode=mode)
 
 
 def _position(form: Format, y: jax.Array, *, is_cut_off: bool) -> tuple[jax.Array, jax.Array]:

@@ -25,11 +25,10 @@ from opt_precision._select import path_str
 from opt_precision._update import EXTRA, GRADIENT, PARAMETER, Arguments, Leaf, Update, as_array
 from opt_precision.errors import StateError
 
-# What equations take besides the arrays of a leaf, and what they make besides those.
-_COMPUTED: Final = -4  # an array of the leaf's shape that was computed before
-_NUMBER: Final = -5  # anything else, which is not cut
-_UPDATE: Final = -6  # what is made of a leaf where it is not the parameter
-_TOTALS: Final = -7  # the numbers that are made of its elements
+# Arrays of a loop besides those of a leaf.
+_UPDATE: Final = -4  # what is made where it is not the parameter
+_TOTALS: Final = -5  # the numbers that are made of elements
+_OTHER: Final = -6  # what equations take that is not the leaf's, from here on downwards
 
 # What makes one number of a block, what joins it to that of the blocks before, and what it begins
 # with.
@@ -196,29 +195,26 @@ class Step:
 
         That takes results, arrays, the block and `more` numbers, and returns the new `held`.
         """
+        is_cut, jaxpr = self._is_cut[leaf.at], self._program.jaxpr(part)
         sources: list[int] = []
-        computed: list[Any] = []
-        numbers: list[Any] = []
-        for start in part.starts:
-            at, key = self._update.origin.get(start, (-1, _NUMBER))
+        arrays: dict[int, Any] = {}
+        numbers: dict[int, Any] = {}
+        for i, start in enumerate(part.starts):
+            at, key = self._update.origin.get(start, (None, 0))
             if at != leaf.at:
-                is_cut = not part.indices and type_of(start).shape == leaf.shape
-                key = _COMPUTED if is_cut else _NUMBER
-                (computed if is_cut else numbers).append(self._value(start))
+                # Of what was computed before only the results themselves have to be cut.
+                is_read = not part.indices and type_of(start).shape == leaf.shape
+                key = _OTHER - i
+                (arrays if is_read else numbers)[key] = self._value(start)
             sources.append(key)
         needed = {*sources, *([PARAMETER] if _UPDATE in held else [])}
         needed |= {EXTRA} if PARAMETER in needed else set()
-        read = {key: x for key, x in leaf.arrays.items() if key in needed and key not in held}
-        read |= {_COMPUTED: computed}
-        jaxpr, mesh, is_cut = self._program.jaxpr(part), self._place.mesh, self._is_cut[leaf.at]
+        own = {key: x for key, x in leaf.arrays.items() if key in needed and key not in held}
 
         def body(numbers: Any, block: Block, held: Any, read: Any) -> dict[int, Any]:
-            arrays, (numbers, more) = {**read, **held}, numbers
-            in_order = {_NUMBER: iter(numbers), _COMPUTED: iter(read[_COMPUTED])}
-            values = [
-                next(in_order[key]) if key in in_order else self._seen(key, arrays)
-                for key in sources
-            ]
+            numbers, more = numbers
+            arrays = {**read, **held}
+            values = [self._seen(key, {**numbers, **arrays}) for key in sources]
             if is_whole:
                 outs = jax.core.eval_jaxpr(jaxpr, (), *values)
             else:
@@ -226,15 +222,25 @@ class Step:
             return made(list(map(as_array, outs)), arrays, block, *more)
 
         shape, block, spec = leaf.shape, leaf.shape, None
-        if is_cut and mesh is not None:
+        if is_cut and (mesh := self._place.mesh) is not None:
             spec = self._spec(leaf)
             shape = block = _place.part_shape(mesh, spec, shape)
         if is_cut and not is_whole:
             sizes = [form for form in leaf.formats if form.block]
             units = {form.axis: math.lcm(*(form.block for form in sizes)) for form in sizes}
             block = block_shape(shape, self._limit, units)
-        alike = (str(jaxpr), tuple(sources), spec, name)
-        return Loop(alike, shape, block, held, read, (numbers, more), body, (0,) * len(shape), spec)
+        alike = (str(jaxpr), tuple(sources), spec, name) if is_cut else None
+        return Loop(
+            alike,
+            shape,
+            block,
+            held=held,
+            read={**own, **arrays},
+            numbers=(numbers, more),
+            body=body,
+            begin=(0,) * len(shape),
+            spec=spec,
+        )
 
     def _totals(self, zero: jax.Array) -> jax.Array:
         """Computes numbers of decoded leaves block by block, those first that others need."""

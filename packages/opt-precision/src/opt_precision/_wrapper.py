@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision._codecs import identity
-from opt_precision._init import First, Planned, each_in_a_variable, hosted, refuse_named
+from opt_precision._init import (
+    First,
+    Planned,
+    bare_values,
+    each_in_a_variable,
+    hosted,
+    refuse_named,
+)
 from opt_precision._select import Moments
 from opt_precision._states import EXTRA_FIELD, STATE_OF, QuantizedState, is_masked
 from opt_precision._step import Step
@@ -72,8 +79,13 @@ class _Wrapper:
         """Returns the new parameters and state, computed block by block in place of the old."""
         return self._step(grads, state, params, extra_args, is_in_place=True)
 
-    def _step(self, grads: Any, state: Any, *args: Any, is_in_place: bool) -> tuple[Any, Any]:
-        made, extras, new = self.step(grads, state, *args, is_in_place=is_in_place).run()
+    def _step(
+        self, grads: Any, given: Any, params: Any, extra_args: Any, *, is_in_place: bool
+    ) -> tuple[Any, Any]:
+        bare, state, params = bare_values((grads, given, params))
+        made, extras, new = self.step(
+            bare, state, params, extra_args, is_in_place=is_in_place
+        ).run()
         rounded, quantized, _ = taken_apart(self)
         if quantized is not None:
             step: Any = state.step if rounded is None else state.inner.step
@@ -81,7 +93,12 @@ class _Wrapper:
             new = QuantizedState(step, new)
         if rounded is not None:
             new = rounded.next_state(state, new, extras)
-        return made, new
+        tree: Any = jax.tree.structure(grads)
+        if tree == jax.tree.structure(bare):
+            return made, new
+        tree = jax.tree.structure((grads, given))
+        wrapped: tuple[Any, Any] = jax.tree.unflatten(tree, jax.tree.leaves((made, new)))
+        return wrapped
 
     def step(
         self, grads: Any, state: Any, params: Any, extra_args: Any, *, is_in_place: bool
