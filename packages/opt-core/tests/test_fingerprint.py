@@ -1,10 +1,11 @@
+import argparse
 import dataclasses
 import enum
 import functools
 import math
 import pickle
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from core_testing import MomentumHyperParams, Pair
 from flax.core import FrozenDict
+from opt_core import OptimizerDef
 from opt_core.extend import fingerprint
 
 SCALE = 2.0
@@ -50,6 +52,27 @@ class Plain:
         return self.rate * step
 
 
+class Scaled:
+    def __init__(self, function: Any, rate: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.rate = rate
+
+    def __call__(self, step: Any) -> Any:
+        return self.rate * len_of(step)
+
+
+class Slotted(OptimizerDef):
+    __slots__ = ("rate",)
+
+    def __init__(self, rate: Any) -> None:
+        super().__init__(None)
+        self.rate = rate
+
+    @functools.cached_property
+    def half(self) -> Any:
+        return self.rate / 2
+
+
 class Role(enum.Enum):
     ROW = 1
     COLUMN = 2
@@ -72,6 +95,11 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "partial": lambda rate: functools.partial(math.pow, rate),
     "bound method": lambda rate: Plain(rate).schedule,
     "plain object": Plain,
+    "object that wraps a function": lambda rate: Scaled(len_of, rate),
+    "default of a dict": lambda rate: defaultdict(closure(rate), a=1),
+    "method of a dict": lambda rate: {"rate": rate}.get,
+    "unhashable object": lambda rate: argparse.Namespace(rate=rate),
+    "slot of a definition": Slotted,
     "dataclass": Config,
     "struct of an array": lambda rate: MomentumHyperParams(jnp.array([rate], jnp.float32)),
     "bfloat16 scalar": ml_dtypes.bfloat16,
@@ -84,6 +112,21 @@ def test_what_is_built_the_same_way_is_the_same(build: Callable[[Any], Any]) -> 
     assert one == same
     assert hash(one) == hash(same)
     assert one != other
+
+
+def test_what_a_definition_has_cached_is_no_part_of_it() -> None:
+    used = Slotted(0.5)
+    assert used.half == 0.25
+    assert used == Slotted(0.5)
+
+
+@pytest.mark.parametrize("method", [None, "get"])
+def test_what_can_change_is_what_it_holds_now(method: str | None) -> None:
+    config: Any = {"rate": 0.1} if method else argparse.Namespace(rate=0.1)
+    captured = closure(getattr(config, method) if method else config)
+    before = fingerprint(captured)
+    vars(config).update(rate=0.2) if method is None else config.update(rate=0.2)
+    assert fingerprint(captured) != before
 
 
 DIFFERENT: list[tuple[Any, Any]] = [
@@ -155,17 +198,33 @@ def test_a_function_that_rebinds_a_captured_number_stays_what_it_was() -> None:
 
 GLOBAL_RATES = {"rate": 0.1, "array": np.zeros(2)}
 GLOBAL_SPACE = types.SimpleNamespace(rate=0.1)
+GLOBAL_OBJECT = Plain(0.1)
+GLOBAL_MODULE = types.ModuleType("settings")
+GLOBAL_MODULE.rate = 0.1  # type: ignore[attr-defined]
+
+
+class GlobalClass:
+    rate = 0.1
+
+
+GLOBAL_SPACES: dict[str, Any] = {
+    "namespace": GLOBAL_SPACE,
+    "object of this module": GLOBAL_OBJECT,
+    "module": GLOBAL_MODULE,
+    "class": GlobalClass,
+}
 
 
 def reads_globals(step: Any) -> Any:
-    return reads_more(step) * GLOBAL_SPACE.rate
+    others = GLOBAL_OBJECT.rate, GLOBAL_MODULE.rate, GlobalClass.rate
+    return reads_more(step) * GLOBAL_SPACE.rate * sum(others)
 
 
 def reads_more(step: Any) -> Any:
     return [SCALE * step * GLOBAL_RATES["rate"] for _ in range(3)]
 
 
-@pytest.mark.parametrize("where", ["number", "dict", "array", "namespace"])
+@pytest.mark.parametrize("where", ["number", "dict", "array", *GLOBAL_SPACES])
 def test_a_global_that_changed_makes_another_function(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,8 +237,8 @@ def test_a_global_that_changed_makes_another_function(
             monkeypatch.setitem(GLOBAL_RATES, "rate", 0.5)
         case "array":
             monkeypatch.setitem(GLOBAL_RATES, "array", np.ones(2))
-        case "namespace":
-            monkeypatch.setattr(GLOBAL_SPACE, "rate", 0.5)
+        case _:
+            monkeypatch.setattr(GLOBAL_SPACES[where], "rate", 0.5)
     assert fingerprint(reads_globals) != before
 
 

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -271,11 +271,12 @@ class _Same:
 
 def fingerprint(obj: Any) -> Hashable:
     """Returns a hashable value that is equal for objects built the same way."""
-    # Numbers compare with their type, arrays by content, containers by elements, dataclasses and
-    # plain objects by attributes, functions by code and captured values. So do the globals that a
-    # function names, if they are numbers, containers, arrays or functions of the same module; other
-    # globals compare by identity. An opaque object (a tracer, a compiled function) is equal only to
-    # itself.
+    # Numbers compare with their type, arrays by content, containers by elements, dataclasses, plain
+    # and mutable objects by attributes, functions by code and captured values. So do the globals
+    # that a function names, if they are numbers, containers, arrays, mutable, or functions and
+    # objects of the same module, and numbers and containers that it reads of classes and modules;
+    # other globals compare by identity. An opaque object (a tracer, a compiled function) is equal
+    # only to itself.
     return _fingerprint(obj, {})
 
 
@@ -290,7 +291,7 @@ def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
             return (type(obj), float(obj).hex())  # nan equals nan, -0.0 is not 0.0
         case complex():
             return (type(obj), obj.real.hex(), obj.imag.hex())
-        case types.CodeType() | types.BuiltinFunctionType():
+        case types.CodeType():
             return obj
         case enum.Enum():
             return (type(obj), obj)
@@ -313,6 +314,8 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
             return _array(obj)
         case dict() | FrozenDict() | types.MappingProxyType():
             held = attributes(obj) if isinstance(obj, dict) else {}
+            if isinstance(obj, defaultdict):
+                held = held | {"default_factory": obj.default_factory}
             is_ordered = isinstance(obj, OrderedDict)
             items = obj.items() if is_ordered else _in_order(obj)
             pairs = [(each(key), each(value)) for key, value in items]
@@ -322,16 +325,19 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
             return (type(obj), _named(attributes(obj).items(), seen), frozenset(map(each, obj)))
         case types.FunctionType():
             return (_parts(obj, seen), tuple(_globals(obj, seen)))
-        case tuple() | list() | functools.partial() | types.MethodType():
+        case tuple() | list() | functools.partial():
+            return _parts(obj, seen)
+        case types.MethodType() | types.BuiltinMethodType():
             return _parts(obj, seen)
     is_value = _defines_equality(type(obj))
     is_record = dataclasses.is_dataclass(obj) or isinstance(obj, types.SimpleNamespace)
-    if is_value and not is_record:
-        return (type(obj), obj) if _is_hashable(obj) else _Same(obj)
+    if is_value and not is_record and _is_hashable(obj):
+        return (type(obj), obj)
     if not _is_plain(type(obj)):
         return _Same(obj)
     # What holds nothing and says nothing of equality may be a sentinel.
-    return _parts(obj, seen) if attributes(obj) or is_value else _Same(obj)
+    held = attributes(obj)
+    return (type(obj), _named(held.items(), seen)) if held or is_value else _Same(obj)
 
 
 def _parts(obj: Any, seen: dict[int, int]) -> Hashable:
@@ -390,15 +396,21 @@ def _globals(function: types.FunctionType, seen: dict[int, int]) -> Iterator[Has
     # for the old one, and the old compiled step would run.
     for name, value in globals_read(function).items():
         yield (name, _fingerprint(value, seen) if _is_data(value, function) else _Same(value))
+        if isinstance(value, type | types.ModuleType):  # `config.RATE`
+            read = _names(function.__code__) & vars(value).keys()
+            held = {name: vars(value)[name] for name in sorted(read)}
+            yield _named(((k, v) for k, v in held.items() if isinstance(v, _DATA)), seen)
 
 
 def _is_data(value: Any, function: types.FunctionType) -> bool:
     """Whether a global may change its content, or is built from something that may."""
     if isinstance(value, types.FunctionType):
         return value.__globals__ is function.__globals__
-    if dataclasses.is_dataclass(value):
-        return not isinstance(value, type)
-    return isinstance(value, _DATA)
+    if isinstance(value, type):
+        return False
+    is_own = type(value).__module__ == function.__module__
+    is_mutable = type(value).__hash__ is None
+    return is_own or is_mutable or dataclasses.is_dataclass(value) or isinstance(value, _DATA)
 
 
 _DATA = (

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._closures import fingerprint
+from opt_core._closures import attributes, fingerprint
 from opt_core._state_dict import Mismatch, restore_state_dict, to_state_dict
 from opt_core._trees import (
     Names,
@@ -368,7 +368,7 @@ class OptimizerDef:
 
     def _identity(self) -> Any:
         """The value by which definitions are compared; by default every attribute."""
-        return {k: v for k, v in vars(self).items() if k != "_fingerprint_cache"}
+        return {k: v for k, v in attributes(self).items() if k != "_fingerprint_cache"}
 
     def _fingerprint(self) -> tuple[int, Hashable]:
         if (cached := self.__dict__.get("_fingerprint_cache")) is None:
