@@ -96,7 +96,7 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "bound method": lambda rate: Plain(rate).schedule,
     "plain object": Plain,
     "object that wraps a function": lambda rate: Scaled(len_of, rate),
-    "default of a dict": lambda rate: defaultdict(closure(rate), a=1),
+    "default of a dict": lambda rate: defaultdict(lambda: rate, a=1),
     "method of a dict": lambda rate: {"rate": rate}.get,
     "unhashable object": lambda rate: argparse.Namespace(rate=rate),
     "slot of a definition": Slotted,
@@ -240,6 +240,16 @@ def test_a_global_that_changed_makes_another_function(
         case _:
             monkeypatch.setattr(GLOBAL_SPACES[where], "rate", 0.5)
     assert fingerprint(reads_globals) != before
+
+
+def test_an_attribute_called_like_a_global_reads_no_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(reads_an_attribute)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)  # such as the step of a loop
+    assert fingerprint(reads_an_attribute) == before
+
+
+def reads_an_attribute(state: Any) -> Any:
+    return state.SCALE
 
 
 def test_shared_functions_are_looked_into_once() -> None:

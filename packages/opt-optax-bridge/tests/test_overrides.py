@@ -25,9 +25,13 @@ from bridge_testing import (
 )
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from opt_core import Optimizer
+from opt_core import MultiOptimizer, Optimizer, freeze
 from opt_core.errors import HyperParamError
-from opt_optax_bridge import overridable_hyper_params, wrap_optax_optimizer
+from opt_optax_bridge import (
+    overridable_hyper_params,
+    resolve_hyper_params,
+    wrap_optax_optimizer,
+)
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -155,6 +159,17 @@ def test_a_float_that_decides_a_branch_is_structural_and_the_others_act() -> Non
         "`clip` cannot be overridden at run time: it decides a Python branch, shapes or structure. "
         "Of this optimizer these may be: `learning_rate`, `decay`"
     )
+
+
+def test_an_override_reaches_a_group_that_all_parameters_have_left() -> None:
+    groups = [("w", "w", opt_optax_bridge.sgd(0.5))]
+    rest = opt_optax_bridge.chain(opt_optax_bridge.clip(1.0), opt_optax_bridge.adam(0.5))
+    optimizer = MultiOptimizer.from_rules(groups, rest=rest).create({"w": jnp.ones(1), "b": 1.0})
+    frozen, _ = freeze(optimizer, "b")
+    stepped = frozen.apply_gradient({"w": jnp.ones(1)}, learning_rate=0.25)
+    assert stepped.target["w"].tolist() == [0.75]
+    resolved = resolve_hyper_params(frozen, learning_rate=0.25)
+    assert float(resolved["rest"].learning_rate) == 0.25
 
 
 def test_keywords_of_a_function_that_is_given_are_taken() -> None:

@@ -8,6 +8,7 @@ import dis
 import enum
 import functools
 import inspect
+import itertools
 import re
 import sys
 import types
@@ -226,14 +227,16 @@ def reached(value: Any, is_end: Callable[[Any], bool] = lambda _: False) -> Iter
             left += [child for _, child in reversed(parts.children)]
 
 
-def globals_read(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the globals that a function or a nested one may read, sorted by name."""
-    known = function.__globals__
-    return {name: known[name] for name in sorted(_names(function.__code__) & known.keys())}
-
-
-def _names(code: types.CodeType) -> set[str]:
-    return set(code.co_names).union(*map(_names, _inner(code)))
+@functools.cache
+def _globals_read(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """The globals that code or nested code reads, each with the attribute of it that is read."""
+    steps = itertools.pairwise(dis.get_instructions(code))
+    read = {
+        (step.argval, after.argval if after.opname == "LOAD_ATTR" else "")
+        for step, after in steps
+        if step.opname == "LOAD_GLOBAL"
+    }
+    return tuple(sorted(read.union(*map(_globals_read, _inner(code)))))
 
 
 def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -394,12 +397,14 @@ def _is_plain(cls: type) -> bool:
 def _globals(function: types.FunctionType, seen: dict[int, int]) -> Iterator[Hashable]:
     # Without them a function that is defined again, after a global got a new value, would pass
     # for the old one, and the old compiled step would run.
-    for name, value in globals_read(function).items():
-        yield (name, _fingerprint(value, seen) if _is_data(value, function) else _Same(value))
-        if isinstance(value, type | types.ModuleType):  # `config.RATE`
-            read = _names(function.__code__) & vars(value).keys()
-            held = {name: vars(value)[name] for name in sorted(read)}
-            yield _named(((k, v) for k, v in held.items() if isinstance(v, _DATA)), seen)
+    known = function.__globals__
+    for name, attribute in _globals_read(function.__code__):
+        if name in known:
+            value = known[name]
+            yield (name, _fingerprint(value, seen) if _is_data(value, function) else _Same(value))
+            if isinstance(value, type | types.ModuleType):  # `config.RATE`
+                held = vars(value).get(attribute)
+                yield (attribute, _fingerprint(held, seen) if isinstance(held, _DATA) else None)
 
 
 def _is_data(value: Any, function: types.FunctionType) -> bool:

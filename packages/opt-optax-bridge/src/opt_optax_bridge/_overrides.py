@@ -102,7 +102,8 @@ class Update:
             if reasons := self._reasons(overrides):
                 raise self._cannot_act(reasons) from error
             raise
-        if idle := _idle(program, overrides):
+        # Without parameters, as in a group that all have left, there is nothing to act on.
+        if jax.tree.leaves(self.grads) and (idle := _idle(program, overrides)):
             raise self._cannot_act(dict.fromkeys(idle, _IDLE))
         return program
 
