@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
+import opt_precision
 import optax
 import optax.contrib
 import pytest
@@ -224,3 +226,25 @@ def test_a_group_inside_a_chain() -> None:
     assert kept == {("a", "b"), ("c", "b")}
     moments = [x for x in jax.tree.leaves(found.state.param_states) if x.shape == (3,)]
     assert all(x.any() for x in moments)
+
+
+@pytest.mark.parametrize("weights", ["f32", "remainder", "kahan"])
+def test_parameters_with_digits_besides_them_are_frozen_reset_and_unfrozen(weights: str) -> None:
+    definition = opt.adam(0.01).with_precision(opt_precision.Precision(weights=weights))
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_params())
+    grads = jax.tree.map(jnp.cos, params)
+    optimizer = definition.create(params).apply_gradient(grads)
+
+    frozen, _ = freeze(optimizer, "w")
+    chex.assert_trees_all_equal(frozen.target, optimizer.target)
+    stepped = frozen.apply_gradient({"b": grads["b"]})
+    chex.assert_trees_all_equal(stepped.target["b"], optimizer.apply_gradient(grads).target["b"])
+
+    again, plan = reset(stepped, "rest")
+    extras = [row for row in plan.rows if row.leaf.stored]
+    assert [row.action for row in extras] == ["kept"]
+
+    unfrozen, _ = unfreeze(again, "w", definition)
+    chex.assert_trees_all_equal(unfrozen.target, again.target)
+    fresh = definition.create(again.target).apply_gradient(grads)
+    chex.assert_trees_all_equal(unfrozen.apply_gradient(grads).target["w"], fresh.target["w"])

@@ -108,7 +108,8 @@ def freeze(
         numbers computed from all parameters would continue.
     """
     target = _created_with(optimizer, Group(name, pattern, FROZEN))
-    request = Request.make(check_allowances(allow) | {"drop"}, discards_state=True)
+    # Parameters are kept as they are; a float32 copy of them is state.
+    request = Request.make(check_allowances(allow) | {"cast", "drop"}, discards_state=True)
     return _carried_out(_held(optimizer), target, request)
 
 
@@ -140,7 +141,7 @@ def unfreeze(
       GroupError: the pattern matches nothing, or leaves that are not frozen; lists these.
     """
     target = _created_with(optimizer, Group(name, pattern, definition))
-    request = Request.make((), schedules=schedules)
+    request = Request.make({"cast"}, schedules=schedules)  # of parameters to what is kept of them
     return _carried_out(_held(optimizer), target, request, placement)
 
 
@@ -168,10 +169,14 @@ def reset(
     names = group_of(optimizer.optimizer_def, group)
     held = _held(optimizer)
     side = source_side(held, held.schema)
+    # Digits of parameters that are kept besides them belong to the parameters.
+    digits = {how for how, data in held.schema.storage.items() if data["of"] == "params"}
     initialised = {
         name
         for name, leaf in side.leaves.items()
-        if leaf.group[: len(names)] == names and not _stays(side, leaf)
+        if leaf.group[: len(names)] == names
+        and leaf.stored not in digits
+        and not _stays(side, leaf)
     }
     request = Request.make({"drop"}, reset=initialised, discards_state=True)
     # The shapes are those of the state: nothing else is created, nor traced.

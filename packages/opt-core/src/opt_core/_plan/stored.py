@@ -216,7 +216,7 @@ class PlainOptimizer:
         plain = list(self._params)
         for i, (how, at) in self._extras.items():
             arrays = [plain[i], self._nodes[at]]
-            plain[i] = _plain(how, arrays, has_value=not is_abstract(plain[i]))
+            plain[i] = _plain(how, arrays, has_value=not any(map(is_abstract, arrays)))
         state = optimizer.state.replace(param_states=self.plain_state(states))
         self.optimizer: Optimizer = optimizer.replace(
             target=jax.tree.unflatten(params, plain), state=state
