@@ -229,7 +229,7 @@ def test_a_group_inside_a_chain() -> None:
 
 
 @pytest.mark.parametrize("weights", ["f32", "remainder", "kahan"])
-def test_parameters_with_digits_besides_them_are_frozen_reset_and_unfrozen(weights: str) -> None:
+def test_parameters_with_digits_besides_them_are_frozen_reset_and_unfrozen(weights: Any) -> None:
     definition = opt.adam(0.01).with_precision(opt_precision.Precision(weights=weights))
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_params())
     grads = jax.tree.map(jnp.cos, params)

@@ -164,7 +164,9 @@ def test_a_float_that_decides_a_branch_is_structural_and_the_others_act() -> Non
 def test_an_override_reaches_a_group_that_all_parameters_have_left() -> None:
     groups = [("w", "w", opt_optax_bridge.sgd(0.5))]
     rest = opt_optax_bridge.chain(opt_optax_bridge.clip(1.0), opt_optax_bridge.adam(0.5))
-    optimizer = MultiOptimizer.from_rules(groups, rest=rest).create({"w": jnp.ones(1), "b": 1.0})
+    optimizer = MultiOptimizer.from_rules(groups, rest=rest).create(
+        {"w": jnp.ones(1), "b": jnp.ones(1)}
+    )
     frozen, _ = freeze(optimizer, "b")
     stepped = frozen.apply_gradient({"w": jnp.ones(1)}, learning_rate=0.25)
     assert stepped.target["w"].tolist() == [0.75]
