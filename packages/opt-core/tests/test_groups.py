@@ -309,8 +309,8 @@ def test_other_groups_and_other_parameters_are_refused() -> None:
     del fewer["embed"]
     with pytest.raises(GroupError) as caught:
         optimizer.replace(target=fewer).apply_gradient(fewer)
-    assert "`embed`: in the state, not in the tree" in str(caught.value)
-    assert "`more`: in the tree, not in the state" in str(caught.value)
+    assert "`embed`: expected a leaf, found nothing" in str(caught.value)
+    assert "`more`: expected nothing, found a leaf" in str(caught.value)
 
 
 def test_a_definition_may_keep_nothing_for_some() -> None:

@@ -110,7 +110,9 @@ def test_gradients_and_models_must_be_those_of_the_optimizer() -> None:
     with pytest.raises(TreeMismatchError, match=r"inner/bias: expected .* found nothing"):
         optimizer.update(model, grads)
     other = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(TreeMismatchError, match=r"another model than `model`(.|\n)*0/mu/bias: the"):
+    with pytest.raises(
+        TreeMismatchError, match=r"another model than `model`(.|\n)*`0/mu/bias`: exp"
+    ):
         optimizer.update(other, gradients(other))
     # Shapes that broadcast would change those of the model, or of the state.
     small, large = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -118,7 +120,7 @@ def test_gradients_and_models_must_be_those_of_the_optimizer() -> None:
         for tx in (optax.adam(0.1), opt.sgd(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)):
             optimizer = opt_nnx.Optimizer(of_state, tx, wrt=nnx.Param)
             before = copied(model), copied(optimizer)
-            with pytest.raises(TreeMismatchError, match=r"another model(.|\n)*/kernel: the mod"):
+            with pytest.raises(TreeMismatchError, match=r"another model(.|\n)*/kernel`: exp"):
                 optimizer.update(model, _ones(model))
             assert_same((copied(model), copied(optimizer)), before)
     optimizer = opt_nnx.Optimizer(small, optax.sgd(0.1), wrt=nnx.Param)

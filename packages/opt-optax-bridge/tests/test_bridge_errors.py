@@ -64,6 +64,6 @@ def test_what_a_wrapper_cannot_do() -> None:
     with pytest.raises(TypeError, match=r"must have .*`init` and `update`; got function. Call the"):
         OptaxWrapper(optax.sgd)
     changing = OptaxWrapper(reshape(None)).create(GRADS)
-    words = r"(?s)the shapes of its state:.*  w: was \(2,\), became \(1, 2\).* initialises its"
+    words = r"(?s)shapes of its state:.*  `w`: expected \(2,\), found \(1, 2\).* initialises its"
     with pytest.raises(StateChangedError, match=words):
         changing.apply_gradient(GRADS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -29,6 +29,7 @@ from opt_core.extend import (
     Schema,
     Source,
     View,
+    differences,
     leaf_info,
     local,
     make_plan,
@@ -279,10 +280,10 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
     kinds = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
     expected = _initial(definition, structure, kinds, bool(jax.config.read("jax_enable_x64")))
     opt_state = jax.tree.map(_array, opt_state)
-    if problems := list(_differences(expected, opt_state)):
+    if problems := differences(expected, opt_state, shown):
         raise TreeMismatchError(
-            "`opt_state` is not a state of `tx` for these `params`:\n  "
-            + "\n  ".join(problems)
+            "`opt_state` is not a state of `tx` for these `params`:\n"
+            + "\n".join(problems)
             + "\nGive the transformation that made it, and the parameters that it was made for."
         )
     state = OptimizerState(jnp.zeros((), jnp.int32), strip_weak_type(opt_state))
@@ -317,20 +318,6 @@ def _initial(
 
 def _array(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(leaf)
-
-
-def _differences(expected: Any, opt_state: Any) -> Iterator[str]:
-    initial, state = (
-        {path_str(names): shown(leaf) for names, leaf in named_leaves(tree)}
-        for tree in (expected, opt_state)
-    )
-    for path in {**initial, **state}:
-        wanted, present = initial.get(path, "nothing"), state.get(path, "nothing")
-        if wanted != present:
-            yield f"`{path}`: expected {wanted}, found {present}"
-    containers: Any = jax.tree.structure(expected), jax.tree.structure(opt_state)
-    if initial.keys() == state.keys() and containers[0] != containers[1]:
-        yield f"containers: expected {containers[0]}, found {containers[1]}"
 
 
 def _count(optimizer: Optimizer) -> Any:

@@ -121,6 +121,23 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
         yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in columns).rstrip()
 
 
+def differences(expected: Any, found: Any, shown: Callable[[Any], str]) -> list[str]:
+    """Returns an indented line for each path at which trees differ, or one for their containers."""
+    wanted, present = (
+        {path_str(names): shown(leaf) for names, leaf in flatten_with_paths(tree)}
+        for tree in (expected, found)
+    )
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (expected, found)]
+    lines = [
+        f"  `{path}`: expected {wanted.get(path, 'nothing')}, found {present.get(path, 'nothing')}"
+        for path in {**wanted, **present}
+        if wanted.get(path) != present.get(path)
+    ]
+    if not lines and structures[0] != structures[1]:
+        lines.append(f"  containers: expected {structures[0]}, found {structures[1]}")
+    return lines
+
+
 # Arrays: the dtypes that JAX gives them, where they lie, and whether they share buffers.
 
 

@@ -56,6 +56,7 @@ from opt_core._plan.rules import Unstack as Unstack
 from opt_core._trees import Names as Names
 from opt_core._trees import aligned as aligned
 from opt_core._trees import children as children
+from opt_core._trees import differences as differences
 from opt_core._trees import flatten_with_paths as flatten_with_paths
 from opt_core._trees import listed as listed
 from opt_core._trees import named_leaves as named_leaves

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from opt_core import OptimizerDef, OptimizerState
 from opt_core.errors import TreeMismatchError
-from opt_core.extend import flatten_with_paths, named_leaves, path_str
+from opt_core.extend import differences, named_leaves, path_str
 from opt_core.protocols import UpdatesParams
 from opt_optax_bridge import OptaxWrapper
 
@@ -314,15 +314,7 @@ def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
         state = jax.eval_shape(before.optimizer_def.init_state, before.target).param_states
     except Exception:
         return
-    of_model, of_optimizer = (
-        {path_str(path): jnp.shape(leaf) for path, leaf in flatten_with_paths(tree)}
-        for tree in (state, before.state.param_states)
-    )
-    if lines := [
-        f"  {path}: the model needs {of_model.get(path)}, the state has {of_optimizer.get(path)}"
-        for path in {**of_model, **of_optimizer}
-        if of_model.get(path) != of_optimizer.get(path)
-    ]:
+    if lines := differences(state, before.state.param_states, lambda leaf: str(jnp.shape(leaf))):
         raise TreeMismatchError(
             "the state belongs to another model than `model`:\n" + "\n".join(lines)
         ) from cause

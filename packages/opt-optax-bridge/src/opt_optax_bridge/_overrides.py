@@ -19,7 +19,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import partial_eval
 from opt_core import OptimizerState
 from opt_core.errors import HyperParamError, OptimizerError, StateChangedError
-from opt_core.extend import flatten_with_paths, listed, path_str, strip_weak_type
+from opt_core.extend import differences, listed, strip_weak_type
 
 from opt_optax_bridge._recipe import field_values, is_number
 from opt_optax_bridge._signatures import accepted_keywords
@@ -246,18 +246,9 @@ def check_shapes(old: Any, new: Any) -> None:
     """Raises a `StateChangedError` if structure or a shape differs; leaves may be abstract."""
     if same_shapes(old, new):
         return
-    before, after = (
-        {path_str(names): str(np.shape(leaf)) for names, leaf in flatten_with_paths(state)}
-        for state in (old, new)
-    )
-    lines = [
-        f"  {path}: was {before.get(path, 'absent')}, became {after.get(path, 'absent')}"
-        for path in dict.fromkeys([*before, *after])
-        if before.get(path) != after.get(path)
-    ]
     raise StateChangedError(
         "the transformation changed the structure or the shapes of its state:\n"
-        + "\n".join(lines or [f"  {jax.tree.structure(old)} became {jax.tree.structure(new)}"])
+        + "\n".join(differences(old, new, lambda leaf: str(np.shape(leaf))))
         + "\nSuch a step cannot be compiled once, scanned or restored. Use a transformation that "
         "initialises its whole state, and gradients with the shapes of the parameters."
     )

@@ -21,7 +21,15 @@ from jax.tree_util import DictKey
 
 from opt_core._optimizer import Optimizer, OptimizerDef
 from opt_core._state_dict import to_state_dict
-from opt_core._trees import Names, flatten_with_paths, named_leaves, parts_at, path_names, path_str
+from opt_core._trees import (
+    Names,
+    differences,
+    flatten_with_paths,
+    named_leaves,
+    parts_at,
+    path_names,
+    path_str,
+)
 from opt_core.errors import GroupError
 from opt_core.protocols import Transformation
 
@@ -65,7 +73,12 @@ class Division:
             return leaves
         parts = parts_at(self.treedef, tree)  # numbers stand for the leaves
         if parts is None:
-            raise GroupError(self._mismatch(tree))
+            expected = self.treedef.unflatten(range(len(self.owners)))
+            raise GroupError(
+                "the state was made for parameters in other containers:\n"
+                + "\n".join(differences(expected, tree, lambda _: "a leaf"))
+                + "\nCreate the optimizer with these parameters, or take `regroup` for its state."
+            )
         return [jax.tree.map(leaves.__getitem__, part) for part in parts]
 
     def cut(self, group: str, tree: Any) -> Any:
@@ -80,18 +93,6 @@ class Division:
         parts = self.leaves(tree)
         for i in self.members[group]:
             leaves[i] = parts[i]
-
-    def _mismatch(self, tree: Any) -> str:
-        expected = {path_str(names) for names in self.paths}
-        paths = {path_str(names) for names, _ in named_leaves(tree)}
-        lines = [f"  `{path}`: in the state, not in the tree" for path in sorted(expected - paths)]
-        lines += [f"  `{path}`: in the tree, not in the state" for path in sorted(paths - expected)]
-        lines = lines or [f"  expected {self.treedef}", f"  found {jax.tree.structure(tree)}"]
-        return (
-            "the state was made for parameters in other containers:\n"
-            + "\n".join(lines)
-            + "\nCreate the optimizer with these parameters, or take `regroup` for its state."
-        )
 
     @functools.cached_property
     def _value(self) -> tuple[int, Any]:
