@@ -232,12 +232,13 @@ def test_a_group_inside_a_chain() -> None:
 def test_parameters_with_digits_besides_them_are_frozen_reset_and_unfrozen(weights: Any) -> None:
     definition = opt.adam(0.01).with_precision(opt_precision.Precision(weights=weights))
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_params())
+    params["norm"] = {"scale": jnp.ones(8), "bias": jnp.zeros(8)}  # of float32: nothing besides it
     grads = jax.tree.map(jnp.cos, params)
     optimizer = definition.create(params).apply_gradient(grads)
 
     frozen, _ = freeze(optimizer, "w")
     chex.assert_trees_all_equal(frozen.target, optimizer.target)
-    stepped = frozen.apply_gradient({"b": grads["b"]})
+    stepped = frozen.apply_gradient({"b": grads["b"], "norm": grads["norm"]})
     chex.assert_trees_all_equal(stepped.target["b"], optimizer.apply_gradient(grads).target["b"])
 
     again, plan = reset(stepped, "rest")

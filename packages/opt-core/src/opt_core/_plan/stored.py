@@ -26,7 +26,7 @@ from opt_core._plan.leaves import (
     stored_nodes,
 )
 from opt_core._plan.plan import Request, Row
-from opt_core._trees import committed_sharding, is_abstract, path_str, placed
+from opt_core._trees import committed_sharding, is_abstract, named_leaves, path_str, placed
 from opt_core.errors import LeafError
 from opt_core.protocols import Storage
 
@@ -192,10 +192,6 @@ def _with_way(row: Row, how: Storage | None, source: PlainSource, request: Reque
 # The plain optimizer of a target, and the way back.
 
 
-def _is_childless(node: Any) -> bool:
-    return not jax.tree.leaves(node)
-
-
 class PlainOptimizer:
     """An optimizer with every leaf as it would be in plain float32, and the way back.
 
@@ -267,14 +263,11 @@ def _extras_of_params(optimizer: Optimizer) -> Iterator[tuple[int, int]]:
     state = optimizer.state.replace(param_states=states)
     tagged = optimizer.replace(target=numbers.unflatten(tags), state=state)
     for _, part in tagged.optimizer_def.leaf_groups(tagged):
-        params = jax.tree.leaves(part.target, is_leaf=_is_childless)
+        params = {names: number[id(tag)] for names, tag in named_leaves(part.target)}
         for store in jax.tree.leaves(part.state.param_states, is_leaf=is_params_store):
             if is_params_store(store):
                 kept = getattr(store, store.params_storage()[0])
-                entries = jax.tree.leaves(kept, is_leaf=_is_childless)
-                for tag, at in zip(params, entries, strict=True):
-                    if not _is_childless(at):
-                        yield number[id(tag)], at
+                yield from ((params[names], at) for names, at in named_leaves(kept))
 
 
 def _plain(how: Storage, arrays: Sequence[Any], *, has_value: bool) -> Any:
