@@ -12,7 +12,7 @@ import pytest
 from bridge_testing import assert_close, assert_same_bits, grads_of, make_params, through_bytes
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import GroupError, HyperParamError, RestoreError
-from opt_optax_bridge import OptaxWrapper, t5x
+from opt_optax_bridge import OptaxWrapper, scale_learning_rate, t5x
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -43,6 +43,8 @@ def test_the_learning_rate_of_the_trainer_is_ignored(made: t5x.OptaxWrapper) -> 
     for rate in (9.0, jnp.float32(9.0), None, lambda count: 9.0):
         assert_same_bits(optimizer.apply_gradient(make_params(), learning_rate=rate), plain)
     assert_close(plain.target, jax.tree.map(lambda p: p / 2, make_params()))
+    with pytest.raises(HyperParamError, match="no `learning_rate` to scale"):
+        scale_learning_rate(optimizer, 0.5)  # it would be ignored
 
 
 def test_a_definition_taken_over_is_not_the_facades() -> None:

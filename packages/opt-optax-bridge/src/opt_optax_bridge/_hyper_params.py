@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax.typing import ArrayLike
-from opt_core import MultiOptimizer, Optimizer
+from opt_core import MultiOptimizer, Optimizer, OptimizerDef
 from opt_core.errors import HyperParamError
 
 from opt_optax_bridge._overrides import Update, ask
@@ -84,7 +84,7 @@ def scale_learning_rate(
       [0.75]
     """
     scaled = _scaled(resolve_hyper_params(optimizer, **extra_args), factor, name)
-    if not scaled:
+    if not scaled or _ignores_overrides(optimizer.optimizer_def):
         raise HyperParamError(f"there is no `{name}` to scale")
     return scaled
 
@@ -126,9 +126,16 @@ def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[s
       ('learning_rate', 'eps')
     """
     definition = _wrapper_of(optimizer)
-    if definition.hyper_params is not definition.built_with:  # T5X's facade ignores them
+    if _ignores_overrides(definition):
         return ()
     return ask(Update.overridable, definition, optimizer.target, optimizer.state, extra_args)
+
+
+def _ignores_overrides(definition: OptimizerDef) -> bool:
+    """Whether it is one of T5X's facade, alone and not in a group."""
+    if not isinstance(definition, OptaxWrapper):
+        return False
+    return definition.hyper_params is not definition.built_with
 
 
 def _wrapper_of(optimizer: Optimizer) -> OptaxWrapper:
