@@ -16,6 +16,7 @@ from opt_core._plan.leaves import HeldState, LeafInfo, Side, View, named_view, s
 from opt_core._plan.match import make_plan
 from opt_core._plan.plan import Plan, Request, Schedules, check_allowances
 from opt_core._plan.rules import Rule
+from opt_core._plan.stored import read_storages
 from opt_core._trees import Names, listed, named_leaves, path_str
 from opt_core.errors import GroupError, LeafError
 
@@ -170,7 +171,7 @@ def reset(
     held = _held(optimizer)
     side = source_side(held, held.schema)
     # Digits of parameters that are kept besides them belong to the parameters.
-    digits = {how for how, data in held.schema.storage.items() if data["of"] == "params"}
+    digits = {name for name, how in read_storages(held.schema).items() if not how.fields}
     initialised = {
         name
         for name, leaf in side.leaves.items()

@@ -46,7 +46,7 @@ class PlainSource:
         self._source = source
         self._saved = source.schema.by_name
         self.parts: dict[str, Parts] = {}
-        ways = _read_storages(source.schema)
+        ways = read_storages(source.schema)
         extras = {
             leaf.parameter: leaf
             for leaf in source.schema.leaves
@@ -120,8 +120,8 @@ class PlainSource:
         return [jnp.asarray(read[name]) for name in parts.names]
 
 
-def _read_storages(schema: Schema) -> dict[str, Storage]:
-    """How leaves are stored, by the words of `LeafInfo.stored`, read by the packages that wrote."""
+def read_storages(schema: Schema) -> dict[str, Storage]:
+    """Returns how leaves are stored, by `LeafInfo.stored`, as the packages that wrote say it."""
     first: dict[str, str] = {}
     for leaf in schema.leaves:
         if leaf.stored:
