@@ -249,3 +249,13 @@ def test_parameters_with_digits_besides_them_are_frozen_reset_and_unfrozen(weigh
     chex.assert_trees_all_equal(unfrozen.target, again.target)
     fresh = definition.create(again.target).apply_gradient(grads)
     chex.assert_trees_all_equal(unfrozen.apply_gradient(grads).target["w"], fresh.target["w"])
+
+
+@pytest.mark.parametrize("weights", ["f32", "remainder", "remainder8", "kahan"])
+def test_a_parameter_that_is_frozen_is_not_rounded_again(weights: Any) -> None:
+    definition = opt.sgd(1.0).with_precision(opt_precision.Precision(weights=weights))
+    optimizer = definition.create({"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)})
+    halfway = {"w": jnp.array([-(2.0**-8), -(2.0**-7) - 2.0**-8]), "b": jnp.zeros(1)}
+    trained = optimizer.apply_gradient(halfway)
+    frozen, _ = freeze(trained, "w")
+    chex.assert_trees_all_equal(frozen.target, trained.target)

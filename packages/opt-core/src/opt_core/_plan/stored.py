@@ -108,16 +108,20 @@ class PlainSource:
         arrays = [jnp.asarray(read[name]) for name in parts.names]
         return placed(parts.how.decode(*arrays), place.sharding)
 
-    def carried(self, row: Row, how: Storage, places: Sequence[Any]) -> list[Any] | None:
+    def carried(self, row: Row, how: Storage | None, places: Sequence[Any]) -> list[Any] | None:
         """Returns the arrays of a leaf that is stored in this way, and that nothing changes."""
         if row.how is not None or len(row.sources) != 1 or "reshape" in row.kinds:
             return None
-        parts = self.parts.get(row.sources[0])
-        if parts is None or parts.how != how:
+        if (parts := self.parts.get(row.sources[0])) is None:
             return None
-        rows = zip(parts.names, places, strict=True)
+        names = parts.names
+        if how is None and self._saved[names[0]].dtype == row.leaf.dtype:
+            names = names[:1]  # as it is: its digits round to it, but ties may go elsewhere
+        elif parts.how != how:
+            return None
+        rows = zip(names, places, strict=True)
         read = self._source.read({x: abstract(self._saved[x], place) for x, place in rows})
-        return [jnp.asarray(read[name]) for name in parts.names]
+        return [jnp.asarray(read[name]) for name in names]
 
 
 def read_storages(schema: Schema) -> dict[str, Storage]:
@@ -236,6 +240,11 @@ class PlainOptimizer:
         for i, (how, at) in self._extras.items():
             were = [self._params[i], nodes[at]]
             target[i], nodes[at] = _stored(how, were, target[i], rows[i], source)
+        for i in range(len(target)):
+            if i not in self._extras:
+                places = _places([self._params[i]], target[i])
+                if (carried := source.carried(rows[i], None, places)) is not None:
+                    target[i] = placed(carried[0], places[0])
         states = jax.tree.leaves(plain.state.param_states)
         leaves = iter(zip(states, rows[len(rows) - len(states) :], strict=True))
         for at, (node, way) in enumerate(zip(self._nodes, self._ways, strict=True)):
