@@ -237,12 +237,14 @@ def test_extras_come_back_as_they_were_saved(extras: Any, tmp_path: Path) -> Non
 
 def test_extras_of_other_nodes_come_back_by_the_names_of_their_fields(tmp_path: Path) -> None:
     extras = {"pair": Pair(1, [2.5]), "rng": jax.random.key(3), "x": jnp.ones(2)}
+    extras |= {"z": [np.arange(3.0, dtype=np.float32), np.float32(2), np.int64(3)]}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, small_state(), extras=extras)
     saved = open_step(tmp_path / "0")
     assert saved.read_extras()["pair"] == {"first": 1, "second": [2.5]}
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
-    like = {"pair": Pair(0, [0.0]), "x": shape, "rng": jax.random.key(0)}
+    zeros = [np.zeros(3, np.float32), np.float32(0), np.int64(0)]
+    like = {"pair": Pair(0, [0.0]), "x": shape, "rng": jax.random.key(0), "z": zeros}
     assert_as_saved(saved.read_extras(like), extras)
     with pytest.raises(MissingError, match="no `extra/more` was saved"):
         saved.read_extras({"more": 0})

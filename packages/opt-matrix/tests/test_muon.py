@@ -77,6 +77,12 @@ def test_states_go_over_to_optax_and_back_in_the_middle() -> None:
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_stack_of_no_layers_stays_as_it_is() -> None:
+    params = {"w": array(0, 4, 6)}
+    found, _ = run(muon(0.1, matrices=Matrices.by_path({"w": (1, 2)})), params, [params])
+    chex.assert_trees_all_equal(found, params)
+
+
 def one(dims: Any, x: jax.Array, **options: Any) -> jax.Array:
     options = {"orthogonalize": F32, "matrices": Matrices.by_path({"w": dims}), **options}
     tx = scale_by_muon(**options)

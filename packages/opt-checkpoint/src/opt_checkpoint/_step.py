@@ -52,6 +52,7 @@ from opt_checkpoint._manifest import (
     read_manifest,
     rebuilt,
     store_key,
+    structure_of,
 )
 from opt_checkpoint._processes import sync_errors
 from opt_checkpoint.errors import DamagedError, ForeignError, LeafError, MissingError
@@ -146,7 +147,8 @@ class SavedStep(Manifest):
                 expected = f"expected {shown(info)} as in `like`"
                 raise LeafError(f"`{info.name}`: {expected}, found {shown(found)}")
         read = self.read({x.name: abstract(x, getattr(y, "sharding", None)) for x, y in flat})
-        return jax.tree.unflatten(jax.tree.structure(like), [read[info.name] for info, _ in flat])
+        leaves = [rebuilt(structure_of(y), lambda _, x=x: read[x.name]) for x, y in flat]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def validate(self) -> None:
         """Reads every bit and compares the digests; raises a `DamagedError` where one differs."""

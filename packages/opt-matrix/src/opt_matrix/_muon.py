@@ -291,8 +291,8 @@ def _leaf_by_leaf(fn: Orthogonalize, tree: Any, dims: dict[str, Dims]) -> Any:
     def apply(path: Any, leaf: jax.Array) -> jax.Array:
         own = dims[path_str(path)]
         stack = own.stacked(leaf)
-        rows = math.prod(leaf.shape[d] for d in own.reduction)
-        orthogonal = side_by_side(fn, own.split, stack.reshape(len(stack), rows, -1))
+        sides = (math.prod(leaf.shape[d] for d in side) for side in (own.reduction, own.output))
+        orthogonal = side_by_side(fn, own.split, stack.reshape(len(stack), *sides))
         return own.unstacked(orthogonal, leaf.shape).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(apply, tree)
