@@ -260,6 +260,7 @@ def test_explicit_axes_change_nothing() -> None:
         ),
         ({"zero_level": 2}, ValueError, "found 2 with `zero=None`. Name the mesh axes in `zero`"),
         ({"grad_dtype": jnp.int8}, ValueError, "`grad_dtype` must be a floating-p.*; found int8"),
+        ({"accumulate": "float31"}, ValueError, "`accumulate` must be a .*; found float31"),
     ],
 )
 def test_arguments_that_mean_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,11 +204,15 @@ def _reason(
 
 def _check_dtype(argument: str, dtype: Any) -> None:
     """Raises `ValueError` if gradients cannot have a dtype."""
-    if dtype is not None and not jax.numpy.issubdtype(dtype, np.inexact):
-        raise ValueError(
-            f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found "
-            f"{jax.numpy.dtype(dtype)}"
-        )
+    if dtype is None:
+        return
+    with contextlib.suppress(TypeError):  # it is none
+        dtype = jax.numpy.dtype(dtype)
+        if jax.numpy.issubdtype(dtype, np.inexact):
+            return
+    raise ValueError(
+        f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found {dtype}"
+    )
 
 
 def _of_gradients(layout: Layout, asked: Any) -> Layout:
