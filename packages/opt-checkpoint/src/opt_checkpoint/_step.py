@@ -147,7 +147,9 @@ class SavedStep(Manifest):
                 expected = f"expected {shown(info)} as in `like`"
                 raise LeafError(f"`{info.name}`: {expected}, found {shown(found)}")
         read = self.read({x.name: abstract(x, getattr(y, "sharding", None)) for x, y in flat})
-        leaves = [rebuilt(structure_of(y), lambda _, x=x: read[x.name]) for x, y in flat]
+        leaves = [
+            rebuilt(structure_of(y), lambda path: read[path_str(path)], x.path) for x, y in flat
+        ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def validate(self) -> None:
