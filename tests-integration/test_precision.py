@@ -341,6 +341,14 @@ def test_a_loop_without_an_optimizer_of_flax_may_give_states_of_variables(tx: An
     assert step._cache_size() == 2  # one for each kind of tree
 
 
+def test_what_becomes_of_a_state_of_variables_is_explained() -> None:
+    params = nnx.state(nnx.Linear(64, 256, rngs=nnx.Rngs(0)), nnx.Param)
+    tx = op.quantize_state(of_rank_two(), op.dynamic8())
+    found = op.explain_precision(tx, params)
+    assert found.whole == ("kernel",)
+    assert found.bytes == op.explain_precision(tx, nnx.to_pure_dict(params)).bytes
+
+
 def test_codes_are_sharded_in_flax_as_the_parameter_is_and_scales_are_not_cut() -> None:
     kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "x"))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

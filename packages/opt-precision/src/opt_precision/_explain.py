@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from opt_precision._formats import is_encoded
+from opt_precision._init import bare_values
 from opt_precision._select import path_str
 from opt_precision._states import EXTRA_FIELD
 from opt_precision._wrapper import Quantized, Rounded, taken_apart
@@ -168,6 +169,7 @@ def _whole(
     tx: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
 ) -> tuple[str, ...] | None:
     """The parameters whose updates need whole leaves, where that is known."""
+    state, params = bare_values((state, params))
     grads = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params)
     try:
         step = tx.wrapper.step(grads, state, params, extra_args, is_in_place=True)
