@@ -16,7 +16,13 @@ import opt_optax_bridge as opt
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 from opt_checkpoint import (
     Checkpointer,
     Rename,
@@ -221,6 +227,27 @@ def test_a_placement_of_other_leaves_is_refused(tmp_path: Path) -> None:
     place = NamedSharding(mesh_of(4), P(None, None, "data"))
     with pytest.raises(LeafError, match=r"`placement`: `params/.*` of shape .* cannot be P"):
         checkpointer.restore_latest(case.abstract(), placement=place)
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+@pytest.mark.parametrize("placement", [None, SingleDeviceSharding(jax.devices()[0])])
+def test_what_is_new_beside_what_was_read_compiles_once(
+    placement: Any, is_abstract: bool, tmp_path: Path
+) -> None:
+    """On one device: what is committed to it there, and is not here, is compiled for again."""
+    params = {"w": jnp.ones((6, 4))}
+    target = opt.adam(1e-3).create(params)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, opt.sgd(1e-3).create(params))
+        restored = checkpointer.restore_latest(
+            jax.eval_shape(lambda: target) if is_abstract else target,
+            allow={"initialise", "drop"},
+            placement=placement,
+        )
+    step: Any = jax.jit(lambda optimizer: optimizer.apply_gradient(params))
+    for _ in range(2):
+        restored = step(restored)
+    assert step._cache_size() == 1
 
 
 def test_a_sharding_that_does_not_divide_is_told_before_anything_is_read() -> None:

@@ -206,7 +206,7 @@ def placed(leaf: Any, sharding: Sharding | None) -> Any:
         return leaf
     if is_abstract(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return leaf if getattr(leaf, "sharding", None) == sharding else jax.device_put(leaf, sharding)
+    return leaf if committed_sharding(leaf) == sharding else jax.device_put(leaf, sharding)
 
 
 def committed_sharding(leaf: Any) -> Sharding | None:

@@ -96,6 +96,9 @@ def _initialise(
     restored, _ = plan.view.rebuilt(leaves)
     optimizer = plan.view.optimizer.replace(target=restored.target)
     params = dict(named_leaves(optimizer.target))
+    # What was read is committed to a device; beside it, what is not is compiled for again.
+    there = {committed_sharding(leaf) for leaf in leaves if isinstance(leaf, jax.Array)}
+    alone = there.pop() if len(there) == 1 else None
     checks: list[tuple[Any, Row]] = []
     for i, leaf in _initial_leaves(optimizer, wanted, places, plan.view.stored).items():
         if i in growing:
@@ -104,7 +107,7 @@ def _initialise(
             if isinstance(place, NamedSharding):  # on explicit meshes, what is joined has one
                 new = placed(new, _source_sharding(row, saved.shape, place))
             leaf = _converted(row, [saved, new], place, checks)
-        leaves[i] = placed(leaf, places[i])
+        leaves[i] = placed(leaf, alone if places[i] is None else places[i])
     _raise_misfits(checks)
 
 
