@@ -15,6 +15,7 @@ import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from opt_checkpoint import NamedState, named_state, plan_restore
 from opt_core import (
     FROZEN,
     MultiOptimizer,
@@ -259,3 +260,21 @@ def test_a_parameter_that_is_frozen_is_not_rounded_again(weights: Any) -> None:
     trained = optimizer.apply_gradient(halfway)
     frozen, _ = freeze(trained, "w")
     chex.assert_trees_all_equal(frozen.target, trained.target)
+
+
+def test_digits_are_read_at_once() -> None:
+    """A read of Orbax costs milliseconds, however little it reads."""
+
+    class Counted(NamedState):
+        def read(self, wanted: Any) -> Any:
+            reads.append(len(wanted))
+            return super().read(wanted)
+
+    reads: list[int] = []
+    params = {str(i): jnp.ones(2, jnp.bfloat16) for i in range(20)}
+    definition = opt.sgd(1.0).with_precision(opt_precision.Precision(weights="f32"))
+    saved = named_state(definition.create(params))
+    plan_restore(
+        Counted(saved.leaves, saved.schema), opt.sgd(1.0).create(params), allow={"cast"}
+    ).apply()
+    assert len(reads) == 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,15 @@ class Parts:
 
     how: Storage
     names: tuple[str, ...]
+
+
+class _Leaf(NamedTuple):
+    """A leaf of a plain optimizer on its way back."""
+
+    row: Row
+    how: Storage | None  # how it is stored; `None` of a parameter as it is
+    places: Sequence[Any]  # of its arrays
+    value: Any
 
 
 class PlainSource:
@@ -108,20 +117,25 @@ class PlainSource:
         arrays = [jnp.asarray(read[name]) for name in parts.names]
         return placed(parts.how.decode(*arrays), place.sharding)
 
-    def carried(self, row: Row, how: Storage | None, places: Sequence[Any]) -> list[Any] | None:
-        """Returns the arrays of a leaf that is stored in this way, and that nothing changes."""
+    def carried(self, leaves: Sequence[_Leaf]) -> list[list[Any] | None]:
+        """Returns the arrays of leaves that are stored alike, and that nothing changes."""
+        names = [self._unchanged(leaf.row, leaf.how) for leaf in leaves]
+        wanted: dict[str, jax.ShapeDtypeStruct] = {}
+        for own, leaf in zip(names, leaves, strict=True):
+            for name, place in zip(own, leaf.places, strict=False):
+                wanted[name] = abstract(self._saved[name], place)
+        read = self._source.read(wanted) if wanted else {}
+        return [[jnp.asarray(read[name]) for name in own] or None for own in names]
+
+    def _unchanged(self, row: Row, how: Storage | None) -> tuple[str, ...]:
+        """The names of arrays to take as they are; none if the leaf is another, or not stored."""
         if row.how is not None or len(row.sources) != 1 or "reshape" in row.kinds:
-            return None
+            return ()
         if (parts := self.parts.get(row.sources[0])) is None:
-            return None
-        names = parts.names
-        if how is None and self._saved[names[0]].dtype == row.leaf.dtype:
-            names = names[:1]  # as it is: its digits round to it, but ties may go elsewhere
-        elif parts.how != how:
-            return None
-        rows = zip(names, places, strict=True)
-        read = self._source.read({x: abstract(self._saved[x], place) for x, place in rows})
-        return [jnp.asarray(read[name]) for name in names]
+            return ()
+        if how is None and self._saved[parts.names[0]].dtype == row.leaf.dtype:
+            return parts.names[:1]  # as it is: its digits round to it, but ties may go elsewhere
+        return parts.names if parts.how == how else ()
 
 
 def read_storages(schema: Schema) -> dict[str, Storage]:
@@ -236,23 +250,26 @@ class PlainOptimizer:
     def stored_again(self, plain: Optimizer, rows: Sequence[Row], source: PlainSource) -> Optimizer:
         """Returns an optimizer that stores its leaves, and places them, as the original does."""
         target, tree = jax.tree.flatten(plain.target)
-        nodes = list(self._nodes)
-        for i, (how, at) in self._extras.items():
-            were = [self._params[i], nodes[at]]
-            target[i], nodes[at] = _stored(how, were, target[i], rows[i], source)
+        nodes, states = list(self._nodes), jax.tree.leaves(plain.state.param_states)
+        kept = [at for at, way in enumerate(self._ways) if not _is_of_params(way)]
+        leaves = []
+        for i, value in enumerate(target):
+            extra = self._extras.get(i)
+            were = [self._params[i], *([] if extra is None else [nodes[extra[1]]])]
+            leaves.append(_Leaf(rows[i], extra and extra[0], _places(were, value), value))
+        for at, value, row in zip(kept, states, rows[len(rows) - len(states) :], strict=True):
+            nodes[at] = value
+            if (way := self._ways[at]) is not None:
+                places = _places(jax.tree.leaves(self._nodes[at]), value)
+                leaves.append(_Leaf(row, way, places, value))
+        stored = _stored(leaves, source)
         for i in range(len(target)):
-            if i not in self._extras:
-                places = _places([self._params[i]], target[i])
-                if (carried := source.carried(rows[i], None, places)) is not None:
-                    target[i] = placed(carried[0], places[0])
-        states = jax.tree.leaves(plain.state.param_states)
-        leaves = iter(zip(states, rows[len(rows) - len(states) :], strict=True))
-        for at, (node, way) in enumerate(zip(self._nodes, self._ways, strict=True)):
-            if not _is_of_params(way):
-                nodes[at], row = next(leaves)
-                if way is not None:
-                    arrays = _stored(way, jax.tree.leaves(node), nodes[at], row, source)
-                    nodes[at] = jax.tree.unflatten(jax.tree.structure(node), arrays)
+            target[i], *digits = next(stored)
+            if digits:
+                nodes[self._extras[i][1]] = digits[0]
+        for at in kept:
+            if self._ways[at] is not None:
+                nodes[at] = jax.tree.unflatten(jax.tree.structure(self._nodes[at]), next(stored))
         state = plain.state.replace(param_states=self._tree.unflatten(nodes))
         again: Optimizer = plain.replace(target=jax.tree.unflatten(tree, target), state=state)
         return again
@@ -297,13 +314,13 @@ def _plain_node(node: Any, how: Storage | None) -> Any:
     return _plain(how, arrays, has_value=isinstance(arrays[0], jax.core.Tracer))
 
 
-def _stored(
-    how: Storage, arrays: Sequence[Any], value: Any, row: Row, source: PlainSource
-) -> Iterator[Any]:
-    """The arrays of a value, where those of another are."""
-    places = _places(arrays, value)
-    carried = source.carried(row, how, places)
-    return map(placed, how.encode(value) if carried is None else carried, places)
+def _stored(leaves: Sequence[_Leaf], source: PlainSource) -> Iterator[list[Any]]:
+    """Yields the arrays of each leaf: those in the source, or else of its value."""
+    for leaf, carried in zip(leaves, source.carried(leaves), strict=True):
+        made: Sequence[Any] = carried or ()
+        if carried is None:
+            made = [leaf.value] if leaf.how is None else leaf.how.encode(leaf.value)
+        yield [placed(*pair) for pair in zip(made, leaf.places, strict=True)]
 
 
 def _places(leaves: Sequence[Any], value: Any) -> list[Any]:
