@@ -218,11 +218,11 @@ def test_64_bits_need_the_mode() -> None:
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (object(), "`x:0` is a object; leaves of a saved state must be arrays or"),
-        (np.ma.MaskedArray([1.0], [True]), "`x:0` is a MaskedArray; leaves"),
-        (2**64, "`x:0` has dtype object, which the format cannot hold exactly."),
-        (np.array(["a"]), "`x:0` has dtype <U1, which the format cannot hold exactly."),
-        (jax.ShapeDtypeStruct((2,), jnp.float32), "`x:0` is a ShapeDtypeStruct; leaves"),
+        (object(), "`x:0` is a object of dtype object, which the format cannot hold exactly."),
+        (np.ma.MaskedArray([1.0], [True]), "`x:0` is a MaskedArray of dtype float64, which the"),
+        (2**64, "`x:0` is a int of dtype object, which the format cannot hold exactly."),
+        (np.array(["a"]), "`x:0` is a ndarray of dtype <U1, which the format cannot hold exactly."),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "`x:0` is a ShapeDtypeStruct of dtype object"),
     ],
     ids=["object", "masked", "integer", "text", "abstract"],
 )

@@ -107,10 +107,10 @@ def test_a_file_or_an_expectation_without_a_name_loads_with_a_warning() -> None:
 def test_a_name_that_the_state_cannot_have_is_refused() -> None:
     state = ours.adam(0.1).init_fn(PARAMS)
     saved(state, "adagrad")  # which keeps as much
-    words = r"`optimizer` is `sm3`.*, but the state of `low/0` is a tuple of 3"
-    with pytest.raises(errors.SaveError, match=words):
+    words = r"not a state of `sm3`.*: for parameter `low/0` it is a tuple of 3"
+    with pytest.raises(errors.LayoutError, match=words):
         saved(state, "sm3")
-    with pytest.raises(errors.SaveError, match=r"`low/0` is not a tuple"):
+    with pytest.raises(errors.LayoutError, match=r"`low/0` it is not a tuple"):
         saved(ours.sgd(0.1).init_fn(PARAMS), "adam")
     plain = ours.Optimizer(lambda p: state, lambda i, g, s: s, lambda s: PARAMS)
     without = ours.optimizer(lambda: (lambda x: x, lambda i, g, x: x, lambda x: x))()

@@ -53,7 +53,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a function as the step": (
         lambda: update(i=jnp.sin),
         errors.StepError,
-        "`i` must be the step number; got the function `sin`. Call `update(i, grads, state)`",
+        "be the step number, a real scalar; got the function `sin`. Call `update(i, grads, state)`",
     ),
     "step sizes": (
         lambda: ours.sgd(jnp.ones(2)),
@@ -63,7 +63,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "as many values as boundaries": (
         lambda: ours.piecewise_constant([1, 2], [1, 2]),
         errors.BoundariesError,
-        "`values` must have one entry more than `boundaries`; got 2 values and 2 boundaries. Pass",
+        "and `values` must have one entry more; got shapes (2,) and (2,). Pass one step size",
     ),
     "a tree without join points": (
         lambda: ours.pack_optimizer_state({"a": 1.0, "b": [ours.JoinPoint(1), "c"]}),
@@ -73,7 +73,7 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "the state of another transformation": (
         lambda: EQUIVALENT.convert_state_back(W, optax.adam(0.1).init(W)),
         errors.LayoutError,
-        "expected (ScaleByAdamState, ScaleByScheduleState), found (ScaleByAdamState, EmptyState).",
+        "for `params`:\n  1: expected a ScaleByScheduleState, found an EmptyState\nPass",
     ),
     "what may be an old state of sm3": (
         lambda: ours.convert_old_layout(history(x=np.ones(2))),
@@ -150,12 +150,11 @@ def test_what_is_not_a_state(state: Any) -> None:
         lambda: EQUIVALENT.convert_state(state, 0),
         lambda: ours.to_optax(triple).convert_state(state, 0),
         lambda: ours.to_optimizer_def(triple).convert_state(state, 0),
+        lambda: ours.save(io.BytesIO(), state),
     ]
     for function in functions:
         with pytest.raises(errors.LayoutError, match="`opt_state` must be an OptimizerState; got"):
             function()
-    with pytest.raises(errors.SaveError, match="`state` must be an OptimizerState; got"):
-        ours.save(io.BytesIO(), state)
     with pytest.raises(errors.LayoutError, match="is not a state of the equivalent of `adam`"):
         EQUIVALENT.convert_state_back(W, state)
 
@@ -169,14 +168,14 @@ def test_states_that_fit_neither_triple_nor_parameters() -> None:
     def pairs() -> Any:
         return lambda x: (x, jnp.zeros(3)), lambda i, g, s: s, lambda s: s[0]
 
-    words = r"not a state of the triple: for parameter `w` expected .* \[\(2,\), \(3,\)\], found"
+    words = r"not a state of the triple:\n  w/1: expected shape \(3,\), found \(2,\)\n"
     for convert in (ours.to_optax, ours.to_optimizer_def):
         with pytest.raises(errors.LayoutError, match=words):
             convert(pairs()).convert_state(ours.momentum(0.1, 0.9).init_fn(W), 0)
         convert(pairs()).convert_state(pairs().init_fn(W), 0)
-        with pytest.raises(errors.StepError, match=r"got -3.* Pass 0 or more\."):
+        with pytest.raises(errors.StepError, match=r"got -3\. Pass a whole number\."):
             convert(pairs()).convert_state(pairs().init_fn(W), np.int32(-3))
-    with pytest.raises(errors.LayoutError, match="`opt_state` does not belong to `params`"):
+    with pytest.raises(errors.LayoutError, match=r"0/mu/w: expected shape \(2,\), found \(3,\)"):
         EQUIVALENT.convert_state_back(W, EQUIVALENT.transformation.init({"w": jnp.ones(3)}))
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from opt_legacy_stax import _triples
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, keep_dtypes, pack
 from opt_legacy_stax._slots import convert
-from opt_legacy_stax._trees import leaf_paths
+from opt_legacy_stax._trees import layout_difference, leaf_paths
 from opt_legacy_stax.errors import LayoutError, NoEquivalentError
 
 
@@ -136,7 +135,13 @@ class OptaxEquivalent:
         """
         tree_def: Any
         leaves, tree_def = jax.tree.flatten(params)
-        _check_optax_state(self.name, jax.eval_shape(self.transformation.init, params), opt_state)
+        expected = jax.eval_shape(self.transformation.init, params)
+        if lines := layout_difference(expected, opt_state):
+            raise LayoutError(
+                f"`opt_state` is not a state of the equivalent of `{self.name}` for `params`:\n"
+                f"{lines}\nPass what one call of `transformation.update` or `convert_state` "
+                "returned."
+            )
         values = {name: getattr(part, name) for part in opt_state for name in part._fields}
         fields = self._recipe.fields
         columns = [leaves, *(tree_def.flatten_up_to(values[field]) for field in fields)]
@@ -178,22 +183,3 @@ def _no_equivalent(name: str, reason: str) -> NoEquivalentError:
         f"Optax has no equivalent of this `{name}`: {reason}. Use `to_optax({name}(...))`, which "
         "wraps the triple itself as a transformation."
     )
-
-
-def _check_optax_state(optimizer: str, expected: Any, found: Any) -> None:
-    """Raises an error unless `found` is a state of the transformation for these parameters."""
-    parts = found if isinstance(found, tuple) and not hasattr(found, "_fields") else (found,)
-    names = [[type(part).__name__ for part in each] for each in (expected, parts)]
-    if names[0] != names[1]:
-        raise LayoutError(
-            f"`opt_state` is not a state of the equivalent of `{optimizer}`: expected "
-            f"({', '.join(names[0])}), found ({', '.join(names[1])}). Pass a state returned by "
-            "`transformation` or `convert_state`."
-        )
-    structures: list[Any] = [jax.tree.structure(each) for each in (expected, found)]
-    shapes = [list(map(jnp.shape, jax.tree.leaves(each))) for each in (expected, found)]
-    if structures[0] != structures[1] or shapes[0] != shapes[1]:
-        raise LayoutError(
-            "`opt_state` does not belong to `params`: their tree structures or shapes differ. "
-            "Pass parameters and state from the same update."
-        )

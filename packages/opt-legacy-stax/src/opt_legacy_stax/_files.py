@@ -1,9 +1,6 @@
-"""States in safetensors files, replaced atomically.
+"""States in safetensors files: leaves by path, and one entry of metadata, `opt_legacy_stax`.
 
-The leaves are tensors named `path of the parameter:path within its state`. The metadata has one
-entry, `opt_legacy_stax`: JSON with the format's `version`, the `state` (again JSON: the name of the
-optimizer, the nodes of the trees, and the dtype and shape of each leaf), and `sha256`, the digest
-of that text and of the leaves in its order.
+It has the format's version, the optimizer, the nodes and leaves of the state, and a digest of all.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import numpy as np
 
 from opt_legacy_stax._extras import needs
 from opt_legacy_stax._identity import Identity, identity_of, triple_of
-from opt_legacy_stax._optimizers import Optimizer, OptimizerState, is_state, other_entries
+from opt_legacy_stax._optimizers import Optimizer, OptimizerState, check_state
 from opt_legacy_stax._trees import differences, first_lines, leaf_paths, nodes, shown
 from opt_legacy_stax.errors import (
     DamagedFileError,
@@ -90,16 +87,7 @@ def _encode(state: Any, optimizer: Identity | None) -> bytes:
     """Returns the contents of a file."""
     with needs("files"):
         from safetensors.numpy import save as save_tensors
-    if not is_state(state):
-        raise SaveError(
-            f"`state` must be an OptimizerState; got {type(state).__name__}. Pass the state that "
-            "`init_fn` or `update_fn` returned."
-        )
-    if (words := other_entries(state, optimizer)) is not None:
-        raise SaveError(
-            f"`optimizer` is {optimizer}, but the state of {words}: it belongs to a different "
-            "optimizer, or to an older JAX (see `convert_old_layout`)."
-        )
+    check_state(state, optimizer)
     tree, leaves = _describe(state)
     name = None if optimizer is None else optimizer.name
     text = json.dumps({"optimizer": name, "tree": list(tree.items()), "leaves": leaves})
@@ -122,20 +110,16 @@ def _encode(state: Any, optimizer: Identity | None) -> bytes:
 
 def _array(leaf: Any, name: str) -> np.ndarray:
     """Returns the values of a leaf as a contiguous array, of a key its data."""
-    if not (isinstance(leaf, jax.Array | np.generic) or type(leaf) in _PLAIN):
-        raise SaveError(
-            f"`{name}` is a {shown(type(leaf).__name__)}; leaves of a saved state must be arrays "
-            "or numbers."
-        )
     try:
         array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     except (TypeError, RuntimeError) as error:
         # It is traced, has been donated, or is distributed over processes.
         raise SaveError(f"`{name}` has no values that can be saved here: {error}") from error
-    if not is_number(array.dtype):
+    is_plain = isinstance(leaf, jax.Array | np.generic) or type(leaf) in _PLAIN
+    if not is_plain or not is_number(array.dtype):
         raise SaveError(
-            f"`{name}` has dtype {array.dtype}, which the format cannot hold exactly. Convert it "
-            "to a numeric dtype."
+            f"`{name}` is a {shown(type(leaf).__name__)} of dtype {array.dtype}, which the format "
+            "cannot hold exactly. Leaves of a saved state must be arrays or numbers."
         )
     return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
 
@@ -217,6 +201,7 @@ def save(
     Raises:
       SaveError: the state is traced, donated, distributed over processes, or contains something
         that the format cannot represent; or `optimizer` has no name. Nothing is written.
+      LayoutError: `state` is not an `OptimizerState`, or not one of `optimizer`.
       TypeError: `optimizer` is neither a triple nor a name.
       MissingExtraError: the package safetensors is not installed.
       OSError: the file cannot be written.
@@ -277,6 +262,7 @@ def load(
       FormatVersionError: the file has an unsupported format version.
       StateMismatchError: the file holds a different state; the message lists the paths.
       MissingExtraError: the package safetensors is not installed.
+      LayoutError: `like` is not an `OptimizerState`.
       TypeError: neither `like` nor both `optimizer` and `params` are given, or both `like` and
         `params` are.
     """
@@ -315,7 +301,7 @@ def read(path_or_file: PathOrFile) -> bytes:
 
 def _reference(like: Any, optimizer: Any, params: Any) -> Any:
     """Returns a state with the expected structure, shapes and dtypes."""
-    has_triple = not (optimizer is None or isinstance(optimizer, str))
+    has_triple = not isinstance(optimizer, str | None)
     if (like is None) == (params is None) or (like is None and not has_triple):
         raise TypeError(
             "`load` needs either `like`, a state to compare with, or both `optimizer` (a triple, "
@@ -323,11 +309,7 @@ def _reference(like: Any, optimizer: Any, params: Any) -> Any:
         )
     if like is None:
         return jax.eval_shape(triple_of(optimizer)[0], params)
-    if not is_state(like):
-        raise TypeError(
-            f"`like` must be an OptimizerState; got {type(like).__name__}. For a tree of "
-            "parameters pass `optimizer` and `params`."
-        )
+    check_state(like)
     return OptimizerState(*like) if type(like) is tuple else like
 
 

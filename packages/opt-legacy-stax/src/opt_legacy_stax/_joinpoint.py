@@ -1,7 +1,4 @@
-"""States as a single tree, with join points marking where each parameter's state begins.
-
-Old files hold such trees, some in layouts of older versions of JAX.
-"""
+"""States as a single tree, with join points marking where each parameter's state begins."""
 
 from __future__ import annotations
 

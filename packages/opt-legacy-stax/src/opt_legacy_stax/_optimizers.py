@@ -1,8 +1,4 @@
-"""The optimizer state, and the decorator that lifts optimizers of one array to trees.
-
-The layout is that of `jax.example_libraries.optimizers`: a list of leaves per parameter, in the
-order of the parameters, plus tree definitions for the parameters and for each list.
-"""
+"""The optimizer state, and the decorator that lifts optimizers of one array to trees."""
 
 from __future__ import annotations
 
@@ -238,22 +234,18 @@ def check_step(i: Any) -> Any:
         return max(INT32_MIN, min(int(i), INT32_MAX))
     if isinstance(i, float | np.floating):
         return i
-    if not isinstance(i, np.ndarray | jax.Array):
-        found = f"the function `{i.__name__}`" if hasattr(i, "__name__") else type(i).__name__
-        raise StepError(
-            f"`i` must be the step number; got {found}. Call `update(i, grads, state)`: the step "
-            "comes first."
-        )
-    if i.ndim != 0:
-        raise StepError(
-            f"`i` must be a scalar; got an array of shape {i.shape}. Index it, or map the update "
-            "over it with `jax.vmap` or `jax.lax.scan`."
-        )
-    if i.dtype == jnp.bool_:
-        return i.astype(jnp.int32)
-    if not (jnp.issubdtype(i.dtype, jnp.integer) or jnp.issubdtype(i.dtype, jnp.floating)):
-        raise StepError(f"`i` must be an integer or a float; got an array of dtype {i.dtype}.")
-    return i
+    if isinstance(i, jax.Array) and i.ndim == 0:
+        if i.dtype == jnp.bool_:
+            return i.astype(jnp.int32)
+        if jnp.issubdtype(i.dtype, jnp.integer) or jnp.issubdtype(i.dtype, jnp.floating):
+            return i
+    found = f"the function `{i.__name__}`" if hasattr(i, "__name__") else type(i).__name__
+    if hasattr(i, "dtype"):
+        found = f"an array of shape {i.shape} and dtype {i.dtype}"
+    raise StepError(
+        f"`i` must be the step number, a real scalar; got {found}. Call `update(i, grads, state)`: "
+        "the step comes first."
+    )
 
 
 def is_state(value: Any) -> bool:
@@ -272,24 +264,18 @@ def check_state(value: Any, optimizer: Identity | None = None) -> None:
             f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass the "
             "state that `init_fn` or `update_fn` returned, as in `update_fn(i, grads, opt_state)`."
         )
-    if (words := other_entries(value, optimizer)) is not None:
-        raise LayoutError(
-            f"`opt_state` is not a state of {optimizer}: for parameter {words}. Pass a state of "
-            "this optimizer; convert states of older JAX versions with `convert_old_layout`."
-        )
-
-
-def other_entries(state: Any, optimizer: Identity | None) -> str | None:
-    """Returns which parameter's state has not the number of entries that `optimizer` keeps."""
     if optimizer is None or not optimizer.keeps:
-        return None
-    for n, subtree_def in enumerate(state[2]):
+        return
+    for n, subtree_def in enumerate(value[2]):
         kept = jax.tree.unflatten(subtree_def, [0] * subtree_def.num_leaves)
         entries = len(kept) if type(kept) is tuple else 1
         if entries != len(optimizer.keeps):
             found = f"a tuple of {entries}" if type(kept) is tuple else "not a tuple"
-            return f"`{leaf_paths(state[1])[n]}` is {found}"
-    return None
+            raise LayoutError(
+                f"`opt_state` is not a state of {optimizer}: for parameter "
+                f"`{leaf_paths(value[1])[n]}` it is {found}. Pass a state of this optimizer; "
+                "convert states of older JAX versions with `convert_old_layout`."
+            )
 
 
 def strong_param(x: Any) -> Any:

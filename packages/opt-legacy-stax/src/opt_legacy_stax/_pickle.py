@@ -1,8 +1,7 @@
 """Old pickles of unpacked states, read without executing them.
 
-The unpickler calls nothing. About a dozen names resolve, to objects that record the arguments and
-the state that the pickle has for them: NumPy's own `dtype.__setstate__` trusts what it is given.
-`_rebuild` then matches the records that describe an array or a join point.
+Allowed names resolve to records of calls, since NumPy's own `dtype.__setstate__` trusts what it is
+given; `_rebuild` then matches those that describe an array or a join point.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from opt_legacy_stax.errors import UnsafePickleError
 def load_unpacked_pickle(path_or_file: PathOrFile) -> Any:
     """Reads a pickle of `unpack_optimizer_state(state)` without executing it.
 
-    Everything but arrays, numbers, dicts, lists, tuples, `None` and join points is rejected. Memory
-    and depth are not limited: convert your own files once, with `pack_optimizer_state` and `save`.
+    Everything but arrays, numbers, dicts, lists, tuples, `None` and join points is rejected, as are
+    the pickle protocols 0 and 1. Memory and depth are not limited: convert your own files once,
+    with `pack_optimizer_state` and `save`.
 
     Args:
       path_or_file: a path, or a file object opened for reading bytes.
@@ -69,7 +69,7 @@ class _Record:
 
 
 class _JoinPoint:
-    """A join point: protocols from 2 on create objects of a class."""
+    """A join point, which a pickle creates as an object of its class."""
 
     state: Any = None
 
@@ -90,10 +90,7 @@ _NAMES = {
     "numpy._core.numeric": ("_frombuffer",),
     "jax._src.array": ("_reconstruct_array",),
     "jax._src.device_array": ("reconstruct_device_array",),
-    "copyreg": ("_reconstructor",),
-    "copy_reg": ("_reconstructor",),
-    "builtins": ("object",),
-    "__builtin__": ("object", "bytes"),
+    "__builtin__": ("bytes",),
     "_codecs": ("encode",),
 }
 _EXTENSION_TYPES = ("ml_dtypes", "jaxlib.xla_extension", "jaxlib.xla_client")
@@ -121,12 +118,6 @@ def _rebuild(node: Any, budget: Iterator[int]) -> Any:
     match node:
         case _JoinPoint(state=dict(state)) if state.keys() == {"subtree"}:
             return JoinPoint(_rebuild(state["subtree"], budget))
-        case _Record("_reconstructor", (kind, _Record("object"), None), state) if (
-            kind is _JoinPoint
-        ):
-            point = _JoinPoint()  # in protocols 0 and 1
-            point.state = state
-            return _rebuild(point, budget)
         case _Record("_reconstruct", (_Record("ndarray"), (0,), _), (_, *contents)):
             return _array(*contents)
         case _Record("_frombuffer", (raw, dtype, shape, order, *_), None):  # in protocol 5

@@ -1,8 +1,4 @@
-"""Step sizes as functions of the step.
-
-The step `i` counts updates from 0. It is a Python or NumPy number or a scalar array, and may be
-traced.
-"""
+"""Step sizes as functions of the step `i`, which counts updates from 0 and may be traced."""
 
 from __future__ import annotations
 
@@ -36,11 +32,7 @@ def exponential_decay(step_size: Any, decay_steps: Any, decay_rate: Any) -> Sche
       >>> exponential_decay(0.1, decay_steps=10, decay_rate=0.5)(20)
       0.025
     """
-
-    def schedule(i: Any) -> Any:
-        return step_size * decay_rate ** (i / decay_steps)
-
-    return schedule
+    return lambda i: step_size * decay_rate ** (i / decay_steps)
 
 
 def inverse_time_decay(
@@ -136,22 +128,13 @@ def piecewise_constant(boundaries: Any, values: Any) -> Schedule:
       [0.1, 0.03, 0.01]
     """
     boundaries, values = jnp.array(boundaries), jnp.array(values)
-    if not boundaries.ndim == values.ndim == 1:
+    if not boundaries.ndim == values.ndim == 1 or boundaries.size != values.size - 1:
         raise BoundariesError(
-            f"`boundaries` and `values` must be one-dimensional; got shapes {boundaries.shape} and "
-            f"{values.shape}. Pass two sequences of numbers."
+            "`boundaries` and `values` must be one-dimensional, and `values` must have one entry "
+            f"more; got shapes {boundaries.shape} and {values.shape}. Pass one step size up to "
+            "each boundary and one for after the last."
         )
-    if boundaries.shape[0] != values.shape[0] - 1:
-        raise BoundariesError(
-            f"`values` must have one entry more than `boundaries`; got {values.shape[0]} values "
-            f"and {boundaries.shape[0]} boundaries. Pass one step size up to each boundary and one "
-            "for after the last."
-        )
-
-    def schedule(i: Any) -> Any:
-        return values[jnp.sum(i > boundaries)]
-
-    return schedule
+    return lambda i: values[jnp.sum(i > boundaries)]
 
 
 def make_schedule(scalar_or_schedule: Any) -> Schedule:

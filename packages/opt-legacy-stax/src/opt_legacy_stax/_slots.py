@@ -1,7 +1,6 @@
-"""The state of a triple as two trees: parameters, and slots.
+"""The state of a triple as two trees, as Optax and opt-core keep it: parameters, and slots.
 
-A triple stores the parameters inside its state; Optax and opt-core keep two trees. A slot is the
-state of one parameter, in which a `ParamSlot` stands for the parameter itself.
+A slot is the state of one parameter, in which a `ParamSlot` stands for the parameter itself.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from opt_legacy_stax._optimizers import (
     check_state,
     check_step,
     strong_param,
+    unpacked,
 )
-from opt_legacy_stax._trees import leaf_paths
+from opt_legacy_stax._trees import layout_difference
 from opt_legacy_stax.errors import LayoutError, StepError
 
 
@@ -58,18 +58,12 @@ def join(params: Any, slots: Any) -> OptimizerState:
 
 
 def convert(triple: Optimizer, state: OptimizerState, i: Any) -> tuple[Any, Any, Any]:
-    """Returns the parameters, slots and step that continue from a state before update `i`.
-
-    Raises:
-      LayoutError: `state` does not have the layout that the triple creates.
-      StepError: `i` is not a non-negative integer.
-    """
+    """Returns the parameters, slots and step that continue from a state before update `i`."""
     _check_made_by(triple, state)
     step = check_step(i)
-    if isinstance(step, float | np.floating) and not float(step).is_integer():
-        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass a whole number.")
-    if not isinstance(step, jax.core.Tracer) and step < 0:
-        raise StepError(f"`i` must be a number of updates; got {step}. Pass 0 or more.")
+    is_whole = not isinstance(step, float | np.floating) or float(step).is_integer()
+    if not isinstance(step, jax.core.Tracer) and (step < 0 or not is_whole):
+        raise StepError(f"`i` must be a number of updates; got {step}. Pass a whole number.")
     return *split(triple, state), jnp.asarray(step, jnp.int32)
 
 
@@ -86,15 +80,11 @@ def _check_made_by(triple: Optimizer, state: Any) -> None:
             f"`state` is not a state of the triple, whose functions raise {type(error).__name__} "
             "for it. Use the triple that created it."
         ) from error
-    paths: list[str] = leaf_paths(state[1])
-    for path, *kept in zip(paths, start[0], start[2], state[0], state[2], strict=True):
-        shapes = [list(map(jnp.shape, leaves)) for leaves in (kept[0], kept[2])]
-        if kept[1] != kept[3] or shapes[0] != shapes[1]:
-            raise LayoutError(
-                f"`state` is not a state of the triple: for parameter `{path}` expected {kept[1]} "
-                f"with shapes {shapes[0]}, found {kept[3]} with shapes {shapes[1]}. Use the triple "
-                "that created it."
-            )
+    trees = [jax.tree.unflatten(each[1], unpacked(each)) for each in (start, state)]
+    if lines := layout_difference(*trees):
+        raise LayoutError(
+            f"`state` is not a state of the triple:\n{lines}\nUse the triple that created it."
+        )
 
 
 def init_split(triple: Optimizer, params: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path
 
 from opt_legacy_stax.errors import TreeMismatchError
@@ -56,6 +57,16 @@ def difference(expected: Any, found: Any) -> str:
     """Returns lines that say how two tree definitions differ."""
     lines = differences(nodes(expected), nodes(found))
     return first_lines(lines or [f"static data: expected {expected}, found {found}"])
+
+
+def layout_difference(expected: Any, found: Any) -> str:
+    """Returns lines that say how two trees differ in structure or shapes; none if they do not."""
+    tree_defs: list[Any] = [jax.tree.structure(each) for each in (expected, found)]
+    if tree_defs[0] != tree_defs[1]:
+        return difference(*tree_defs)
+    pairs = zip(tree_flatten_with_path(expected)[0], jax.tree.leaves(found), strict=True)
+    shapes = [(path_str(path), np.shape(leaf), np.shape(other)) for (path, leaf), other in pairs]
+    return first_lines([f"{at}: expected shape {a}, found {b}" for at, a, b in shapes if a != b])
 
 
 def nodes(tree_def: Any) -> dict[str, str]:

@@ -1,9 +1,6 @@
 """The nine optimizers, the global norm, and gradient clipping by it.
 
-Each optimizer is written for a single array `x` with gradient `g`, and lifted to trees by
-`optimizer`, which adds the argument `upstream_numerics`. Operations and their order are those of
-`jax.example_libraries.optimizers`, except for the fixes listed in
-`docs/coming-from/jax-example-libraries.md`.
+Operations and their order are those of JAX, but for the fixes that the guide lists.
 """
 
 from __future__ import annotations

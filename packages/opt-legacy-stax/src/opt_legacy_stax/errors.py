@@ -1,26 +1,5 @@
 """The errors of opt-legacy-stax.
 
-```
-StaxError
-├── TreeMismatchError (TypeError)      gradients with a different tree than the parameters
-├── StateChangedError (TypeError)      an update that changes a state's structure or a shape
-├── StepError (TypeError)              a step that is not a number
-├── ScheduleError (TypeError)          a step size that is neither a number nor a schedule
-├── BoundariesError (ValueError)       boundaries and values whose shapes do not match
-├── JoinPointError (AssertionError)    a tree to pack with leaves that are not join points
-├── LayoutError (ValueError)           an unknown layout, or a state of a different optimizer
-├── NoEquivalentError (ValueError)     no Optax transformation has the same update rule
-├── MissingExtraError (ImportError)    Optax, opt-core or safetensors is missing
-├── SaveError (TypeError)              a state that cannot be written exactly
-└── LoadError (ValueError)             a file that cannot be loaded
-    ├── DamagedFileError               truncated, altered, or in a different format
-    ├── FormatVersionError             written with a different format version
-    ├── StateMismatchError             an intact file with a different state than expected
-    └── UnsafePickleError              a pickle with more than arrays and join points
-
-UnnamedStateWarning (UserWarning)      a loaded state whose optimizer was not checked
-```
-
 Where JAX's module raises an error too, ours is a subclass of the builtin exception it raises.
 """
 
