@@ -79,7 +79,7 @@ def test_codes_are_those_of_the_cpu(name: str) -> None:
         lambda _: advance(tx, before, state, range(2, 3))
     )
     assert_neighbours(params["w"], their_params["w"])
-    moments, their_moments = (s.inner.inner[0] for s in (state, theirs))
+    moments, their_moments = (s.inner[0] for s in (state, theirs))
     for field in ("mu", "nu"):
         one, other = (getattr(m, field)["w"] for m in (moments, their_moments))
         assert one.codes.dtype.itemsize == (2 if name == "bfloat16" else 1)

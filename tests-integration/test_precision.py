@@ -208,7 +208,7 @@ def test_the_plan_is_to_the_byte_and_scales_lie_where_their_blocks_do(zero: Any)
     assert set(shard_bytes(state)) == {plan.state.bytes_per_device}
     if zero is None:
         specs = {row.leaf.path: tuple(row.leaf.spec) for row in plan.rows if row.kind == "state"}
-        under = "inner/inner/0/nu/"
+        under = "inner/0/nu/"
         assert specs[under + "wide/codes"] == specs[under + "wide/scale"] == ("data", "model")
         assert specs[under + "long/scale"] == ("model",)
         assert specs[under + "short/scale"] == (None, None, "model", None)  # a block over 4 devices
@@ -480,7 +480,7 @@ def test_parameters_without_their_remainder_reset_it() -> None:
         plan
     )
     restored = plan.apply()
-    assert not any(leaf.any() for leaf in jax.tree.leaves(restored.state.param_states.low))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(restored.state.param_states.kept))
     assert_same(restored.target, saved.target)
 
 

@@ -51,7 +51,7 @@ def test_a_precision_keeps_moments_on_the_host() -> None:
     by_hand = stochastic_weights(quantize_state(offload_state(optax.adamw(1e-3)), op.dynamic8()))
     state = precision(optax.adamw(1e-3)).init(params(jnp.bfloat16))
     assert kinds(state) == kinds(by_hand.init(params(jnp.bfloat16)))
-    found = op.decode(state).inner.inner[0].nu["kernel"]
+    found = op.decode(state).inner[0].nu["kernel"]
     assert found.sharding.memory_kind == "device"
     assert str(op.Precision(offload=True)) == "moments on the host"
 

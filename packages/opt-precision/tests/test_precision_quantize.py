@@ -250,7 +250,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(PrecisionError, match="`chunk_bytes` must be at least 4, found 3"):
         quantize_state(optax.adam(1e-3), op.dynamic8(), chunk_bytes=3)
     tx = quantize_state(optax.adam(1e-3), op.dynamic8())
-    with pytest.raises(StateError, match="`state` must be a `QuantizedState`, found tuple"):
+    with pytest.raises(StateError, match="`state` must be a `PrecisionState`, found tuple"):
         tx.update(params(), optax.adam(1e-3).init(params()), params())
     with pytest.raises(StateError, match="must have one structure"):
         tx.update(params(), tx.init(params()), {"kernel": params()["kernel"]})

@@ -95,7 +95,7 @@ def test_remainder_is_a_float32_master_bit_by_bit() -> None:
     whole, master = scanned(master_weights(tx, storage="f32"), start, 300)
     visible, rest = scanned(master_weights(tx, storage="remainder"), start, 300)
     assert bits(whole) == bits(visible)
-    assert bits(master.master) == bits(op.master_of(rest, visible))
+    assert bits(master.kept) == bits(op.master_of(rest, visible))
     assert bits(master.inner) == bits(rest.inner)
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from opt_precision._formats import is_encoded
 from opt_precision._init import bare_values
 from opt_precision._select import path_str
-from opt_precision._states import EXTRA_FIELD
-from opt_precision._wrapper import Quantized, Rounded, taken_apart
+from opt_precision._weights import Weights
+from opt_precision._wrapper import Precise, Wrapper
 from opt_precision.errors import PrecisionError
 
 
@@ -107,21 +107,19 @@ def explain_precision(tx: Any, params: Any, **extra_args: Any) -> PrecisionRepor
       0/nu/w   64x256  second_moment  dynamic8/256  stochastic  16,640
       33,284 bytes of state, 2.03 per parameter
     """
-    rounded, quantized, _ = taken_apart(tx)
-    if rounded is None and quantized is None:
+    if not isinstance(tx, Precise):
         raise PrecisionError(
             "`tx` must be what `quantize_state`, `stochastic_weights` or `master_weights` "
             f"returned; found {type(tx).__name__}"
         )
+    wrapper = tx.wrapper
     rows: list[PrecisionRow] = []
     whole: list[tuple[str, ...] | None] = []
 
     def look(params: Any) -> Any:
-        state = tx.init(params)
-        stored = state if rounded is None else state.inner
-        stored = stored if quantized is None else stored.inner
-        rows[:] = [*_state_rows(quantized, stored, params), *_weight_rows(rounded, params)]
-        whole[:] = [_whole(tx, state, params, extra_args)]
+        state = wrapper.init(params)
+        rows[:] = [*_state_rows(wrapper, state, params), *_weight_rows(wrapper.weights, params)]
+        whole[:] = [_whole(wrapper, state, params, extra_args)]
         return 0
 
     jax.eval_shape(look, params)
@@ -129,14 +127,16 @@ def explain_precision(tx: Any, params: Any, **extra_args: Any) -> PrecisionRepor
     return PrecisionReport(tuple(rows), whole[0], number)
 
 
-def _state_rows(quantized: Quantized | None, stored: Any, params: Any) -> list[PrecisionRow]:
-    if quantized is None:
-        leaves = jax.tree_util.tree_leaves_with_path(stored)
-        return [_row(path_str(path), leaf) for path, leaf in leaves]
-    rows = zip(quantized.first(params)[1], jax.tree.leaves(stored, is_leaf=is_encoded), strict=True)
+def _state_rows(wrapper: Wrapper, state: Any, params: Any) -> list[PrecisionRow]:
+    leaves = jax.tree.leaves(state.inner, is_leaf=is_encoded)
     return [
-        _row(path_str(planned.path), leaf, planned.choice.role or "", planned.choice.reason)
-        for planned, leaf in rows
+        _row(
+            path_str(planned.path),
+            leaf,
+            planned.choice.role or "",
+            "" if wrapper.moments is None else planned.choice.reason,
+        )
+        for planned, leaf in zip(wrapper.first(params)[1], leaves, strict=True)
     ]
 
 
@@ -150,29 +150,28 @@ def _row(path: str, leaf: Any, role: str = "", reason: str = "") -> PrecisionRow
     return PrecisionRow(path, tuple(leaf.shape), role, stored, rounding, size, reason)
 
 
-def _weight_rows(rounded: Rounded | None, params: Any) -> list[PrecisionRow]:
+def _weight_rows(weights: Weights, params: Any) -> list[PrecisionRow]:
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if rounded is None or not rounded.weights.is_met_by(leaf.dtype):
+        if not weights.is_met_by(leaf.dtype):
             continue
-        name, method = path_str(path), rounded.weights.method
-        if method == "stochastic":
+        name, method = path_str(path), weights.method
+        if weights.keeps:
+            rows.append(_row(f"kept/{name}", weights.first_extra(leaf), "parameter"))
+        else:
             shape = tuple(leaf.shape)
             rows.append(PrecisionRow(name, shape, "parameter", "bfloat16", method, 0, ""))
-        else:
-            extra = rounded.weights.first_extra(leaf)
-            rows.append(_row(f"{EXTRA_FIELD[method]}/{name}", extra, "parameter"))
     return rows
 
 
 def _whole(
-    tx: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
+    wrapper: Wrapper, state: Any, params: Any, extra_args: Mapping[str, Any]
 ) -> tuple[str, ...] | None:
     """The parameters whose updates need whole leaves, where that is known."""
     state, params = bare_values((state, params))
     grads = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params)
     try:
-        step = tx.wrapper.step(grads, state, params, extra_args, is_in_place=True)
+        step = wrapper.step(grads, state, params, extra_args, is_in_place=True)
         return tuple(step.whole_leaves())
     except TypeError:
         if extra_args:

@@ -25,21 +25,15 @@ from opt_precision._formats import (
 from opt_precision._place import block_spec, explicit_sharding, on_host, padded
 from opt_precision._program import Atom, Program
 from opt_precision._select import Candidate, Choice, KeyPath, Select, find_mirrors, path_str
-from opt_precision._states import WEIGHT_STATES, QuantizedState
+from opt_precision._states import is_state
 from opt_precision._update import as_array, wide
+from opt_precision._weights import NEAREST, Weights
 from opt_precision.errors import OrderError, PrecisionError
 
 _FILLS: Final = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshard"})
-_WINDOWS: Final = (optax.MultiStepsState, optax.ApplyIfFiniteState)
-_NAMES: Final = {
-    "QuantizedState": "quantize_state",
-    "StochasticState": "stochastic_weights",
-    "MasterState": "master_weights",
-    "RemainderState": "master_weights(storage='remainder')",
-    "Remainder8State": "master_weights(storage='remainder8')",
-    "KahanState": "master_weights(storage='kahan')",
-    "MultiStepsState": "MultiSteps",
-    "ApplyIfFiniteState": "apply_if_finite",
+_WINDOWS: Final = {
+    optax.MultiStepsState: "MultiSteps",
+    optax.ApplyIfFiniteState: "apply_if_finite",
 }
 
 
@@ -114,10 +108,18 @@ class First:
     def check_order(self, name: str) -> None:
         """Raises if the state holds that of a wrapper that cannot be inside of this one."""
         is_of_weights = name in ("stochastic_weights", "master_weights")
-        wrong = WEIGHT_STATES if is_of_weights else (QuantizedState, *WEIGHT_STATES, *_WINDOWS)
-        for node in jax.tree.leaves(self._state, is_leaf=lambda node: isinstance(node, wrong)):
-            if isinstance(node, wrong):
-                raise OrderError(order_message(name, _NAMES[type(node).__name__]))
+
+        def inner(node: Any) -> str | None:
+            if is_state(node):
+                weights = Weights(node.method)
+                if weights != NEAREST:
+                    return weights.constructor
+                return None if is_of_weights else "quantize_state"
+            return None if is_of_weights else _WINDOWS.get(type(node))
+
+        for node in jax.tree.leaves(self._state, is_leaf=lambda node: inner(node) is not None):
+            if (found := inner(node)) is not None:
+                raise OrderError(order_message(name, found))
 
 
 def hosted(state: Any, plan: Sequence[Planned]) -> Any:

@@ -16,8 +16,8 @@ from opt_precision import _select
 from opt_precision._codecs import ROLES, Codec, Codecs, Role
 from opt_precision._init import order_message
 from opt_precision._select import CHUNK_BYTES, Moments
-from opt_precision._weights import Storage, Weights
-from opt_precision._wrapper import Precise, put_together, taken_apart
+from opt_precision._weights import NEAREST, Storage, Weights
+from opt_precision._wrapper import Precise, Wrapper
 from opt_precision.errors import OrderError, PrecisionError
 
 Rounding: TypeAlias = Literal["stochastic"] | Storage
@@ -96,12 +96,11 @@ class Precision:
         Raises:
           OrderError: parameters are rounded, or moments encoded or moved, twice.
         """
-        rounded, quantized, inner = taken_apart(_checked(tx))
-        weights = None if rounded is None else rounded.weights
-        moments = None if quantized is None else quantized.moments
+        wrapper = _wrapper_of(tx)
+        weights, moments = wrapper.weights, wrapper.moments
         if self.weights is not None:
             new = Weights(self.weights, self.seed)
-            if weights is not None:
+            if weights != NEAREST:
                 raise OrderError(order_message(new.constructor, weights.constructor))
             weights = new
         if self.state is not None or self.offload:
@@ -109,7 +108,8 @@ class Precision:
             if type(tx).__name__ == "MultiSteps":
                 name = "offload_state" if self.state is None else "quantize_state"
                 raise OrderError(order_message(name, "MultiSteps"))
-        return put_together(inner, moments, weights)
+        wrapper = Wrapper(wrapper.tx, moments, weights)
+        return Precise(wrapper.init, wrapper.update)
 
     def _joined(self, before: Moments) -> Moments:
         """What is done with moments: this, besides what was done before."""
@@ -168,7 +168,7 @@ def quantize_state(
         traced; otherwise leaves are not cut into blocks there.
 
     Returns:
-      A transformation with `init`, `update` and `apply`; the state is a `QuantizedState`.
+      A transformation with `init`, `update` and `apply`; the state is a `PrecisionState`.
 
     Raises:
       OrderError: moments of `tx` are encoded already, or it is a window such as `MultiSteps`.
@@ -211,7 +211,7 @@ def offload_state(
       layout: see `quantize_state`.
 
     Returns:
-      A transformation with `init`, `update` and `apply`; the state is a `QuantizedState`.
+      A transformation with `init`, `update` and `apply`; the state is a `PrecisionState`.
 
     Raises:
       OrderError: moments of `tx` lie on the host already, or it is a window.
@@ -245,7 +245,7 @@ def stochastic_weights(tx: Any, *, seed: int = 0) -> Precise:
       seed: of the noise, see `quantize_state`.
 
     Returns:
-      A transformation with `init`, `update` and `apply`; the state is a `StochasticState`.
+      A transformation with `init`, `update` and `apply`; the state is a `PrecisionState`.
 
     Raises:
       OrderError: parameters are rounded inside of `tx` already.
@@ -275,8 +275,8 @@ def master_weights(tx: Any, *, storage: Storage = "f32", seed: int = 0) -> Preci
       seed: of the noise of `'remainder8'` and `'kahan'`, see `quantize_state`.
 
     Returns:
-      A transformation with `init`, `update` and `apply`; the state is a `MasterState`, a
-      `RemainderState`, a `Remainder8State` or a `KahanState`.
+      A transformation with `init`, `update` and `apply`; the state is a
+      `PrecisionState`.
 
     Raises:
       OrderError: parameters are rounded inside of `tx` already.
@@ -296,7 +296,8 @@ def master_weights(tx: Any, *, storage: Storage = "f32", seed: int = 0) -> Preci
     return Precision(weights=storage, seed=int(seed))(tx)
 
 
-def _checked(tx: Any) -> Any:
+def _wrapper_of(tx: Any) -> Wrapper:
+    """The wrapper that a transformation is, or one that changes nothing."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         advice = (
             "Use its `with_precision(opt_precision.Precision(...))`."
@@ -308,8 +309,8 @@ def _checked(tx: Any) -> Any:
             f"{tx!r}. {advice}"
         )
     if isinstance(tx, Precise):
-        return tx
-    return optax.with_extra_args_support(tx)  # type: ignore[attr-defined]
+        return tx.wrapper
+    return Wrapper(optax.with_extra_args_support(tx), None, NEAREST)  # type: ignore[attr-defined]
 
 
 def _check_codec(codec: Any) -> None:

@@ -301,3 +301,8 @@ class Moments:
     seed: int = 0  # of the noise
     layout: Any = None  # where parameters lie
     on_host: Select | None = None  # which leaves lie on the host; `None` for none
+
+    @property
+    def constructor(self) -> str:
+        """The name of the function that makes them."""
+        return "offload_state" if self.codec is None else "quantize_state"

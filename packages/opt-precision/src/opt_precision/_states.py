@@ -1,12 +1,10 @@
-"""What the wrappers keep, and the same in float32: for evaluation, logs and other programs.
-
-The state of the inner transformation is in `inner`, under its paths.
-"""
+"""The state, and the same in float32: for evaluation, logs and other programs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,126 +13,43 @@ import optax
 from opt_precision import _bits
 from opt_precision._formats import is_encoded
 from opt_precision._select import path_str
-from opt_precision._weights import Weights
+from opt_precision._weights import Method, Weights
 from opt_precision.errors import StateError
 
 
-class QuantizedState(NamedTuple):
-    """The state of `quantize_state`.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrecisionState:
+    """The state of every transformation of this package.
 
     Attributes:
       step: how often it was updated, for the noise; int32, a scalar.
-      inner: the state of the transformation, with an `Encoded` in the place of each encoded leaf.
+      kept: what `master_weights` keeps besides each bfloat16 parameter, and `optax.MaskedNode()`
+        for every other; `None` where nothing is kept.
+      inner: the state of the transformation, under Optax's paths, with an `Encoded` in the place
+        of each encoded leaf.
+      method: how parameters are stored, as `Precision.weights` has it, or `'nearest'`; static.
     """
 
     step: jax.Array
+    kept: Any
     inner: Any
-
-
-class StochasticState(NamedTuple):
-    """The state of `stochastic_weights`.
-
-    Attributes:
-      step: how often it was updated, for the noise; int32, a scalar.
-      inner: the state of the transformation.
-    """
-
-    step: jax.Array
-    inner: Any
-
-
-def _master_params(state: Any, params: Any) -> Any:
-    field, storage = state.params_storage()
-
-    def master(param: Any, extra: Any) -> Any:
-        return wide_param(param) if is_masked(extra) else storage.decode(param, extra)
-
-    return jax.tree.map(master, params, getattr(state, field), is_leaf=is_masked)
-
-
-class MasterState(NamedTuple):
-    """The state of `master_weights(storage='f32')`.
-
-    Attributes:
-      master: the parameters in float32; `optax.MaskedNode()` for those that are not bfloat16.
-      inner: the state of the transformation.
-    """
-
-    master: Any
-    inner: Any
+    method: Method = dataclasses.field(default="nearest", metadata={"static": True})
 
     def params_storage(self) -> tuple[str, Weights]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "master", Weights("f32")
+        return "kept", Weights(self.method)
 
     def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known."""
-        return _master_params(self, params)
+        """Returns the parameters as exactly as they are known."""
+        if self.kept is None:
+            return params
+        decode = Weights(self.method).decode
 
+        def master(param: Any, extra: Any) -> Any:
+            return wide_param(param) if is_masked(extra) else decode(param, extra)
 
-class RemainderState(NamedTuple):
-    """The state of `master_weights(storage='remainder')`.
-
-    Attributes:
-      low: the lower halves of the bits of the master, int16; the parameters are the upper halves,
-        rounded.
-      inner: the state of the transformation.
-    """
-
-    low: Any
-    inner: Any
-
-    def params_storage(self) -> tuple[str, Weights]:
-        """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "low", Weights("remainder")
-
-    def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known."""
-        return _master_params(self, params)
-
-
-class Remainder8State(NamedTuple):
-    """The state of `master_weights(storage='remainder8')`.
-
-    Attributes:
-      step: how often it was updated, for the noise; int32, a scalar.
-      low: the third bytes of the masters, int8; the parameters are the first two, rounded.
-      inner: the state of the transformation.
-    """
-
-    step: jax.Array
-    low: Any
-    inner: Any
-
-    def params_storage(self) -> tuple[str, Weights]:
-        """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "low", Weights("remainder8")
-
-    def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known."""
-        return _master_params(self, params)
-
-
-class KahanState(NamedTuple):
-    """The state of `master_weights(storage='kahan')`.
-
-    Attributes:
-      step: how often it was updated, for the noise; int32, a scalar.
-      compensation: what rounding took from the last updates, bfloat16.
-      inner: the state of the transformation.
-    """
-
-    step: jax.Array
-    compensation: Any
-    inner: Any
-
-    def params_storage(self) -> tuple[str, Weights]:
-        """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "compensation", Weights("kahan")
-
-    def master_params(self, params: Any) -> Any:
-        """Returns the parameters in float32, as exactly as they are known."""
-        return _master_params(self, params)
+        return jax.tree.map(master, params, self.kept, is_leaf=is_masked)
 
 
 def wide_param(param: Any) -> Any:
@@ -147,20 +62,9 @@ def is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-STATE_OF: Final[Mapping[str, Any]] = {
-    "stochastic": StochasticState,
-    "f32": MasterState,
-    "remainder": RemainderState,
-    "remainder8": Remainder8State,
-    "kahan": KahanState,
-}
-EXTRA_FIELD: Final[Mapping[str, str]] = {
-    "f32": "master",
-    "remainder": "low",
-    "remainder8": "low",
-    "kahan": "compensation",
-}
-WEIGHT_STATES: Final = tuple(STATE_OF.values())
+def is_state(node: Any) -> bool:
+    """Whether a node is a state of this package."""
+    return isinstance(node, PrecisionState)
 
 
 def decode(state: Any) -> Any:
@@ -210,12 +114,11 @@ def master_of(state: Any, params: Any) -> Any:
         of which there is none: then the parameters are all that is known.
       params: the parameters.
     """
-    found = [x for x in jax.tree.leaves(state, is_leaf=_is_weight_state) if _is_weight_state(x)]
+    nodes = jax.tree.leaves(state, is_leaf=is_state)
+    found = [node for node in nodes if is_state(node) and node.kept is not None]
     if len(found) > 1:
         raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
-    if not found or isinstance(found[0], StochasticState):
-        return jax.tree.map(wide_param, params)
-    return found[0].master_params(params)
+    return jax.tree.map(wide_param, found[0].master_params(params) if found else params)
 
 
 def set_params(state: Any, params: Any) -> Any:
@@ -232,23 +135,19 @@ def set_params(state: Any, params: Any) -> Any:
       >>> tx = opt_precision.master_weights(optax.sgd(0.1), storage='remainder')
       >>> params = {'w': jnp.ones(2, jnp.bfloat16)}
       >>> _, state = tx.apply(params, tx.init(params), {'w': jnp.full(2, 0.003)})
-      >>> set_params(state, params).low['w'].tolist()
+      >>> set_params(state, params).kept['w'].tolist()
       [0, 0]
     """
 
-    def reset(node: Any) -> Any:
-        if not hasattr(node, "params_storage"):
+    def first(node: Any) -> Any:
+        if not is_state(node) or node.kept is None:
             return node
-        field, storage = node.params_storage()
+        weights = Weights(node.method)
 
-        def first(param: Any, extra: Any) -> Any:
-            return extra if is_masked(extra) else storage.first_extra(jnp.asarray(param))
+        def reset(param: Any, extra: Any) -> Any:
+            return extra if is_masked(extra) else weights.first_extra(jnp.asarray(param))
 
-        kept = jax.tree.map(first, params, getattr(node, field), is_leaf=is_masked)
-        return node._replace(**{field: kept})
+        kept = jax.tree.map(reset, params, node.kept, is_leaf=is_masked)
+        return dataclasses.replace(node, kept=kept)
 
-    return jax.tree.map(reset, state, is_leaf=_is_weight_state)
-
-
-def _is_weight_state(node: Any) -> bool:
-    return isinstance(node, WEIGHT_STATES)
+    return jax.tree.map(first, state, is_leaf=is_state)

@@ -365,8 +365,8 @@ class Step:
         rows: list[tuple[str, bool]] = []
         for leaf in self._update.leaves:
             rows += [(f"{leaf.path}#param", False), *((name, True) for name in leaf.names)]
-        weights = _bits.step_seed(args.weights.seed, args.steps[0])
-        fields = _bits.step_seed(args.moments.seed, args.steps[1])
+        weights = _bits.step_seed(args.weights.seed, args.step)
+        fields = _bits.step_seed(args.moments.seed, args.step)
         is_field = np.asarray([of_state for _, of_state in rows], bool)
         return _bits.noise_keys(jnp.where(is_field, fields, weights), [name for name, _ in rows])
 
@@ -401,9 +401,8 @@ class Step:
 
     @property
     def _zero(self) -> jax.Array:
-        """A zero that the compiler does not know to be one: our own counts are never negative."""
-        counts = [step for step in self._args.steps if isinstance(step, jax.Array)]
-        return jnp.minimum(counts[0], 0) if counts else lax.optimization_barrier(jnp.int32(0))
+        """A zero that the compiler does not know to be one: a count is never negative."""
+        return jnp.minimum(self._args.step, 0)
 
 
 def _at_once(loop: Loop) -> Any:

@@ -39,7 +39,7 @@ class Arguments:
     moments: Moments  # how large blocks are, and where parameters lie
     weights: Weights  # how parameters are rounded
     extras: Sequence[Any]  # what is kept besides each parameter, or `None`; empty for none
-    steps: tuple[Any, Any]  # how often weights and state were updated
+    step: jax.Array  # how often the state was updated
 
 
 class Leaf(NamedTuple):

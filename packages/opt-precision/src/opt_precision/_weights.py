@@ -83,6 +83,11 @@ class Weights:
         return "stochastic_weights" if self.method == "stochastic" else "master_weights"
 
     @property
+    def keeps(self) -> bool:
+        """Whether something is kept besides parameters in bfloat16."""
+        return self.method in EXTRA_DTYPE
+
+    @property
     def needs_noise(self) -> bool:
         """Whether a step rounds at random: parameters, or what is kept besides them."""
         return self.method in ("stochastic", "remainder8", "kahan")
