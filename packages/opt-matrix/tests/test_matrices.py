@@ -61,9 +61,8 @@ class Variable:
     value: Any
 
 
-@pytest.mark.parametrize("pattern", [".*/kernel", ".*/kernel/value"])
-def test_one_pattern_for_variables_and_arrays(pattern: str) -> None:
-    matrices = Matrices.by_path({pattern: (0, 1), ".*/bias": None})
+def test_one_pattern_for_variables_and_arrays() -> None:
+    matrices = Matrices.by_path({".*/kernel": (0, 1), ".*/bias": None})
     plain = {"mlp": {"kernel": leaf(2, 3), "bias": leaf(3)}}
     boxed = jax.tree.map(Variable, plain)
     found = matrices.resolve(boxed)

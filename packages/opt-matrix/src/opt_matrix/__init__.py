@@ -1,18 +1,13 @@
-"""Muon and its kind on a sharded mesh: whole matrices, planned and checked.
-
-A *plan* says from shapes alone which device computes with which matrices, and what that moves. The
-computation follows it with explicit collectives: what is compiled is what was printed.
-"""
+"""Muon and its kind on a sharded mesh: whole matrices, planned and checked."""
 
 from importlib.metadata import version as _version
 
 from optax.contrib._muon import MuonState
 
 from opt_matrix import errors
-from opt_matrix._costs import Group, Way
 from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
+from opt_matrix._groups import Group, Kind, LeafLayout, Way
 from opt_matrix._hyperball import hyperball
-from opt_matrix._layouts import Kind, LeafLayout
 from opt_matrix._matrices import DEFAULT_RULES, Dims, Matrices
 from opt_matrix._muon import muon, scale_by_muon
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from opt_matrix._costs import Group
-from opt_matrix._layouts import place_like, placed, size
+from opt_matrix._groups import Group, size
 from opt_matrix._matrices import Matrices, leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices, scope
-from opt_matrix._transfer import on_whole_matrices, split
+from opt_matrix._transfer import on_whole_matrices, placed, split
 from opt_matrix.errors import OptionError, PlanError
 
 
@@ -57,16 +56,7 @@ class Distributed:
         def body() -> tuple[Any, ...]:
             return tuple(map(init_group, self.plan.groups))
 
-        states: tuple[Any, ...] = _shard_map(body, self.plan.mesh, (), self._state_specs)()
-        return states
-
-    def state_shardings(self) -> tuple[Any, ...]:
-        """Returns where each leaf of the state lies; for `jax.jit` and checkpoints."""
-        shardings = [NamedSharding(self.plan.mesh, spec) for spec in self._state_specs]
-        return tuple(
-            jax.tree.map(lambda _, sharding=sharding: sharding, state)
-            for sharding, state in zip(shardings, jax.eval_shape(self.init), strict=True)
-        )
+        return _shard_map(body, self.plan.mesh, (), self._state_specs)()  # type: ignore[no-any-return]
 
     def apply(
         self,
@@ -83,11 +73,10 @@ class Distributed:
             out, and come back as they are.
           state: what `init` or the last call returned; `()` where there is none.
           *others: trees like `tree`, for `prepare`.
-          prepare: returns what the function is applied to, from `scalars`, a part of a leaf of
-            `tree` and the same part of that leaf of each of `others`, element by element. It runs
-            when the turn of a group has come: there is no copy of all leaves.
-          scalars: numbers for `prepare`, the same on all devices. A group waits for the one before
-            by them, so results of `prepare` should depend on them where there are any.
+          prepare: makes what the function is applied to, element by element, of `scalars`, a part
+            of a leaf of `tree` and that of each of `others`, when the turn of a group has come.
+          scalars: numbers for `prepare`, which should depend on them: a group waits by them for the
+            one before.
 
         Raises:
           PlanError: the tree is not the one that was planned for.
@@ -109,16 +98,13 @@ class Distributed:
         mapped = _shard_map(body, plan.mesh, in_specs, (specs, self._state_specs))
         results, state = mapped(scalars, trees, tuple(state))
 
-        def result(path: Any, leaf: Any) -> Any:
-            return results.get(path_str(path), leaf)
-
-        return jax.tree_util.tree_map_with_path(result, tree), tuple(state)
+        new = jax.tree_util.tree_map_with_path(lambda p, leaf: results.get(path_str(p), leaf), tree)
+        return new, tuple(state)
 
     def restack(self, state: Sequence[Any], before: MatrixPlan) -> tuple[Any, ...]:
         """Returns the state of the same matrices under another plan, in the stacks of this one.
 
-        For a run that goes on with another mesh or another `max_group_bytes`. Under `jax.jit` give
-        `state_shardings()` as `out_shardings`.
+        For a run that goes on with another mesh or another `max_group_bytes`.
 
         Args:
           state: of `before`, on the devices of this plan or on the host.
@@ -133,16 +119,18 @@ class Distributed:
             raise PlanError(
                 f"`state` is of {len(state)} groups, and `before` has {len(before.groups)}"
             )
-        states = []
-        for group, start in zip(plan.groups, self.init(), strict=True):
+        states, specs = [], self._state_specs
+        for group, spec, start in zip(plan.groups, specs, self.init(), strict=True):
             olds = [
                 n for n, old in enumerate(before.groups) if old.kind.family == group.kind.family
             ]
             order = np.concatenate([before.numbers(before.groups[n]) for n in olds])
             rows = {number: row for row, number in enumerate(order) if number >= 0}
-            move = functools.partial(_moved_rows, [rows.get(n) for n in plan.numbers(group)])
+            found = [rows.get(number) for number in plan.numbers(group)]
+            move = functools.partial(_moved_rows, found, spec)
             states.append(jax.tree.map(move, start, *(state[n] for n in olds)))
-        return tuple(states)
+        place = _shard_map(lambda *states: states, plan.mesh, specs, specs)
+        return place(*states)  # type: ignore[no-any-return]
 
     @property
     def _state_specs(self) -> tuple[PartitionSpec, ...]:
@@ -184,9 +172,8 @@ class Distributed:
                     parts = [_after(last, part) for part in parts]
                 prepared.append(prepare(waiting, *parts).astype(group.kind.dtype))
             function = functools.partial(self._compute, group, state)
-            stack, state = on_whole_matrices(
-                function, group, plan.mesh_shape, jnp.concatenate(prepared)
-            )
+            whole = jnp.concatenate(prepared)
+            stack, state = on_whole_matrices(function, group, plan.mesh_shape, whole)
             pieces = jnp.split(stack, list(itertools.accumulate(counts))[:-1])
             written = {
                 path: lax.dynamic_update_slice_in_dim(
@@ -198,7 +185,7 @@ class Distributed:
 
         new_states = []
         last: jax.Array | None = None
-        for number, turns in plan.loops(has_state=bool(states)):
+        for number, turns in _loops(plan.groups, has_state=bool(states)):
             group, state = plan.groups[number], states[number] if states else None
             leaves = {path: results[path] for path in group.leaves}
             step = functools.partial(compute, group, state, last)
@@ -237,8 +224,7 @@ class PlannedTransformation(optax.GradientTransformation):
 
     Attributes:
       plan: who computes with what.
-      restack: the state of another plan, and that plan, to the state of this one; see
-        `Distributed.restack`.
+      restack: of a state and its plan, that state in the stacks of `plan`; see `Distributed`.
     """
 
     plan: MatrixPlan
@@ -312,6 +298,18 @@ def side_by_side(fn: Callable[..., Any], widths: Sequence[int], x: jax.Array) ->
     return jnp.concatenate([fn(part) for part in _parts(widths, x)], -1) if widths else fn(x)
 
 
+def _loops(groups: Sequence[Group], *, has_state: bool) -> list[tuple[int, int]]:
+    """The first group of each loop, and how many equal parts of one leaf it computes in turn."""
+    loops: list[tuple[int, int]] = []  # of groups with state, each by itself
+    for number, group in enumerate(groups):
+        if loops and not has_state and group.continues(groups[number - 1]):
+            first, turns = loops.pop()
+            loops.append((first, turns + 1))
+        else:
+            loops.append((number, 1))
+    return loops
+
+
 def _parts(widths: Sequence[int], x: jax.Array) -> list[jax.Array]:
     return jnp.split(x, list(itertools.accumulate(widths))[:-1], axis=-1)
 
@@ -332,12 +330,14 @@ def _bits_of(x: jax.Array) -> Any:
     return jnp.dtype(f"uint{8 * x.dtype.itemsize}")
 
 
-def _moved_rows(rows: Sequence[int | None], start: jax.Array, *parts: Any) -> Any:
+def _moved_rows(
+    rows: Sequence[int | None], spec: PartitionSpec, start: jax.Array, *parts: Any
+) -> Any:
     """Returns these rows of the concatenated parts; of `start`, where there is none."""
     stack = jnp.concatenate([placed(part, PartitionSpec()) for part in parts])
     moved = stack[np.array([row or 0 for row in rows])].astype(start.dtype)
     is_moved = np.array([row is not None for row in rows]).reshape(-1, *[1] * (start.ndim - 1))
-    return place_like(jnp.where(is_moved, moved, placed(start, PartitionSpec())), start)
+    return placed(jnp.where(is_moved, moved, placed(start, PartitionSpec())), spec)
 
 
 def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:
@@ -373,7 +373,5 @@ def _shard_map(
             )
         mesh = mesh if current.empty else current
     # Without the check of varying axes: it does not know that what is gathered is the same.
-    mapped: Callable[..., Any] = jax.shard_map(
-        body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-    return mapped
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(body, mesh=mesh, check_vma=False, **specs)

@@ -1,19 +1,4 @@
-"""Hyperball: matrices that keep their norm and turn by a fixed part of it.
-
-With `u` what an optimizer proposes for a matrix `W`, and all norms those of Frobenius,
-
-    W_next = |W| · V / |V|    where    V = W - learning_rate · |W| · u / |u|
-
-so that the learning rate is the size of a step relative to the matrix, whatever the optimizer, the
-gradients and the shape of the matrix. Weight decay would change nothing.
-
-  >>> import optax
-  >>> tx = hyperball(optax.identity(), Matrices.by_rank2(), 0.75)
-  >>> params = {'w': jnp.array([[4.0, 0.0]])}
-  >>> updates, _ = jax.jit(tx.update)({'w': jnp.array([[0.0, -7.0]])}, tx.init(params), params)
-  >>> optax.apply_updates(params, updates)['w'].round(4).tolist()
-  [[3.2, 2.4]]
-"""
+"""Hyperball: matrices that keep their norm and turn by a fixed part of it."""
 
 from __future__ import annotations
 
@@ -25,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_matrix._layouts import place_like
 from opt_matrix._matrices import (
     Dims,
     Matrices,
@@ -34,6 +18,7 @@ from opt_matrix._matrices import (
     path_str,
     require_rules,
 )
+from opt_matrix._transfer import place_like
 from opt_matrix.errors import OptionError
 
 
@@ -46,8 +31,13 @@ def hyperball(
 ) -> optax.GradientTransformationExtraArgs:
     """Holds the Frobenius norm of each matrix, and of its updates, fixed.
 
+    With `u` what `tx` proposes for a matrix `W`,
+
+        W_next = |W| · V / |V|    where    V = W - learning_rate · |W| · u / |u|
+
     Every matrix of a stack has its own norm, as has each of those that `Dims.split` names. Norms
-    are those of whole matrices, however they are sharded, in float32.
+    are those of whole matrices, however they are sharded, in float32. Weight decay would change
+    nothing.
 
     Args:
       tx: the direction of the steps, without a learning rate: `scale_by_muon` makes this MuonH,
@@ -72,12 +62,11 @@ def hyperball(
       Wen et al., `Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026
 
     Examples:
-      >>> from opt_matrix import scale_by_muon
-      >>> params = {'b': jnp.ones(3), 'w': jnp.ones((2, 3))}
-      >>> tx = hyperball(scale_by_muon(), Matrices.by_rank2(), 0.01, rest=optax.adam(1e-3))
-      >>> updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
-      >>> [jnp.linalg.norm(w).round(2).item() for w in (params['w'], params['w'] + updates['w'])]
-      [2.45, 2.45]
+      >>> tx = hyperball(optax.identity(), Matrices.by_rank2(), 0.75)
+      >>> params = {'w': jnp.array([[4.0, 0.0]])}
+      >>> updates, _ = jax.jit(tx.update)({'w': jnp.array([[0.0, -7.0]])}, tx.init(params), params)
+      >>> optax.apply_updates(params, updates)['w'].round(4).tolist()
+      [[3.2, 2.4]]
     """
     require_rules(matrices)
     held = optax.chain(tx, scale_by_hyperball(matrices, learning_rate))

@@ -104,8 +104,7 @@ class Matrices:
     an error: what is orthogonalized by mistake trains badly and says nothing.
     """
 
-    # Of the path of a leaf, that path with the attribute of a box, and the shape.
-    _decide: Callable[[str, str, tuple[int, ...]], Dims | None]
+    _decide: Callable[[str, tuple[int, ...]], Dims | None]  # of a leaf's path and shape
     _patterns: Sequence[re.Pattern[str]] = ()
 
     @classmethod
@@ -125,8 +124,7 @@ class Matrices:
     def by_path(cls, patterns: Mapping[str, Any]) -> Matrices:
         """The regular expression that matches a leaf's complete path says what it is.
 
-        The path of a variable or box of Flax is `mlp/kernel`, as without the box; the one with its
-        attribute, `mlp/kernel/value`, decides where that does not.
+        The path of a variable or box of Flax is `mlp/kernel`, as without the box.
 
         Args:
           patterns: for each, `(reduction, output)` as dimensions or tuples of dimensions, `Dims`,
@@ -141,14 +139,13 @@ class Matrices:
         """
         table = {_compiled(pattern): as_dims(dims) for pattern, dims in patterns.items()}
 
-        def decide(path: str, full: str, shape: tuple[int, ...]) -> Dims | None:
-            for name in path, full:
-                matches = [pattern for pattern in table if pattern.fullmatch(name)]
-                if len(matches) > 1:
-                    raise UndecidedError(f"{path}: matched by {[p.pattern for p in matches]}")
-                if matches:
-                    return table[matches[0]]
-            raise _undecided(path, shape)
+        def decide(path: str, shape: tuple[int, ...]) -> Dims | None:
+            matches = [pattern for pattern in table if pattern.fullmatch(path)]
+            if not matches:
+                raise _undecided(path, shape)
+            if len(matches) > 1:
+                raise UndecidedError(f"{path}: matched by {[p.pattern for p in matches]}")
+            return table[matches[0]]
 
         return cls(decide, list(table))
 
@@ -184,7 +181,7 @@ class Matrices:
         words = {**dict.fromkeys(blocks, "inner"), **rules}
         named = leaves_by_path(param_axes, is_leaf=_is_axes)
 
-        def decide(path: str, _: str, shape: tuple[int, ...]) -> Dims | None:
+        def decide(path: str, shape: tuple[int, ...]) -> Dims | None:
             if path not in named:
                 raise _undecided(path, shape)
             return _by_names(path, shape, _names(path, named[path], shape), words, blocks)
@@ -204,18 +201,17 @@ class Matrices:
         """
         resolved: dict[str, Dims | None] = {}
         problems: list[str] = []
-        names = set[str]()
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-            path, full, shape = path_str(keys), full_path_str(keys), tuple(leaf.shape)
-            names |= {path, full}
+        leaves = leaves_by_path(params)
+        for path, leaf in leaves.items():
             try:
-                decision = self._decide(path, full, shape)
+                decision = self._decide(path, tuple(leaf.shape))
             except UndecidedError as error:
                 problems.append(str(error))
             else:
-                resolved[path] = decision and decision.resolve(path, shape)
-        unused = [p for p in self._patterns if not any(map(p.fullmatch, names))] if all_used else []
-        problems += [f"{pattern.pattern!r} matches no leaf" for pattern in unused]
+                resolved[path] = decision and decision.resolve(path, leaf.shape)
+        for pattern in self._patterns if all_used else ():
+            if not any(map(pattern.fullmatch, leaves)):
+                problems.append(f"{pattern.pattern!r} matches no leaf")
         if problems:
             raise UndecidedError(
                 "`matrices` must say of every leaf which dimensions make a matrix, or that it is "
@@ -249,7 +245,7 @@ def require_rules(matrices: Any) -> None:
 
 
 def all_matrices(who: str, decided: Mapping[str, Dims | None]) -> dict[str, Dims]:
-    """Returns the dimensions of leaves that must hold matrices; else raises `UndecidedError`."""
+    """Returns the dimensions of leaves that must hold matrices."""
     if others := [path for path, dims in decided.items() if dims is None]:
         raise UndecidedError(
             f"`{who}` updates matrices alone, and these hold none; `rest` of `muon` or "
@@ -281,7 +277,7 @@ def _undecided(path: str, shape: tuple[int, ...]) -> UndecidedError:
     return UndecidedError(f"{path}: {shape} is decided by no rule")
 
 
-def _by_rank2(path: str, _: str, shape: tuple[int, ...]) -> Dims | None:
+def _by_rank2(path: str, shape: tuple[int, ...]) -> Dims | None:
     if len(shape) > 2:
         raise _undecided(path, shape)
     return Dims((0,), (1,)) if len(shape) == 2 else None
@@ -340,19 +336,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise OptionError(f"{pattern!r} is not a valid regular expression: {error}") from None
 
 
-_BOXED = GetAttrKey("value")
-
-
 def path_str(path: Sequence[Any]) -> str:
     """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`."""
     # As in JSON Pointer (RFC 6901). The attribute `value` of a box, as of Flax's variables, is left
     # out: a plan, and the rules of `Matrices`, are for trees with and without boxes.
-    return full_path_str(path[:-1] if path[-1:] == (_BOXED,) else path)
-
-
-def full_path_str(path: Sequence[Any]) -> str:
-    """Returns a JAX key path with all of its keys."""
-    names = (keystr((key,), simple=True) for key in path)
+    keys = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
+    names = (keystr((key,), simple=True) for key in keys)
     return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names) or "."
 
 

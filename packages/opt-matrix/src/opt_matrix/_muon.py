@@ -15,7 +15,6 @@ from optax.contrib import _muon
 from optax.contrib._muon import MuonState
 
 from opt_matrix._distribute import Distributed, side_by_side
-from opt_matrix._layouts import place_like
 from opt_matrix._matrices import (
     Dims,
     Matrices,
@@ -27,6 +26,7 @@ from opt_matrix._matrices import (
 )
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
 from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices
+from opt_matrix._transfer import place_like
 from opt_matrix.errors import OptionError, PlanError
 
 Scale = Literal["width", "rms", "spectral"]

@@ -104,17 +104,13 @@ class NewtonSchulz:
         # By a power of two, which rounds nothing: squares of large numbers would overflow.
         unit = _unit(x, axes)
         x, eps = x / unit.astype(x.dtype), self.eps / unit
-        if axes:
-            # One sum over devices serves both the norm and the first product.
-            a = _gram(x, axes)
-            norm = _nonzero(jnp.sqrt(jnp.trace(a, axis1=-2, axis2=-1))[..., None, None] + eps)
-            x, a = (x / norm).astype(x.dtype), a / norm**2
-        else:
-            squares = jnp.sum(jnp.square(x.astype(_wide_dtype(x))), (-2, -1), keepdims=True)
-            x = (x / _nonzero(jnp.sqrt(squares) + eps)).astype(x.dtype)
-            a = _gram(x, axes)
+        # One sum over devices serves both the norm and the first product.
+        a = _gram(x, axes)
+        norm = jnp.sqrt(jnp.trace(a, axis1=-2, axis2=-1))[..., None, None] + eps
+        norm = jnp.where(norm == 0, 1, norm)  # zeros stay zeros
+        a = a / norm**2
         if self.gram:
-            return _by_gram(x, a, self.coefficients)
+            return (_by_gram(x, a, self.coefficients) / norm).astype(x.dtype)
 
         def step(x: Any, row: Any, a: Any = None) -> Any:
             # Products are summed in float32 and rounded once: noise along small singular values
@@ -127,7 +123,7 @@ class NewtonSchulz:
                 (row[0] * x.astype(a.dtype) + _product(b, x)).astype(x.dtype)
             )
 
-        first = step(x, self.coefficients[0], a)
+        first = (step(x, self.coefficients[0], a) / norm).astype(x.dtype)
         orthogonal: jax.Array = _repeat(step, first, self.coefficients[1:], a.dtype)
         return orthogonal
 
@@ -207,11 +203,6 @@ def _unit(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     limits = jnp.finfo(x.dtype)
     largest = jnp.clip(largest, float(limits.tiny), float(limits.max) / 4)
     return lax.reduce_precision(largest, jnp.finfo(largest.dtype).nexp, 0)
-
-
-def _nonzero(norm: jax.Array) -> jax.Array:
-    """The norm, or one for a matrix of zeros."""
-    return jnp.where(norm == 0, jnp.ones_like(norm), norm)
 
 
 def _gram(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,7 +1,4 @@
-"""Which devices compute with which matrices, and what it costs: from shapes alone.
-
-A plan prints as a table, and is held against what a compiled program moves.
-"""
+"""Which devices compute with which matrices, and what it costs: from shapes alone."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_matrix._costs import Group, Way, best_way, group_of
-from opt_matrix._layouts import Kind, LeafLayout, leaf_layout, size
+from opt_matrix._groups import Group, Kind, LeafLayout, Way, best_way, group_of, leaf_layout, size
 from opt_matrix._matrices import Dims, Matrices, leaves_by_path
 from opt_matrix._newton_schulz import is_positive_integer, newton_schulz
 from opt_matrix.errors import OptionError, PlanError, PlanMismatchError
@@ -66,37 +62,72 @@ class MatrixPlan:
         """The largest of the groups' temporaries: they run one after the other."""
         return max((group.temp_bytes for group in self.groups), default=0)
 
-    def check(self, compiled: Any, *, exclusive: bool = False) -> None:
+    def check(self, compiled: Any) -> None:
         """Holds a compiled program against the plan; needs the extra `opt-matrix[partition]`.
 
         Args:
           compiled: what `jax.jit(f).lower(...).compile()` returns, of any `f` that updates with
             this plan.
-          exclusive: whether another collective in the program is an error, as in an update alone.
 
         Raises:
-          PlanMismatchError: a group has more collectives than planned or moves more bytes, or
+          PlanMismatchError: the groups have more collectives than planned, or move more bytes, or
             none of the planned collectives is there.
         """
-        _check(self, compiled, exclusive=exclusive)
+        try:
+            from opt_partition import read_collectives
+        except ImportError:
+            raise OptionError(
+                "`check` reads the program with opt-partition: install `opt-matrix[partition]`"
+            ) from None
+        count = size = 0
+        lines = []
+        for row in read_collectives(compiled):
+            if group := self._group_of(row):
+                moved = math.prod(row.shape) * _itemsize(row.dtype)
+                count, size = count + row.count, size + round(row.count * moved)
+                array = f"{row.dtype}{[*row.shape]}"
+                lines.append(f"  {group.leaves[0]}: {row.count} x {row.kind} {array} {row.name}")
+        planned = sum(group.collectives for group in self.groups)
+        if count > planned or size > self.bytes_per_device or (planned and not count):
+            raise PlanMismatchError(
+                f"planned {planned} collectives and {self.bytes_per_device:,} bytes, found {count} "
+                f"and {size:,}; is the program of this plan?\n" + "\n".join(lines)
+            )
 
-    def loops(self, *, has_state: bool = False) -> list[tuple[int, int]]:
-        """Returns the first group of each loop, and how many groups it computes one after another.
-
-        Equal parts of one leaf are a loop, whose body is compiled once; a group with state is a
-        loop of its own.
-        """
-        loops: list[tuple[int, int]] = []
-        for number, group in enumerate(self.groups):
-            if loops and not has_state and group.continues(self.groups[number - 1]):
-                first, turns = loops.pop()
-                loops.append((first, turns + 1))
-            else:
-                loops.append((number, 1))
-        return loops
+    def _group_of(self, row: Any) -> Group | None:
+        """The first group that a collective serves; `None` where it is of something else."""
+        numbers = [int(number) for number in _SCOPE.findall(row.op_name)]
+        if not numbers or max(numbers) >= len(self.groups):
+            return None
+        groups = [self.groups[number] for number in sorted(numbers)]
+        # XLA may combine sums of groups with one another, and with others such as that of the loss.
+        is_mixed = row.op_name.count(":") >= len(numbers)
+        is_own = not is_mixed or row.shape[:1] in {(group.count,) for group in groups}
+        return groups[0] if is_own else None
 
     def __str__(self) -> str:
-        return _table(self)
+        """A row for each group between a line on all leaves and one on all groups."""
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        rows = [_HEAD, *_rows(self.groups)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        collectives = sum(group.collectives for group in self.groups)
+        ideal = sum(group.ideal_flops for group in self.groups) or 1.0
+        above = (
+            f"matrices on a mesh of {mesh}; leaves: {len(self.layouts)}, groups: "
+            f"{len(self.groups)}, rest: {len(self.rest)}"
+        )
+        below = (
+            f"each device: {_bytes(self.bytes_per_device)} in {collectives} collectives, "
+            f"{self.flops_per_device:.3g} FLOP ({self.flops_per_device / ideal:.2f} of the ideal), "
+            f"{_bytes(self.temp_bytes)} of temporaries at most"
+        )
+        if self.min_group_bytes > self.max_group_bytes:
+            below += (
+                f"; `max_group_bytes` asks for {_bytes(self.max_group_bytes)}, and the smallest "
+                f"bound that can be met is {_bytes(self.min_group_bytes)}"
+            )
+        return "\n".join([above, *lines, below])
 
     def numbers(self, group: Group) -> np.ndarray:
         """Returns the number of each matrix in a group's stack; -1 is padding.
@@ -197,18 +228,17 @@ def plan_matrices(
     for path, layout in layouts.items():
         if count := layout.count // size(sizes, layout.kind.batch_axes):
             members.setdefault(layout.kind, []).append((path, count))
-    ways, needed = dict[Kind, Way](), dict[Kind, dict[int, int]]()
+    drafts: list[tuple[Kind, Way, dict[int, int]]] = []
     for kind, counts in members.items():
         total = sum(count for _, count in counts)
-        ways[kind] = best_way(kind, total, sizes, world, tuple(split_axes), fn)
-        needed[kind] = _bytes_by_rounds(kind, ways[kind], total, sizes, fn)
-    least = max((min(each.values()) for each in needed.values()), default=0)
+        way = best_way(kind, total, sizes, world, split_axes, fn)
+        drafts.append((kind, way, _bytes_by_rounds(kind, way, total, sizes, fn)))
+    least = max((min(needed.values()) for _, _, needed in drafts), default=0)
     bound = max(least, max_group_bytes)
-    groups = list[Group]()
-    for kind, counts in members.items():
-        way = ways[kind]
-        rounds = next(rounds for rounds, most in needed[kind].items() if most <= bound)
-        for pieces in _cut(counts, rounds * size(sizes, way.share)):
+    groups: list[Group] = []
+    for kind, way, needed in drafts:
+        rounds = next(rounds for rounds, most in needed.items() if most <= bound)
+        for pieces in _cut(members[kind], rounds * size(sizes, way.share)):
             paths, parts = zip(*pieces, strict=True)
             group = group_of(kind, way, sum(stop - start for start, stop in parts), sizes, fn)
             groups.append(dataclasses.replace(group, leaves=paths, parts=parts))
@@ -264,35 +294,6 @@ def _is_sharding(node: Any) -> bool:
     return node is None or isinstance(node, jax.sharding.Sharding | jax.sharding.PartitionSpec)
 
 
-def _table(plan: MatrixPlan) -> str:
-    """Returns a row for each group between a line on all leaves and one on all groups."""
-    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh_shape.items())
-    rows: list[tuple[str, ...]] = [_HEAD, *_rows(plan.groups)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    ideal = sum(group.ideal_flops for group in plan.groups) or 1.0
-    above = (
-        f"matrices on a mesh of {mesh}; leaves: {len(plan.layouts)}, groups: {len(plan.groups)}, "
-        f"rest: {len(plan.rest)}"
-    )
-    below = (
-        f"each device: {_bytes(plan.bytes_per_device)} in "
-        f"{sum(group.collectives for group in plan.groups)} collectives, "
-        f"{plan.flops_per_device:.3g} FLOP "
-        f"({plan.flops_per_device / ideal:.2f} of the ideal), "
-        f"{_bytes(plan.temp_bytes)} of temporaries at most"
-    )
-    if plan.min_group_bytes > plan.max_group_bytes:
-        below += (
-            f"; `max_group_bytes` asks for {_bytes(plan.max_group_bytes)}, and the smallest bound "
-            f"that can be met is {_bytes(plan.min_group_bytes)}"
-        )
-    return "\n".join([above, *lines, below])
-
-
 _HEAD: tuple[str, ...] = (
     *("leaves", "groups", "matrices", "choice", "axes"),
     *("collectives", "FLOP / ideal", "temporary"),
@@ -336,58 +337,6 @@ _SCOPE = re.compile(r"\bopt_matrix\.(\d+)\b")
 def scope(number: int) -> str:
     """The name that instructions of a group carry through compilation."""
     return f"opt_matrix.{number}"
-
-
-def _check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
-    """Compares what a compiled program moves with what was planned."""
-    try:
-        from opt_partition import read_collectives
-    except ImportError:
-        raise OptionError(
-            "`check` reads the program with opt-partition: install `opt-matrix[partition]`"
-        ) from None
-    counts, moved, others = [0] * len(plan.groups), [0] * len(plan.groups), list[str]()
-    together = [
-        set(range(first, first + turns)) for first, turns in plan.loops() for _ in range(turns)
-    ]
-    for row in read_collectives(compiled):
-        scopes = [int(number) for number in _SCOPE.findall(row.op_name)]
-        scoped = sorted(set(scopes))
-        is_known = bool(scoped) and scoped[-1] < len(plan.groups)
-        # XLA may also combine a sum of a group with sums of others, such as that of the loss.
-        is_mixed = row.op_name.count(":") >= len(scopes)
-        if is_known and is_mixed and row.shape[:1] not in {(plan.groups[n].count,) for n in scoped}:
-            is_known = False
-        if not is_known:
-            others.append(f"{row.name}: {row.kind} {row.dtype}{list(row.shape)} {row.op_name}")
-            continue
-        # XLA may combine sums of several groups in one collective.
-        joined = set[int]().union(*(together[number] for number in scoped))
-        for number in joined:
-            together[number] = joined
-        counts[scoped[0]] += row.count
-        moved[scoped[0]] += round(row.count * math.prod(row.shape) * _itemsize(row.dtype))
-    problems = []
-    for numbers in sorted({tuple(sorted(joined)) for joined in together}):
-        groups = [plan.groups[number] for number in numbers]
-        expected = sum(group.collectives for group in groups)
-        planned = sum(group.bytes_per_device for group in groups)
-        count, size = (sum(each[number] for number in numbers) for each in (counts, moved))
-        if count > expected or size > planned:
-            named = ", ".join(
-                f"group {number} ({group.leaves[0]}, {group.choice})"
-                for number, group in zip(numbers, groups, strict=True)
-            )
-            problems.append(
-                f"{named}: planned {expected} collectives and {planned:,} bytes, found {count} "
-                f"and {size:,}"
-            )
-    if any(group.collectives for group in plan.groups) and not any(counts):
-        problems.append("none of the planned collectives is in the program: is it of this plan?")
-    if exclusive and others:
-        problems.append("collectives of nothing that was planned:\n    " + "\n    ".join(others))
-    if problems:
-        raise PlanMismatchError("the program is not as planned:\n  " + "\n  ".join(problems))
 
 
 def _itemsize(dtype: str) -> float:

@@ -1,15 +1,4 @@
-"""The errors of opt-matrix.
-
-```
-MatrixError
-├── OptionError (ValueError)        arguments that do not fit together
-├── UndecidedError (ValueError)     leaves that no rule of `Matrices` decides, or two do
-├── PlanError (ValueError)          parameters, shardings or a mesh that a plan does not fit
-└── PlanMismatchError (ValueError)  a compiled program that moves more than was planned
-```
-
-All but the last, which `MatrixPlan.check` raises, are raised while a program is built or traced.
-"""
+"""The errors of opt-matrix; all but `PlanMismatchError` are raised while a program is traced."""
 
 from __future__ import annotations
 
