@@ -43,22 +43,21 @@ def test_what_t5x_fails_on() -> None:
     assert apply_every.grad_acc == below
 
 
-@pytest.mark.parametrize("params", [None, PARAMS])
-def test_other_shapes_are_not_guessed(params: Any) -> None:
+def test_other_shapes_are_not_guessed() -> None:
     """A vector that no parameter owns is replicated; rows of a parameter need its `init`."""
     memory: Any = optax.scale_by_lbfgs(memory_size=3).init(PARAMS)
     with pytest.raises(AxesError, match=r"diff_params_memory/mlp/wi \(3, 8, 6\)"):
-        derive(memory, AXES, params)
-    assert derive(memory.weights_memory, AXES, params) is None
+        derive(memory, AXES)
+    assert derive(memory.weights_memory, AXES) is None
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init(PARAMS)
     with pytest.raises(AxesError, match=r"v_row/mlp/wi \(6,\)(.*\n)*Use `derive_logical_axes`"):
-        derive(factored, AXES, params)
+        derive(factored, AXES)
     axes, ranks = (
         {"w": P("a", "b")},
         {"mu": {"w": jnp.ones((2, 6))}, "project": {"w": jnp.ones((8, 2))}},
     )
     with pytest.raises(AxesError, match=r"project/w \(8, 2\)"):
-        derive(ranks, axes, params and {"w": jnp.ones((2, 6))})
+        derive(ranks, axes)
 
 
 def test_masked_parameters() -> None:

@@ -61,18 +61,6 @@ class Where(NamedTuple):
     counted: bool = True  # whether all trip counts are known; an unknown one is 1
 
 
-@dataclasses.dataclass
-class Flow:
-    """The dependencies of the values of a program."""
-
-    outputs: list[Deps]  # of each array of the result
-    # The collectives in program order, and where they are.
-    sites: dict[tuple[str, Where], tuple[Computation, Instruction]]
-    moved: dict[Part, Deps]  # operands of collectives
-    tags: dict[Part, int]  # of their results
-    step_loops: set[str]  # `while`s over whole steps
-
-
 def trace(
     module: Module,
     inputs: Sequence[Deps] = (),
@@ -87,19 +75,24 @@ def trace(
     (parameters, state) to count as a training step; a loop over layers may update only one of them,
     masked.
     """
-    interpreter = _Interpreter(module, first_tag, stepped)
+    flow = Flow(module, first_tag, stepped)
     entry = module.computations[module.entry]
-    result = interpreter.run(module.entry, inputs, Where())
-    interpreter.flow.outputs = _flatten(result, entry.instructions[entry.root].type)
-    return interpreter.flow
+    result = flow.run(module.entry, inputs, Where())
+    flow.outputs = _flatten(result, entry.instructions[entry.root].type)
+    return flow
 
 
-class _Interpreter:
-    """Interprets computations on `Value`s, and records the collectives."""
+class Flow:
+    """The dependencies of the values of a program: interprets it on `Value`s."""
 
     def __init__(self, module: Module, first_tag: int, stepped: tuple[int, ...]) -> None:
         self.module, self.first_tag, self.stepped = module, first_tag, stepped
-        self.flow = Flow([], {}, {}, {}, set())
+        self.outputs: list[Deps] = []  # of each array of the result
+        # The collectives in program order, and where they are.
+        self.sites: dict[tuple[str, Where], tuple[Computation, Instruction]] = {}
+        self.moved: dict[Part, Deps] = {}  # operands of collectives
+        self.tags: dict[Part, int] = {}  # of their results
+        self.step_loops: set[str] = set()  # `while`s over whole steps
 
     def run(self, name: str, arguments: Sequence[Value], where: Where) -> Value:
         computation = self.module.computations[name]
@@ -135,13 +128,13 @@ class _Interpreter:
         if how == "elementwise":
             return _union(operands)
         if how == "collective":
-            self.flow.sites.setdefault((name, where), (computation, instruction))
+            self.sites.setdefault((name, where), (computation, instruction))
             return self.collective(instruction, operands)
         called = callees(instruction)
         if called and opcode == "while":
             [condition, body], [start] = called, operands
             if self.carries_steps(body, start):
-                self.flow.step_loops.add(name)
+                self.step_loops.add(name)
             trips = trip_count(self.module, computation, instruction)
             loops = (*where.loops, (name, trips or 1))
             inside = Where(loops, where.branches, where.counted and bool(trips))
@@ -182,8 +175,8 @@ class _Interpreter:
         results: list[Deps] = []
         for n, value in enumerate(operands):
             part, deps = (instruction.name, n), _union([value])
-            self.flow.moved[part] = self.flow.moved.get(part, _NOTHING) | deps
-            tag = self.flow.tags.setdefault(part, self.first_tag + len(self.flow.tags))
+            self.moved[part] = self.moved.get(part, _NOTHING) | deps
+            tag = self.tags.setdefault(part, self.first_tag + len(self.tags))
             results.append(deps | Deps(1 << tag, 1 << tag))
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -269,9 +262,9 @@ def _is_input(value: Value) -> bool:
 
 
 def _flatten(value: Value, type_: Type) -> list[Deps]:
-    """Returns the dependencies of each array of a value of `type_`."""
-    if not isinstance(type_, tuple):
-        return [_union([value])]
+    """Returns the dependencies of each array of a value of `type_`, without tokens."""
+    if isinstance(type_, Array):
+        return [_union([value])] * (type_.dtype != "token")
     elements = value if isinstance(value, tuple) else (value,) * len(type_)
     return [d for v, t in zip(elements, type_, strict=True) for d in _flatten(v, t)]
 

@@ -1,12 +1,9 @@
-"""What makes a state: a transformation, its `init`, or a definition of opt-core; sharded creation.
-
-Definitions are recognised by their method, as this package does not depend on opt-core.
-"""
+"""What makes a state, e.g. a transformation or its `init`; creation of sharded states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -15,40 +12,20 @@ from opt_partition._layout import Layout
 from opt_partition.errors import AxesError
 
 Init: TypeAlias = Callable[[Any], Any]
-
-
-@runtime_checkable
-class HasInit(Protocol):
-    """An Optax transformation, or any other object with an `init` method."""
-
-    def init(self, params: Any) -> Any:
-        """Returns the state for `params`."""
-
-
-@runtime_checkable
-class HasInitState(Protocol):
-    """An `opt_core.OptimizerDef`."""
-
-    def init_state(self, params: Any) -> Any:
-        """Returns the state for `params`."""
-
-
-StateMaker: TypeAlias = HasInit | HasInitState | Init
+# An Optax transformation or anything else with an `init`, an `opt_core.OptimizerDef`, or an `init`.
+StateMaker: TypeAlias = Any
 
 
 def init_of(maker: StateMaker) -> Init:
     """Returns the function from parameters to state, of the argument `tx` of a public function."""
-    match maker:
-        case HasInitState():
-            return maker.init_state
-        case HasInit():
-            return maker.init
-    if not callable(maker):
+    # Definitions are recognised by their method, as this package does not depend on opt-core.
+    init: Any = getattr(maker, "init_state", getattr(maker, "init", maker))
+    if not callable(init):
         raise TypeError(
             "`tx` must be an Optax transformation, its `init`, or a definition of opt-core; got "
             f"{type(maker).__name__}. Call the constructor first."
         )
-    return maker
+    return cast(Init, init)
 
 
 def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from opt_partition._collectives import Collective, Moved, collectives, moved_arrays
+from opt_partition._collectives import Collective, Moved, moved_arrays
 from opt_partition._display import listed
 from opt_partition._hlo import Array, Module
 from opt_partition._leaves import LeafReport, Traced, owners
@@ -31,7 +31,7 @@ class Finding:
 
     Attributes:
       kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
-        `'ownership'`, `'keyword argument'` or `'not traced'`.
+        `'ownership'` or `'keyword argument'`.
       severity: `verify` raises for an `'error'`.
       path: path of the leaf concerned, if any.
       message: the leaf, what was expected, and what was found.
@@ -73,7 +73,7 @@ class Judged(NamedTuple):
 
 def judge_collectives(
     module: Module,
-    traced: Traced | None,
+    traced: Traced,
     inputs: Sequence[LeafReport],
     outputs: Sequence[LeafReport],
     mesh: Mapping[str, int],
@@ -83,10 +83,6 @@ def judge_collectives(
     state_gathers: StateGathers = "error",
 ) -> Judged:
     """Judges the collectives of a compiled step."""
-    if traced is None:
-        rows = tuple(collectives(module, mesh))
-        unjudged = tuple(Unjudged(row, "its origin is unknown") for row in rows)
-        return Judged(rows, (_UNTRACED,), unjudged)
     moved = moved_arrays(module, traced, outputs, mesh)
     state = _StateMoves(moved, inputs, mesh, "error" if state_gathers == "error" else "note")
     findings = (
@@ -94,15 +90,6 @@ def judge_collectives(
         *_gradient_findings(moved, mesh, *_gradient_severities(gradients, platform)),
     )
     return Judged(tuple(array.row for array in moved), findings, tuple(state.unjudged))
-
-
-_UNTRACED = Finding(
-    "not traced",
-    "warning",
-    None,
-    "the parameters of the compiled program do not match the arguments of the step: the origin "
-    "of its collectives is unknown, and gathers and all-reduces are not checked",
-)
 
 
 class _StateMoves:

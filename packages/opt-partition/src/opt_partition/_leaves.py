@@ -200,15 +200,13 @@ class Traced(NamedTuple):
 FIRST_LEAF = 3
 
 
-def trace_step(module: Module, inputs: Sequence[LeafReport]) -> Traced | None:
-    """Traces a program from its arguments; `None` if they do not match its parameters."""
+def trace_step(module: Module, inputs: Sequence[LeafReport]) -> Traced:
+    """Traces a program from its arguments."""
     used = [leaf for leaf in inputs if leaf.found is not None]
-    if len(used) != module.num_parameters:
-        return None
     roles: dict[Role, int] = {"params": 1, "other": 2, "state": 4}
     state = [leaf for leaf in used if leaf.role == "state" and leaf.shard_size < leaf.size]
     bits = {leaf: 1 << n for n, leaf in enumerate(state, FIRST_LEAF)}
-    seeds = [bits.get(leaf, roles[leaf.role]) for leaf in used]
+    seeds = [0] * _hidden(used, module) + [bits.get(leaf, roles[leaf.role]) for leaf in used]
     sharded = sum(bits.values())
     flow = trace(
         module,
@@ -224,7 +222,7 @@ def output_leaves(
     compiled: jax.stages.Compiled,
     expected: Expected,
     inputs: Sequence[LeafReport],
-    traced: Traced | None,
+    traced: Traced,
 ) -> list[LeafReport]:
     """Returns the flattened results, in JAX's order, with parameters and state identified."""
     out = compiled.out_info
@@ -233,8 +231,6 @@ def output_leaves(
 
     # Of gradients, updates and new parameters, the last depend on the most roles.
     def rank(role: Role, place: Keys) -> tuple[int, bool]:
-        if traced is None:
-            return 0, False
         outputs = zip(traced.flow.outputs, names, strict=True)
         deps = [d for d, name in outputs if _is_in(name, place)]
         roles = sum(any(d.any & bits for d in deps) for bits in traced.roles.values())
@@ -365,8 +361,18 @@ def _find_results(
 def with_aliased(inputs: Sequence[LeafReport], module: Module) -> list[LeafReport]:
     """Returns the arguments, with those marked whose memory a result reuses."""
     used = [leaf for leaf in inputs if leaf.found is not None]
-    aliased = {used[n].path for n in module.aliased_parameters if n < len(used)}
+    hidden = _hidden(used, module)
+    aliased = {used[n - hidden].path for n in module.aliased_parameters if n >= hidden}
     return [dataclasses.replace(leaf, aliased=leaf.path in aliased) for leaf in inputs]
+
+
+def _hidden(used: Sequence[LeafReport], module: Module) -> int:
+    """Returns the number of parameters before the arguments: tokens and constants."""
+    if (hidden := module.num_parameters - len(used)) < 0:
+        raise AxesError(
+            f"the compiled program has {module.num_parameters} parameters for {len(used)} arrays"
+        )
+    return hidden
 
 
 def owners(params: Sequence[LeafReport]) -> Callable[[LeafReport], LeafReport | None]:

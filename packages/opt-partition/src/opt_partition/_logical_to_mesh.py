@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -97,14 +97,13 @@ def logical_to_mesh(
     unknown: dict[str, list[str]] = {}
     indivisible: list[str] = []
     for (path, leaf), (shape, dtype, names) in zip(leaves_with_paths(shapes), parsed, strict=True):
-        placed = place(names, shape)
-        for name in placed.unknown:
+        spec, notes, without_rule, not_divisible = place(names, shape)
+        for name in without_rule:
             unknown.setdefault(name, []).append(path)
-        indivisible += [f"{path}: {note}" for note in placed.indivisible]
+        indivisible += [f"{path}: {note}" for note in not_divisible]
         kind = memory_kinds(path, leaf) if callable(memory_kinds) else memory_kinds
-        leaves.append(
-            LeafLayout(path, shape, dtype, placed.spec, placed.shard_shape, kind, placed.notes)
-        )
+        shard = shard_shape(shape, spec, mesh)
+        leaves.append(LeafLayout(path, shape, dtype, spec, shard, kind, notes))
     if unknown and on_unknown == "error":
         missing = [f"{name!r}, of {', '.join(at)}: no rule" for name, at in unknown.items()]
         tail = "Add `(name, None)` to `rules` or pass `on_unknown='replicate'`"
@@ -114,16 +113,6 @@ def logical_to_mesh(
         tail = "Add another rule or `(name, None)`, or pass `on_indivisible='replicate'`"
         raise IndivisibleError("\n  ".join([head, *indivisible, tail]))
     return Layout(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
-
-
-class _Placement(NamedTuple):
-    """What the rules make of a shape with logical names."""
-
-    spec: PartitionSpec
-    shard_shape: tuple[int, ...]
-    notes: tuple[str, ...]
-    indivisible: tuple[str, ...]  # those of the notes that are about divisibility alone
-    unknown: tuple[str, ...]  # names without a rule
 
 
 @dataclasses.dataclass
@@ -142,8 +131,8 @@ _Rules = Sequence[tuple[str, tuple[str, ...]]]
 
 def _place(
     names: tuple[Axis, ...], shape: tuple[int, ...], rules: _Rules, mesh: AnyMesh
-) -> _Placement:
-    """Applies the rules, in order, to a shape with the names of its dimensions."""
+) -> tuple[PartitionSpec, tuple[str, ...], dict[str, None], list[str]]:
+    """Returns a spec, its notes, names without a rule, and the notes on divisibility alone."""
     slots = [_Slot(dim, name) for dim, axis in enumerate(names) for name in mesh_axes_of(axis)]
     used: dict[str, int] = {}  # mesh axis to dimension, in order of assignment
     for name, axes in rules:
@@ -164,9 +153,7 @@ def _place(
             notes.append(f"dimension {slot.dimension} ({slot.name!r}, {size}) {why}")
             indivisible += notes[-1:] * (slot.axes is None and not slot.divides)
     notes += [f"dimension {slot.dimension}: no rule for {slot.name!r}" for slot in missing]
-    unknown = tuple(dict.fromkeys(slot.name for slot in missing))
-    shard = shard_shape(shape, spec, mesh)
-    return _Placement(spec, shard, tuple(notes), tuple(indivisible), unknown)
+    return spec, tuple(notes), dict.fromkeys(slot.name for slot in missing), indivisible
 
 
 def _try(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._layout import shape_and_dtype
-from opt_partition._param_axes import Parameter, is_axes, parameters, read_axes
+from opt_partition._param_axes import is_axes, read_axes
 from opt_partition._trees import KeyPath, names_of, owners_by_path, path_str
 from opt_partition.errors import AxesError
 
@@ -20,21 +19,18 @@ class OptaxStatePartitionRules:
     """T5X's two class methods, for existing states.
 
     They see only the state and not its `init`, and therefore derive only the axes of leaves that
-    have the shape of their parameter; `derive_logical_axes` derives those of any state. Unlike
-    T5X's, this class needs no table of rules: its path determines which parameter a leaf follows.
+    have the rank of their parameter and one shape; `derive_logical_axes` derives those of any
+    state. Unlike T5X's, this class needs no table of rules: its path determines which parameter a
+    leaf follows.
     """
 
     @classmethod
-    def derive_optax_logical_axes(
-        cls, optax_state: Any, params_axes: Any, params: Any = None
-    ) -> Any:
+    def derive_optax_logical_axes(cls, optax_state: Any, params_axes: Any) -> Any:
         """Returns the logical axes of an Optax state.
 
         Args:
           optax_state: the state; arrays or `jax.ShapeDtypeStruct`s.
           params_axes: the logical axes of the parameters, usually `PartitionSpec`s.
-          params: the parameters, to compare shapes with. Not in T5X; without them, leaves of a
-            parameter's rank must have one shape.
 
         Returns:
           A tree with the structure of the state, with a `PartitionSpec` for each leaf that follows
@@ -52,31 +48,20 @@ class OptaxStatePartitionRules:
           >>> tuple(derived[0].mu['w'])
           ('embed', 'mlp')
         """
-        if params is None:
-            named = [(path, read_axes(axes)) for path, axes in _leaves_of_axes(params_axes)]
-            # Shapes stand for the rank alone.
-            table = [Parameter(path, (0,) * len(axes), None, axes) for path, axes in named]
-        else:
-            table = parameters(params, params_axes)
-        leaves = tree_leaves_with_path(optax_state)
-        shapes = [shape_and_dtype(leaf)[0] for _, leaf in leaves]
-        owner_of = owners_by_path([names_of(parameter.key_path) for parameter in table])
-        owners = [owner_of(names_of(path))[0] for path, _ in leaves]
+        named = [(names_of(path), read_axes(axes)) for path, axes in _leaves_of_axes(params_axes)]
+        owner_of = owners_by_path([names for names, _ in named])
         specs: list[PartitionSpec | None] = []
-        found: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+        shapes: dict[int, tuple[int, ...]] = {}
         other = []
-        for (path, _), shape, owner in zip(leaves, shapes, owners, strict=True):
+        for path, leaf in tree_leaves_with_path(optax_state):
+            (owner, _), shape = owner_of(names_of(path)), shape_and_dtype(leaf)[0]
             if owner is None or math.prod(shape) <= 1:
                 specs.append(None)
                 continue
-            parameter = table[owner]
-            found[owner].add(shape)
-            is_alike = shape == parameter.shape
-            if params is None:
-                is_alike = len(shape) == len(parameter.shape) and len(found[owner]) == 1
-            if not is_alike:
+            axes = named[owner][1]
+            if len(shape) != len(axes) or shape != shapes.setdefault(owner, shape):
                 other.append(f"  {path_str(path)} {shape}")
-            specs.append(PartitionSpec(*parameter.axes))
+            specs.append(PartitionSpec(*axes))
         if other:
             raise AxesError(
                 "these state leaves do not have the shape of their parameter:\n"

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import (
-    DictKey,
-    FlattenedIndexKey,
-    GetAttrKey,
-    SequenceKey,
-    keystr,
-    tree_leaves_with_path,
-)
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from opt_partition.errors import AxesError
 
 KeyPath = tuple[Any, ...]
-
-_NAMES: Mapping[type, Callable[[Any], Any]] = {
-    DictKey: operator.attrgetter("key"),
-    FlattenedIndexKey: operator.attrgetter("key"),
-    GetAttrKey: operator.attrgetter("name"),
-    SequenceKey: operator.attrgetter("idx"),
-}
 
 
 def path_str(path: Sequence[Any]) -> str:
@@ -54,8 +39,7 @@ def names_of(path: KeyPath) -> tuple[str, ...]:
 
 def key_name(key: Any) -> str:
     """Returns the name of one key of a JAX key path, e.g. `'kernel'` or `'0'`."""
-    read = _NAMES.get(type(key))  # as `keystr` does, which takes five times as long
-    return str(read(key)) if read else keystr((key,), simple=True)
+    return keystr((key,), simple=True)
 
 
 def owners_by_path(
