@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_core import Optimizer, describe_state, regroup
+from opt_core import MultiOptimizer, Optimizer, describe_state, regroup
 from opt_core.errors import SurgeryError
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge._known import KNOWN
@@ -128,6 +128,17 @@ def test_a_window_changes_when_it_is_complete(name: str, setting: str) -> None:
         regroup(optimizer, new, allow=EVERYTHING)
     complete = optimizer.optimizer_def.create(PARAMS)
     assert regroup(complete, new)[1].is_ok
+
+
+def test_an_open_window_of_a_group_without_parameters_may_go() -> None:
+    def steps() -> OptaxWrapper:
+        return OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 4))
+
+    two = MultiOptimizer.from_rules([("b", steps()), ("w", steps())], rest=steps())
+    one = MultiOptimizer.from_rules([("b", steps())], rest=steps())
+    moved, plan = regroup(begun(two.create(PARAMS)), one)
+    assert plan.is_ok
+    assert int(moved.state.param_states["rest"].mini_step) == 1
 
 
 @pytest.mark.parametrize(("name", "setting"), INITIAL)

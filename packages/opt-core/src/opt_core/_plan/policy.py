@@ -354,6 +354,8 @@ def _lost_windows(move: Move) -> Iterator[Problem]:
 def _open_windows(side: Side) -> Iterator[tuple[LeafInfo, int]]:
     """Yields the leaves that say that a window is open, with how far it has come."""
     for transformation in side.transformations:
+        if side.source.schema.groups.get(path_str(transformation.group)) == ():
+            continue  # of a group without parameters
         for bearing in transformation.bearing.values():
             for leaf in side.leaves_of(transformation.key):
                 is_progress = bearing.effect == "window" and leaf.field == bearing.count
