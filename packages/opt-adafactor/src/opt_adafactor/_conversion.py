@@ -66,29 +66,31 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
             "the same `beta1` (`momentum` in Optax)"
         )
 
+    def is_part(node: Any) -> bool:
+        if isinstance(node, optax.ScaleByScheduleState):
+            return any(node is child for child in chain)
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            nodes = jax.tree.leaves(node.inner_state, is_leaf=lambda child: child is owner)
+            return any(child is owner for child in nodes)
+        return node is owner or (average is not None and node is average)
+
     def rebuild(node: Any) -> Any:
         if node is owner:
             own = {name: getattr(node, name, None) for name in FIELDS}
             filled = {n: _pour(old, slots[n], n) for n, old in own.items() if old is not None}
             return node._replace(count=count, **filled)
-        if average is not None and node is average:
+        if node is average:
             return node._replace(count=count, ema=_pour(node.ema, slots["m"], "m"))
-        if any(node is child for child in chain) and isinstance(node, optax.ScaleByScheduleState):
-            return node._replace(count=count)
-        nodes = jax.tree.leaves(node, is_leaf=lambda child: child is owner)
-        if not any(child is owner for child in nodes):
-            return node
-        children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
-        node = jax.tree.unflatten(structure, map(rebuild, children))
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             schedules = {
                 name: s._replace(count=count) if "count" in getattr(s, "_fields", ()) else s
                 for name, s in node.hyperparams_states.items()
             }
-            node = node._replace(count=count, hyperparams_states=schedules)
-        return node
+            inner = jax.tree.map(rebuild, node.inner_state, is_leaf=is_part)
+            return node._replace(count=count, hyperparams_states=schedules, inner_state=inner)
+        return node._replace(count=count) if is_part(node) else node
 
-    return rebuild(like)
+    return jax.tree.map(rebuild, like, is_leaf=is_part)
 
 
 def from_optax_state(state: Any) -> OptimizerState:

@@ -30,20 +30,12 @@ _LISTED = 5
 
 @dataclasses.dataclass(frozen=True)
 class Factoring:
-    """How one parameter is factored; static.
-
-    Attributes:
-      rank: rank of the parameter.
-      averaged: dimensions averaged over for parameter scale and clipping: all but batch ones.
-      rows: row dimensions, averaged over in `v_col`.
-      cols: column dimensions, averaged over in `v_row`.
-      has_momentum: whether `m` is used.
-    """
+    """How one parameter is factored; static."""
 
     rank: int
-    averaged: tuple[int, ...]
-    rows: tuple[int, ...] = ()
-    cols: tuple[int, ...] = ()
+    averaged: tuple[int, ...]  # over for parameter scale and clipping: all but batch dimensions
+    rows: tuple[int, ...] = ()  # averaged over in `v_col`
+    cols: tuple[int, ...] = ()  # averaged over in `v_row`
     has_momentum: bool = False
 
     @property

@@ -1,7 +1,4 @@
-"""Factor rules, which assign a role to each dimension of a parameter, and tables by path.
-
-They are given, or derived from the logical axes of parameters.
-"""
+"""Factor rules: a role for each dimension of a parameter, by path or from logical axes."""
 
 from __future__ import annotations
 
@@ -193,12 +190,7 @@ class HParamMap:
 
 
 def factor_rules_from_axes(param_axes: Any, dims: Mapping[str, FactorDim]) -> dict[str, FactorRule]:
-    """Returns the factor rule of every parameter.
-
-    A dimension without a name is `NONE`; several names on one dimension must agree. Parameters that
-    do not have both `ROW` and `COLUMN` dimensions are not factored. Parameters without axes use the
-    heuristic.
-    """
+    """Returns the factor rule of every parameter; of those without axes the heuristic."""
     rules: dict[str, FactorRule] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(param_axes, is_leaf=_is_axes)[0]:
         path = path_str(path_names(keys))

@@ -1,9 +1,6 @@
 """One update of Adafactor on a tree: the arithmetic of the definition and of the transformations.
 
-Notation follows Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"
-(2018, https://arxiv.org/abs/1804.04235), generalized as in T5X: rows and columns may be several
-dimensions each, and batch dimensions are never averaged over, so that every layer of a stack is
-treated as a separate tensor.
+Batch dimensions are never averaged over, so that every layer of a stack is a tensor of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ from opt_adafactor._state import _AdafactorParamState, flatten_states
 
 
 class _Step(NamedTuple):
-    """The numbers of one step that all tensors share; `None` disables a feature.
-
-    Python numbers and weakly typed arrays take the dtype of the array they are multiplied with.
-    """
+    """The numbers of one step that all tensors share; `None` disables a feature."""
 
     hyper_params: Any
     learning_rate: Any

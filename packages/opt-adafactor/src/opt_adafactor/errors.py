@@ -1,15 +1,4 @@
-"""The errors of opt-adafactor.
-
-```
-AdafactorError (opt_core.errors.OptimizerError)
-├── FactorRuleError (ValueError)       a missing or invalid factor rule
-├── ParamAxesError (ValueError)        logical axes that do not match the parameters
-├── StateConversionError (ValueError)  a state that cannot be converted
-└── UnknownNameError (KeyError)        an axis, parameter or `FactorDim` without a rule
-```
-
-Invalid overrides raise `opt_core.errors.HyperParamError`, as in all packages.
-"""
+"""The errors of opt-adafactor; overrides raise `opt_core.errors.HyperParamError`."""
 
 from __future__ import annotations
 

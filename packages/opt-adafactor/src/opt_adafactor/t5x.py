@@ -1,15 +1,4 @@
-"""The names of `t5x.adafactor`, so that T5X code runs with only its import line changed.
-
-The arithmetic, the state and the checkpoint layout are those of `opt_adafactor`, which are T5X's
-already. `Adafactor` differs only where T5X code relies on T5X's behaviour:
-
-* `derive_logical_axes` assigns no axes to the factored statistics, so they are replicated;
-* `restore_state` accepts parameters in a different precision (T5X can save and restore them in
-  bfloat16), and partition specs or `None` in place of any leaf.
-
-Outside of T5X, prefer `opt_adafactor.Adafactor`: its factored statistics are sharded like the
-parameters, without a partitioner that adds axes afterwards.
-"""
+"""The names of `t5x.adafactor`, so that T5X code runs with only its import line changed."""
 
 from __future__ import annotations
 
@@ -48,9 +37,11 @@ __all__ = [
 
 
 class Adafactor(_adafactor.Adafactor):
-    """`opt_adafactor.Adafactor` with T5X's axes of the state and lenient `restore_state`.
+    """`opt_adafactor.Adafactor` where T5X code relies on T5X's behaviour.
 
-    Arguments and updates are the same, and a checkpoint of either class restores into the other.
+    Factored statistics have no axes, so they are replicated, and `restore_state` accepts parameters
+    in another precision (T5X can save them in bfloat16), and partition specs or `None` in place of
+    any leaf. Updates are the same, and a checkpoint of either class restores into the other.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -82,13 +73,12 @@ class Adafactor(_adafactor.Adafactor):
             treedef.flatten_up_to(derived.target),
             strict=True,
         )
-        has_axes_of_m = bool(self.hyper_params.beta1)
         states = [
             _AdafactorParamState(
                 v_row=None,
                 v_col=None,
                 v=None if state.v.shape == (1,) else spec,
-                m=spec if has_axes_of_m else None,
+                m=spec if self.hyper_params.beta1 else None,
             )
             for state, spec in rows
         ]
