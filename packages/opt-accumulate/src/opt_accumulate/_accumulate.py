@@ -15,7 +15,7 @@ from opt_accumulate._arrays import check_dtype
 from opt_accumulate._batch import Sizes, batch_rows, check_devices
 from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
 from opt_accumulate._loop import Loop, Rng, accumulate
-from opt_accumulate._losses import SkipFunction, Weights, check_rules, divide
+from opt_accumulate._losses import Weights, check_rules, divide, reduce_outputs
 from opt_accumulate._placement import leaf_shardings, like_params, place, sum_as_like
 from opt_accumulate._trees import check_choice, check_integer, described, what_is_wrong
 from opt_accumulate.errors import OptionError
@@ -47,7 +47,7 @@ def accumulate_gradients(
     has_aux: bool = False,
     aux: Any = "stack",
     rng: Rng = False,
-    skip_fn: SkipFunction | None = None,
+    skip_fn: Literal["non_finite"] | None = None,
     with_metrics: bool = False,
     accumulator_dtype: Any = jnp.float32,
     reduce: Literal["auto", "deferred"] = "auto",
@@ -83,17 +83,16 @@ def accumulate_gradients(
         tokens where their numbers differ. Weights are summed in float32, and have no gradient.
       has_aux: whether `loss_fn` returns `(loss, aux)`, under `"returned"` thus
         `((sum, weight), aux)`.
-      aux: what becomes of the auxiliary outputs: `"stack"` (a new first dimension),
+      aux: what becomes of the auxiliary outputs, in the end: `"stack"` (a new first dimension),
         `"sum"` (of all that `skip_fn` did not drop, those of weight 0 and rows of padding too;
         integers stay integers, of 32 bits at least), `"mean"` (by weight; where that is 0 they may
         be anything), `"concat"` (outputs for each row, in the order of the batch), or a tree of
-        these that may end above the leaves.
+        these that may end above the leaves. All microbatches' are held until then.
       rng: whether `loss_fn` takes a key, by the name `rng`: `True`, `jax.random.fold_in(key, i)` in
         microbatch `i`; `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so
         that draws do not depend on the number of microbatches.
-      skip_fn: which microbatches to drop, with their weights, as if the batch did not have them:
-        `"non_finite"` (loss, weight or any gradient), or a function of the loss as returned, its
-        gradient and the weight, that returns one bool. Where a function `weights` says 0,
+      skip_fn: `"non_finite"`: to drop microbatches whose loss, weight or gradients are not finite,
+        with their weights, as if the batch did not have them. Where a function `weights` says 0,
         there is nothing to drop.
       with_metrics: whether to return an `AccumulationMetrics` too.
       accumulator_dtype: of the sum of gradients and of what is returned, real, of 16 bits or more.
@@ -181,23 +180,18 @@ def accumulate_gradients(
             keep_place = functools.partial(place, shardings=shardings)
             sums, stacks = accumulate(loop, split, 0, rng, params, batch, further, keep_place)
 
-        summed = sums.grads, sums.loss, sums.means
-        grads, loss, means = jax.tree.map(lambda total: divide(total, sums.weight), summed)
+        grads, loss = jax.tree.map(
+            lambda total: divide(total, sums.weight), (sums.grads, sums.loss)
+        )
         value: tuple[Any, ...] = (loss,)
         if has_aux:
-            # Each output is in one of these trees; in the others there is `None` instead.
-            trees = sums.added, means, stacks.outputs
-            value += (jax.tree.map(_one_of, *trees, is_leaf=lambda x: x is None),)
+            value += (reduce_outputs(aux, sums.weight, stacks),)
         if with_metrics:
             value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
         grads = place(sum_as_like(grads, params), shardings)
         return (value if len(value) > 1 else value[0]), grads
 
     return value_and_grad
-
-
-def _one_of(*outputs: Any) -> Any:
-    return next((output for output in outputs if output is not None), None)
 
 
 def _check_sizes(**asked: Any) -> Sizes:

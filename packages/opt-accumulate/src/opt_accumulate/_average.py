@@ -1,7 +1,4 @@
-"""An average of the parameters beside the optimizer, and the parameters to evaluate.
-
-`with_average` keeps the one; `eval_params` finds the others, wherever in a state they are.
-"""
+"""An average of the parameters beside the optimizer, and the parameters to evaluate."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ from opt_accumulate._trees import (
     broadcast_prefix,
     check_choice,
     check_integer,
-    check_numbers,
     children,
     path_str,
     walk,
@@ -218,7 +214,6 @@ def with_average(
     inner = InnerUpdate(tx)
 
     def init(params: Any) -> AverageState:
-        check_numbers(params, "params")
         state = inner.init(params)
         average = _copies(master_params(state, params), dtype, select)
         return AverageState(jnp.zeros([], jnp.int32), average, state)

@@ -1,9 +1,7 @@
 """Cutting a batch into microbatches without moving rows between devices.
 
-Microbatch `i` of `n` takes the rows `i, i + n, i + 2n, ...`. A device that holds consecutive rows
-of a sharded batch then holds an equal part of every microbatch; consecutive microbatches would
-each lie on a few devices only, and had to be spread over all of them first. Where rows do not
-divide, rows of zeros are added at the end: some microbatches have more of them than others.
+Microbatch `i` of `n` takes the rows `i, i + n, i + 2n, ...`: where rows lie over devices, each has
+an equal part of every microbatch. Rows of zeros are added at the end.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""One reduction over the devices for a whole batch, whatever the number of microbatches.
-
-Each device adds up the gradients of its own rows; `jax.shard_map` over the data axes keeps the
-compiler from adding over the devices in every microbatch. Its results are stacked over the
-devices, not summed inside: sums inside would know nothing of the other mesh axes, which stay
-the compiler's (measured: `psum_scatter` gathers what lies over a tensor axis first, and `psum` is
-an internal error on Explicit meshes with a further axis, jax 0.8 to 0.12).
-
-On an Explicit mesh jax 0.10 gathers parameters and sums over the further axes where they enter and
-leave `shard_map`, once for a batch; 0.8 and 0.12 do not, nor do any on Auto meshes.
-"""
+"""One reduction over the devices for a whole batch, whatever the number of microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from opt_accumulate._batch import batch_rows, has_rows
-from opt_accumulate._loop import Further, Loop, Stacks, Sums, accumulate
+from opt_accumulate._loop import Further, Loop, Sums, accumulate
+from opt_accumulate._losses import Stacks
 from opt_accumulate._placement import (
     axes_of,
     explicit_axes,
@@ -108,6 +99,8 @@ def accumulate_deferred(
         sums, stacks = accumulate(loop, split, index[0], rng, params, batch, further, keep_place)
         return jax.tree.map(lambda leaf: leaf[None], sums), stacks
 
+    # Results are stacked over the devices, not summed inside: there, `psum_scatter` gathers what
+    # lies over a tensor axis, and `psum` fails on Explicit meshes of more axes (jax 0.8 to 0.12).
     run = jax.shard_map(
         on_device,
         mesh=mesh,

@@ -1,7 +1,4 @@
-"""`guard`: skips steps that spikes or non-finite values would spoil.
-
-It keeps windows of values, in which spikes stand out, and counts of skipped steps.
-"""
+"""`guard`: skips steps that spikes or non-finite values would spoil."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import optax
 from opt_accumulate._arrays import on_device, put_beside
 from opt_accumulate._inner import InnerUpdate, ParamsTransformation, Step, emit_if
 from opt_accumulate._skip import all_finite, global_norm
-from opt_accumulate._trees import check_choice, check_integer, check_numbers, path_str, walk
+from opt_accumulate._trees import check_choice, check_integer, path_str, walk
 from opt_accumulate.errors import OptionError, StuckError
 
 
@@ -61,11 +58,10 @@ class Spike:
                 f"`warmup` must be at most `window`, {self.window}, found {self.warmup}: no "
                 "step would ever be judged."
             )
-        if not self.sigma > 0:
-            raise OptionError(f"`sigma` must be positive, found {self.sigma!r}.")
-        if not self.min_deviation >= 0:
+        if not (self.sigma > 0 and self.min_deviation >= 0):
             raise OptionError(
-                f"`min_deviation` must not be negative, found {self.min_deviation!r}."
+                "`sigma` must be positive and `min_deviation` not negative, found "
+                f"{self.sigma!r} and {self.min_deviation!r}."
             )
         if type(self.argument) is not str or not self.argument.isidentifier():
             raise OptionError(f"`argument` must be the name of a keyword, found {self.argument!r}.")
@@ -74,17 +70,11 @@ class Spike:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The values that the next value is compared with.
+    """The values that the next value is compared with."""
 
-    Attributes:
-      values: float32 `[window]`; a ring buffer, of which the first `count` entries are filled.
-      count: int32 scalar; values accepted since the window was last empty.
-      rejected: int32 scalar; consecutive finite spikes.
-    """
-
-    values: Any
-    count: Any
-    rejected: Any
+    values: Any  # float32 [window]; a ring buffer, of which the first `count` entries are filled
+    count: Any  # int32 scalar; values accepted since the window was last empty
+    rejected: Any  # int32 scalar; consecutive finite spikes
 
     @classmethod
     def empty(cls, spike: Spike) -> Window:
@@ -354,7 +344,6 @@ def guard(
     inner = InnerUpdate(tx)
 
     def init(params: Any) -> GuardState:
-        check_numbers(params, "params")
         return judge.init(inner.init(params))
 
     def update(

@@ -1,8 +1,4 @@
-"""The optimizer inside: what it gets, what of its answer is kept, and steps that are not made.
-
-A step that may not be made goes from a carry, of what it replaces, to the next: from zeros to
-updates, or from parameters to parameters, and from state to state. `emit_if` makes it or not.
-"""
+"""The optimizer inside: what it gets, what of its answer is kept, and steps that are not made."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import optax
 from jax import lax
 
 from opt_accumulate._arrays import cast_like, own_buffers, widen
-from opt_accumulate._trees import differences
+from opt_accumulate._trees import check_numbers, differences
 
 
 class ParamsTransformation(optax.GradientTransformationExtraArgs):
@@ -47,7 +43,7 @@ class ParamsTransformation(optax.GradientTransformationExtraArgs):
 
 
 class Step(NamedTuple):
-    """A step that may be made or not."""
+    """A step that `emit_if` makes or not: from zeros to updates, or from params to params."""
 
     make: Callable[[Any, Any], Any]  # from `(carry, operands)` to what takes the carry's place
     carry: tuple[Any, Any]  # updates or parameters, and the optimizer's state
@@ -55,10 +51,7 @@ class Step(NamedTuple):
 
 
 class InnerUpdate:
-    """An optimizer whose state never changes structure, shapes, dtypes or weak types.
-
-    Gradients are `acc`, in no narrower dtypes than its own and those of `like`.
-    """
+    """An optimizer whose state never changes structure, shapes, dtypes or weak types."""
 
     def __init__(self, opt: Any) -> None:
         if not hasattr(opt, "init") or not (hasattr(opt, "update") or hasattr(opt, "apply")):
@@ -72,6 +65,7 @@ class InnerUpdate:
 
     def init(self, params: Any) -> Any:
         """Returns the optimizer's state, without weak types, in buffers that may be donated."""
+        check_numbers(params, "params")
         state = self.opt.init(params)
         return own_buffers(cast_like(state, state), apart_from=params)
 

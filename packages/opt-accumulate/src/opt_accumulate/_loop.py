@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ from opt_accumulate._arrays import accumulator_dtype_of, at_least_32_bits, inexa
 from opt_accumulate._batch import Sizes, Split, fold, map_rows, take, unfold, zero_rows
 from opt_accumulate._losses import (
     Reduction,
-    SkipFunction,
+    Stacks,
     Weighted,
     Weights,
     is_sum,
@@ -40,26 +40,16 @@ class Loop:
     has_aux: bool
     aux: Any
     rng: Rng
-    skip_fn: SkipFunction | None
+    skip_fn: Literal["non_finite"] | None
     accumulator_dtype: Any
 
 
 class Sums(NamedTuple):
-    """What is added up; grads in the accumulator's dtype, the weight in that of `sum_dtype`."""
+    """What is added up."""
 
-    grads: Any
+    grads: Any  # in the accumulator's dtype
     loss: jax.Array
-    means: Any  # outputs for `"mean"`, times their weights; `None` for others
-    weight: jax.Array  # to divide these three by
-    added: Any  # outputs for `"sum"`; `None` for others
-
-
-class Stacks(NamedTuple):
-    """What is kept for each microbatch; all leaves begin with that dimension."""
-
-    weights: jax.Array  # those that counted
-    skipped: jax.Array
-    outputs: Any  # for `"stack"` and `"concat"`, these in the end in the order of the batch
+    weight: jax.Array  # in the dtype of `sum_dtype`
 
 
 def accumulate(
@@ -96,12 +86,8 @@ def accumulate(
         params = vary(params, axes)
         shapes = jax.eval_shape(lambda params: call(params, first, 0), params)
     rules = reductions_of(shapes.aux, loop.aux, split)
-    # What total loss / total weight varies over; so does all that is divided by that weight.
+    # What total loss / total weight varies over.
     axes |= axes_of_types(shapes.weight)
-
-    def varying(sums: Sums) -> Sums:
-        others: Sums = vary(sums._replace(means=None, added=None), axes)
-        return others._replace(means=sums.means, added=sums.added)  # vary as `loss_fn` has it
 
     def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
         microbatch = take(folded, index)
@@ -111,31 +97,21 @@ def accumulate(
             return loss, (weight, aux)
 
         (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
-        sums, stacks = _add(loop, rules, sums, Weighted(loss, *rest), place(grads))
-        return varying(sums), stacks
+        sums, stacks = _add(loop, sums, Weighted(loss, *rest), place(grads))
+        return vary(sums, axes), stacks
 
     def zeros(param: Any) -> jax.Array:
         dtype = accumulator_dtype_of(jnp.result_type(param), loop.accumulator_dtype)
         return jnp.zeros_like(param, dtype=dtype)
 
-    def zero_outputs(rule: Reduction, dtype_of: Callable[[Any], Any], axes: Collection[str]) -> Any:
-        def leaf(output: jax.ShapeDtypeStruct) -> jax.Array:
-            zeros = jnp.zeros(output.shape, dtype_of(output.dtype), device=output.sharding)
-            varying: jax.Array = vary(zeros, axes_of_types(output).union(axes))
-            return varying
-
-        return of_rule(leaf, (rule,), rules, shapes.aux)
-
     sums = Sums(
         grads=place(jax.tree.map(zeros, params)),
         loss=jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
-        means=zero_outputs("mean", inexact, axes),
         weight=jnp.zeros((), sum_dtype(shapes.weight.dtype)),
-        added=zero_outputs("sum", at_least_32_bits, axes if loop.skip_fn else ()),
     )
     indices = jnp.arange(split.num, dtype=jnp.int32)
     counts = _padding_counts(loop, split, lambda rows: call(params, rows, 0), first)
-    sums, stacks = jax.lax.scan(body, varying(sums), indices)
+    sums, stacks = jax.lax.scan(body, vary(sums, axes), indices)
     if counts is not None:
         sums = sums._replace(weight=jnp.where(counts, jnp.nan, sums.weight))
 
@@ -145,21 +121,14 @@ def accumulate(
     return sums, stacks._replace(outputs=jax.tree.map(in_order, rules, stacks.outputs))
 
 
-def _add(
-    loop: Loop, rules: Any, sums: Sums, microbatch: Weighted, grads: Any
-) -> tuple[Sums, Stacks]:
+def _add(loop: Loop, sums: Sums, microbatch: Weighted, grads: Any) -> tuple[Sums, Stacks]:
     """Adds one microbatch to the sums, if it counts."""
     loss, weight, aux = microbatch
-    filled = weight != 0
     skip = should_skip(loop.skip_fn, loss, grads, weight)
-    counts = None
+    counts = ~skip
     if callable(loop.weights):
-        # The mean over nothing is often 0/0: it is not judged.
-        skip = None if skip is None else skip & filled
-        counts = filled
-    keep = None if skip is None else ~skip
-    if keep is not None:
-        counts = keep if counts is None else counts & keep
+        # The mean over nothing is often 0/0: it does not count, and is not judged.
+        skip, counts = skip & (weight != 0), counts & (weight != 0)
     counted = select(counts, weight)
 
     def add(total: jax.Array, value: jax.Array) -> jax.Array:
@@ -170,34 +139,12 @@ def _add(
             value = value.astype(wide) * weight.astype(wide)
         return total + select(counts, value.astype(total.dtype))
 
-    def add_output(output: jax.Array, total: jax.Array) -> jax.Array:
-        return total + select(keep, output).astype(total.dtype)
-
-    def add_weighted(output: jax.Array, total: jax.Array) -> jax.Array:
-        product = output.astype(total.dtype) * counted.astype(total.dtype)
-        return total + select(counted != 0, product)  # where it is 0, outputs may be anything
-
     sums = Sums(
         grads=jax.tree.map(add, sums.grads, grads),
         loss=add(sums.loss, loss),
-        means=of_rule(add_weighted, ("mean",), rules, aux, sums.means),
         weight=sums.weight + counted.astype(sums.weight.dtype),
-        added=of_rule(add_output, ("sum",), rules, aux, sums.added),
     )
-    skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
-    kept = of_rule(lambda output: output, ("stack", "concat"), rules, aux)
-    return sums, Stacks(counted, skipped, kept)
-
-
-def of_rule(
-    function: Callable[..., Any], wanted: tuple[Reduction, ...], rules: Any, *outputs: Any
-) -> Any:
-    """Maps over outputs that are reduced in one of some ways; in the place of others is `None`."""
-
-    def leaf(rule: Reduction, *outputs: Any) -> Any:
-        return function(*outputs) if rule in wanted else None
-
-    return jax.tree.map(leaf, rules, *outputs)
+    return sums, Stacks(counted, skip, aux)
 
 
 def _padding_counts(

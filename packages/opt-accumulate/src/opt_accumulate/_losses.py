@@ -1,8 +1,4 @@
-"""What a loss function returns, how much it counts, and when a microbatch is dropped.
-
-Every rule comes down to a loss and a weight for each microbatch, so that the whole batch has
-`sum(loss sums) / sum(weights)`.
-"""
+"""What a loss function returns, how much it counts, and when a microbatch is dropped."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from opt_accumulate.errors import LossOutputError, OptionError
 Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]  # of auxiliary outputs
 NamedWeights: TypeAlias = Literal["returned", "examples", "mean_of_means"]
 Weights: TypeAlias = NamedWeights | Callable[[Any], Any]
-SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]
 
 _REDUCTIONS = get_args(Reduction)
 
@@ -33,6 +28,14 @@ number
   weights='examples'       it returns the mean over its rows, each counting the same
   weights=f                it returns a mean; f(microbatch) is the weight of that mean
   weights='mean_of_means'  every microbatch counts the same, whatever it holds"""
+
+
+class Stacks(NamedTuple):
+    """What is kept for each microbatch; all leaves begin with that dimension."""
+
+    weights: jax.Array  # those that counted
+    skipped: jax.Array
+    outputs: Any  # those for `"concat"` in the end in the order of the batch
 
 
 class Weighted(NamedTuple):
@@ -48,9 +51,7 @@ def check_rules(weights: Any, skip_fn: Any, aux: Any) -> None:
     if not callable(weights):
         choices = f", or a function. If the loss function{_CHOICES}"
         check_choice("weights", weights, get_args(NamedWeights), choices)
-    if not callable(skip_fn):
-        function = ", or a function of (loss, grads, weight) that says what to drop."
-        check_choice("skip_fn", skip_fn, (None, "non_finite"), function)
+    check_choice("skip_fn", skip_fn, (None, "non_finite"))
     if wrong := described(aux, _no_reduction):
         listed = ", ".join(map(repr, _REDUCTIONS))
         raise OptionError(
@@ -104,24 +105,14 @@ def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> 
     )
 
 
-def should_skip(
-    skip_fn: SkipFunction | None, loss: jax.Array, grads: Any, weight: jax.Array
-) -> jax.Array | None:
-    """Returns whether to drop a microbatch; `None` where none ever is."""
+def should_skip(skip_fn: str | None, loss: jax.Array, grads: Any, weight: jax.Array) -> jax.Array:
+    """Returns whether to drop a microbatch."""
     if skip_fn is None:
-        return None
+        return jnp.zeros((), jnp.bool_)
     # Parts of one loss are dropped together, though gradients of parts of parameters differ.
     kept = axes_of_types((loss, weight))
-    if skip_fn == "non_finite":
-        weight = weight.astype(inexact(weight.dtype))
-        return any_over(~all_finite((loss, grads, weight)), kept)
-    skip = skip_fn(loss, grads, weight)
-    if not _is_scalar(skip) or jnp.result_type(skip) != jnp.bool_:
-        raise LossOutputError(
-            f"`skip_fn` must return one truth value (shape (), bool), not {_describe(skip)}. Join "
-            "several by `jnp.any`."
-        )
-    return any_over(jnp.asarray(skip), kept)
+    weight = weight.astype(inexact(weight.dtype))
+    return any_over(~all_finite((loss, grads, weight)), kept)
 
 
 def _weight_of(microbatch: Any, weights: Weights) -> Any:
@@ -199,9 +190,28 @@ def reductions_of(shapes: Any, aux: Any, split: Split) -> Any:
     return rules
 
 
-def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
+def select(keep: jax.Array, value: jax.Array) -> jax.Array:
     """Returns `value`, or zeros where it is not kept: selected, since `0 * inf` is NaN."""
-    return value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
+    return jnp.where(keep, value, jnp.zeros_like(value))
+
+
+def reduce_outputs(aux: Any, weight: jax.Array, stacks: Stacks) -> Any:
+    """Returns auxiliary outputs, stacked over the microbatches, by their rules."""
+
+    def leaf(rule: Reduction, output: jax.Array) -> jax.Array:
+        if rule not in ("sum", "mean"):
+            return output
+        further = range(1, output.ndim)
+        if rule == "sum":
+            kept = select(~jnp.expand_dims(stacks.skipped, further), output)
+            return jnp.sum(kept, 0, dtype=at_least_32_bits(output.dtype))
+        weights, wide = jnp.expand_dims(stacks.weights, further), inexact(output.dtype)
+        # Where the weight is 0, outputs may be anything.
+        product = select(weights != 0, output.astype(wide) * weights.astype(wide))
+        return divide(product.sum(0), weight)
+
+    rules = broadcast_prefix(aux, stacks.outputs, "aux")
+    return jax.tree.map(leaf, rules, stacks.outputs)
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:

@@ -21,7 +21,6 @@ from opt_accumulate._skip import ask, last_decision
 from opt_accumulate._trees import (
     check_integer,
     check_like,
-    check_numbers,
     what_is_wrong,
 )
 
@@ -110,7 +109,7 @@ class MultiSteps:
         Raises:
           TypeError: a leaf of `params` is not an array or a number.
         """
-        check_numbers(params, "params")
+        inner_state = self._inner.init(params)
 
         def empty(param: Any) -> jax.Array:
             dtype = accumulator_dtype_of(jnp.result_type(param), self._dtype)
@@ -123,7 +122,7 @@ class MultiSteps:
         return optax.MultiStepsState(
             mini_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
-            inner_opt_state=self._inner.init(params),
+            inner_opt_state=inner_state,
             acc_grads=jax.tree.map(empty, params),
             skip_state=skip_state,
         )

@@ -1,17 +1,6 @@
 """The errors of opt-accumulate.
 
-```
-AccumulationError
-├── BatchError (ValueError)       a batch that cannot be cut into the microbatches asked for
-├── EvaluationError (ValueError)  no one answer to what the parameters to evaluate are
-├── LossOutputError (TypeError)   a loss function that does not return what was announced
-├── OptionError (ValueError)      arguments that do not fit together
-├── RollbackError (RuntimeError)  no state to go back to
-└── StuckError (RuntimeError)     too many steps in a row were skipped
-```
-
-All but the last two, of `Rollback.restore` and `check_skips`, are raised while a program is traced
-or built.
+All but those of `Rollback.restore` and `check_skips` are raised while a program is traced or built.
 """
 
 from __future__ import annotations
