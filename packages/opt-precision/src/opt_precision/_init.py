@@ -27,7 +27,6 @@ from opt_precision._program import Atom, Program
 from opt_precision._select import Candidate, Choice, KeyPath, Select, find_mirrors, path_str
 from opt_precision._states import is_state
 from opt_precision._update import as_array, wide
-from opt_precision._weights import NEAREST, Weights
 from opt_precision.errors import OrderError, PrecisionError
 
 _FILLS: Final = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshard"})
@@ -111,9 +110,8 @@ class First:
 
         def inner(node: Any) -> str | None:
             if is_state(node):
-                weights = Weights(node.method)
-                if weights != NEAREST:
-                    return weights.constructor
+                if node.kept is not None:
+                    return str(node.weights.constructor)
                 return None if is_of_weights else "quantize_state"
             return None if is_of_weights else _WINDOWS.get(type(node))
 

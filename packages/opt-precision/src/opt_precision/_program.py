@@ -220,14 +220,15 @@ def feeding_extremes(program: Program, first: int, number: int) -> dict[int, int
     """Which leaves of the state a running maximum or minimum is made of, and where that is kept.
 
     That is a leaf whose new value is the larger of its old one and of something else, as `nu_max`
-    of AMSGrad. One whose old value decays, as Adamax's, comes down again and is not meant.
+    of AMSGrad. One whose old value decays, as Adamax's, comes down again and is not meant, nor is
+    one number, as it is made of sums.
     """
     place: dict[Var, int] = {
         value: j for j, value in enumerate(program.arguments[first : first + number])
     }
     feeding: dict[int, int] = {}
     for i, eqn in enumerate(program.equations):
-        if eqn.primitive.name not in ("max", "min"):
+        if eqn.primitive.name not in ("max", "min") or not type_of(eqn.outvars[0]).shape:
             continue
         olds = [program.origin(atom, _SAME) for atom in eqn.invars]
         for j in {place[value] for value in olds if isinstance(value, Var) and value in place}:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,43 +12,50 @@ import optax
 from opt_precision import _bits
 from opt_precision._formats import is_encoded
 from opt_precision._select import path_str
-from opt_precision._weights import Method, Weights
+from opt_precision._weights import EXTRA_DTYPE, Method, Weights
 from opt_precision.errors import StateError
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PrecisionState:
+class PrecisionState(NamedTuple):
     """The state of every transformation of this package.
 
     Attributes:
       step: how often it was updated, for the noise; int32, a scalar.
       kept: what `master_weights` keeps besides each bfloat16 parameter, and `optax.MaskedNode()`
-        for every other; `None` where nothing is kept.
+        for every other; for `stochastic_weights` that alone, and `None` if parameters are left to
+        Optax.
       inner: the state of the transformation, under Optax's paths, with an `Encoded` in the place
         of each encoded leaf.
-      method: how parameters are stored, as `Precision.weights` has it, or `'nearest'`; static.
     """
 
     step: jax.Array
     kept: Any
     inner: Any
-    method: Method = dataclasses.field(default="nearest", metadata={"static": True})
+
+    @property
+    def weights(self) -> Weights:
+        """How parameters are stored, as far as what is kept shows it."""
+        dtypes = (str(getattr(leaf, "dtype", "")) for leaf in jax.tree.leaves(self.kept))
+        method: Method = "nearest" if self.kept is None else "stochastic"
+        return Weights(_METHOD_OF.get(next(dtypes, ""), method))
 
     def params_storage(self) -> tuple[str, Weights]:
         """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
-        return "kept", Weights(self.method)
+        return "kept", self.weights
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters as exactly as they are known."""
-        if self.kept is None:
+        if not self.weights.keeps:
             return params
-        decode = Weights(self.method).decode
+        decode = self.weights.decode
 
         def master(param: Any, extra: Any) -> Any:
             return wide_param(param) if is_masked(extra) else decode(param, extra)
 
         return jax.tree.map(master, params, self.kept, is_leaf=is_masked)
+
+
+_METHOD_OF: Final = {jnp.dtype(dtype).name: method for method, dtype in EXTRA_DTYPE.items()}
 
 
 def wide_param(param: Any) -> Any:
@@ -115,7 +121,7 @@ def master_of(state: Any, params: Any) -> Any:
       params: the parameters.
     """
     nodes = jax.tree.leaves(state, is_leaf=is_state)
-    found = [node for node in nodes if is_state(node) and node.kept is not None]
+    found = [node for node in nodes if is_state(node) and node.weights.keeps]
     if len(found) > 1:
         raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
     return jax.tree.map(wide_param, found[0].master_params(params) if found else params)
@@ -140,14 +146,13 @@ def set_params(state: Any, params: Any) -> Any:
     """
 
     def first(node: Any) -> Any:
-        if not is_state(node) or node.kept is None:
+        if not is_state(node) or not node.weights.keeps:
             return node
-        weights = Weights(node.method)
 
         def reset(param: Any, extra: Any) -> Any:
-            return extra if is_masked(extra) else weights.first_extra(jnp.asarray(param))
+            return extra if is_masked(extra) else node.weights.first_extra(jnp.asarray(param))
 
         kept = jax.tree.map(reset, params, node.kept, is_leaf=is_masked)
-        return dataclasses.replace(node, kept=kept)
+        return node._replace(kept=kept)
 
     return jax.tree.map(first, state, is_leaf=is_state)

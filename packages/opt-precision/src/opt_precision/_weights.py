@@ -21,7 +21,7 @@ from opt_precision.errors import StateError
 Storage: TypeAlias = Literal["f32", "remainder", "remainder8", "kahan"]
 Method: TypeAlias = Literal["nearest", "stochastic"] | Storage
 
-EXTRA_DTYPE: Final = {
+EXTRA_DTYPE: Final[Mapping[Method, Any]] = {
     "f32": jnp.float32,
     "remainder": jnp.int16,
     "remainder8": jnp.int8,

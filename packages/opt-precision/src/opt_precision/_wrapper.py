@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -92,9 +93,8 @@ class Wrapper:
         state = first.state(plan)
         if self.moments is not None and self.moments.on_host is not None:
             state = hosted(state, first.plan(identity(), self.moments.on_host))
-        kept = jax.tree.map(self._first_extra, params) if self.weights.keeps else None
-        step = jnp.zeros([], jnp.int32)
-        return PrecisionState(step, kept, each_in_a_variable(state), self.weights.method)
+        kept = self._kept(lambda: jax.tree.map(self._first_extra, params))
+        return PrecisionState(jnp.zeros([], jnp.int32), kept, each_in_a_variable(state))
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -112,9 +112,8 @@ class Wrapper:
         bare, state, params = bare_values((grads, given, params))
         step = self.step(bare, state, params, extra_args, is_in_place=is_in_place)
         made, extras, inner = step.run()
-        kept = extras if self.weights.keeps else None
-        number = optax.safe_increment(state.step)  # the largest int32 stays what it is
-        new = dataclasses.replace(state, step=number, kept=kept, inner=inner)
+        number: Any = optax.safe_increment(state.step)  # the largest int32 stays what it is
+        new = PrecisionState(number, self._kept(lambda: extras), inner)
         tree: Any = jax.tree.structure((grads, given))
         if tree == jax.tree.structure((bare, state)):
             return made, new
@@ -130,10 +129,11 @@ class Wrapper:
                 f"`state` must be a `PrecisionState`, found {type(state).__name__}. Mind the "
                 "order: `update(grads, state, params)`, `apply(params, state, grads)`."
             )
-        if state.method != self.weights.method:
+        found, wanted = state.weights.method, self.weights.method
+        if found != wanted and not (self.weights.keeps and found == "stochastic"):
             raise StateError(
-                f"`state` was made for weights that are stored by {state.method!r}, expected "
-                f"{self.weights.method!r}. Make it by the `init` of this transformation."
+                f"`state` was made for weights that are stored by {found!r}, expected {wanted!r}. "
+                "Make it by the `init` of this transformation."
             )
         return Step(
             Arguments(
@@ -150,6 +150,12 @@ class Wrapper:
                 step=state.step,
             )
         )
+
+    def _kept(self, extras: Callable[[], Any]) -> Any:
+        """What a state has as `kept`."""
+        if self.weights.keeps:
+            return extras()
+        return None if self.weights == NEAREST else optax.MaskedNode()
 
     def _first_extra(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)

@@ -365,16 +365,17 @@ def stored_nodes(states: Any) -> tuple[list[Any], list[Storage | None], Any]:
     structure: Any = jax.tree.structure(states)
     numbers = structure.unflatten(range(structure.num_leaves))
     extras: dict[Any, Storage] = {}
-    for store in jax.tree.leaves(numbers, is_leaf=is_params_store):
-        if not isinstance(store, int):
+    both = (jax.tree.leaves(x, is_leaf=is_params_store) for x in (states, numbers))
+    for store, places in zip(*both, strict=True):
+        if is_params_store(store):
             field, how = store.params_storage()
-            extras |= dict.fromkeys(jax.tree.leaves(getattr(store, field)), how)
+            extras |= dict.fromkeys(jax.tree.leaves(getattr(places, field)), how)
     tree: Any = jax.tree.structure(numbers, is_leaf=_is_stored_leaf)
-    places = tree.flatten_up_to(numbers)
+    positions = tree.flatten_up_to(numbers)
     nodes: list[Any] = tree.flatten_up_to(states)
     ways = [
-        extras.get(place) if isinstance(place, int) else node.leaf_storage()
-        for place, node in zip(places, nodes, strict=True)
+        extras.get(at) if isinstance(at, int) else node.leaf_storage()
+        for at, node in zip(positions, nodes, strict=True)
     ]
     return nodes, ways, tree
 
