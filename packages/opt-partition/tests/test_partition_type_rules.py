@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -91,7 +92,7 @@ def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:
 
     def inner(leaf: StateLeaf) -> Any:
         asked.append(("inner", leaf.key_path[0].name))
-        return 0, None
+        return np.argmax(leaf.parameter.shape if leaf.parameter else ()), None
 
     axes = derive_logical_axes(init, PARAMS, AXES, rules={Outer: outer, Gram: inner})
     assert axes.inner.gram["w"] == P("embed", None)

@@ -247,7 +247,9 @@ def _decide(
 ) -> dict[str, Any]:
     """Returns the fields of a row that are decided: by the answer of a rule, else by origins."""
     keys = keys_of(names, sizes)
-    dims = _dims(origins, keys, is_alike=bool(names) and shape == sizes)
+    is_alike = bool(names) and shape == sizes
+    dims = _dims(origins, keys, is_alike=is_alike)
+    is_captured = is_alike and not any(origin.keys for origin in origins) and {*dims} == {None}
     decided: list[tuple[int | None, Axis, str, str]] = []
     is_disputed = False
     for axis, (origin, dim) in enumerate(zip(origins, dims, strict=True)):
@@ -269,7 +271,9 @@ def _decide(
             from_dims = [str(dim) for dim, key in enumerate(keys) if key in origin.keys]
             from_dims += [repr(key[0]) for key in origin.keys if key not in keys]
             note = origin.note.replace("{}", ", ".join(from_dims)) if from_dims else origin.note
-            decided.append((None, None, source if origin.is_known else "fallback", note))
+            is_known = origin.is_known and not is_captured
+            note = note or _CAPTURED * is_captured
+            decided.append((None, None, source if is_known else "fallback", note))
     kept, axes, sources, notes = zip(*decided, strict=True) if decided else ((), (), (), ())
     if len(decided) > 1:
         notes = tuple(f"dimension {n}: {note}" * bool(note) for n, note in enumerate(notes))
@@ -282,6 +286,9 @@ def _decide(
         "note": "; ".join(dict.fromkeys(filter(None, notes))),
         "is_disputed": is_disputed,
     }
+
+
+_CAPTURED = "of the size of its parameter, but `init` does not take it from its argument"
 
 
 def _dims(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from opt_partition._param_axes import Parameter
@@ -57,7 +58,8 @@ def apply_rules(
             answer = rules[type(node)](leaf)
             if answer is not None:
                 _check_answer(answer, leaf)
-                answer = answer if isinstance(answer, PartitionSpec) else tuple(answer)
+                if not isinstance(answer, PartitionSpec):  # `numpy.argsort` has other integers
+                    answer = tuple(int(x) if isinstance(x, np.integer) else x for x in answer)
                 break
         answers.append(answer)
     return answers
@@ -73,7 +75,7 @@ def _check_answer(answer: Sequence[Any] | PartitionSpec, leaf: StateLeaf) -> Non
         wrong = "it must have one entry per dimension"
     elif not isinstance(answer, PartitionSpec):
         for dim, size in zip(answer, leaf.shape, strict=True):
-            is_index = isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0
+            is_index = isinstance(dim, int | np.integer) and not isinstance(dim, bool) and dim >= 0
             if dim not in (None, ASK) and not (is_index and parameter[dim:][:1] == (size,)):
                 of = f"the parameter has shape {parameter}" if leaf.parameter else "no parameter"
                 wrong = f"no dimension of size {size} is parameter dimension {dim!r}: {of}"
