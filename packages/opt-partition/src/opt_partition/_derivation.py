@@ -20,6 +20,7 @@ from jax.tree_util import tree_leaves_with_path
 from opt_partition._layout import mesh_axes_of, padded
 from opt_partition._param_axes import Parameter
 from opt_partition._symbols import (
+    COMPUTED,
     CONSTANT,
     Evaluate,
     Key,
@@ -30,7 +31,7 @@ from opt_partition._symbols import (
     keys_of,
     symbolic_origins,
 )
-from opt_partition._trees import names_of, owners_by_path
+from opt_partition._trees import names_of, owner_of
 
 
 class Derivation(NamedTuple):
@@ -115,10 +116,8 @@ def _provenance(
         found = tuple(by_tag[tag] for tag in mesh_axes_of(entry))
         if not found:
             return CONSTANT if size < 2 else Origin(note=note, is_known=False)
-        if len(found) > 1:
-            return Origin(None, found, "computed from the parameter dimensions {}")
-        if found[0][1] != size:
-            return Origin(None, found, "a part of parameter dimension {}")
+        if len(found) > 1 or found[0][1] != size:
+            return Origin(None, found, COMPUTED)
         return Origin(found[0], found)
 
     def entries(leaf: Any) -> list[Any]:
@@ -140,7 +139,7 @@ def _owners(
 
     If neither tells, `init` is evaluated with a symbol for each dimension of each parameter.
     """
-    by_path = owners_by_path([names_of(parameter.key_path) for parameter in table])
+    by_path = {names_of(parameter.key_path): index for index, parameter in enumerate(table)}
     inside = [frozenset(row) for row in keys]
     with_key: defaultdict[Key, set[int]] = defaultdict(set)
     for number, row in enumerate(inside):
@@ -159,7 +158,7 @@ def _owners(
         zip(tree_leaves_with_path(state), origins, strict=True)
     ):
         wanted, able = with_all(origin)
-        index, is_listed = by_path(names_of(path))
+        index, is_listed = owner_of(names_of(path), by_path)
         if index is not None and wanted <= inside[index] and not is_listed:
             owners.append(index)
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import operator
@@ -103,7 +102,7 @@ class _StateMoves:
         severity: Severity,
     ) -> None:
         params = [leaf for leaf in inputs if leaf.role == "params"]
-        self._owner = functools.cache(owners(params))
+        self._owner = owners(params)
         self._mesh, self._severity = mesh, severity
         # Arrays that depend on state only, with the elements of each leaf that they communicate.
         self._of_leaves: defaultdict[LeafReport, dict[Moved, int]] = defaultdict(dict)

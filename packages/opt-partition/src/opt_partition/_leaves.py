@@ -23,7 +23,7 @@ from opt_partition._trees import (
     key_name,
     leaves_with_paths,
     names_of,
-    owners_by_path,
+    owner_of,
     path_str,
     split_path,
 )
@@ -377,13 +377,8 @@ def _hidden(used: Sequence[LeafReport], module: Module) -> int:
 
 def owners(params: Sequence[LeafReport]) -> Callable[[LeafReport], LeafReport | None]:
     """Returns a function to the parameter of a state leaf."""
-    by_path = owners_by_path([leaf.name for leaf in params])
-
-    def owner_of(leaf: LeafReport) -> LeafReport | None:
-        index, _ = by_path(leaf.name)
-        return None if index is None else params[index]
-
-    return owner_of
+    by_name = {leaf.name: leaf for leaf in params}
+    return functools.cache(lambda leaf: owner_of(leaf.name, by_name)[0])
 
 
 def _in_words(sharding: Sharding | None, shape: Sequence[int]) -> str | None:

@@ -240,7 +240,13 @@ def _state_fields(state: Any, params: Any) -> list[str]:
     This is the innermost field whose container type does not occur in the parameters, so that `mu`
     of an Equinox model is a single field. Other leaves are named after their first string key.
     """
-    of_params = frozenset(_containers(params))
+    of_params: set[type] = set()
+
+    def is_leaf(node: Any) -> bool:
+        of_params.add(type(node))
+        return False
+
+    jax.tree.leaves(params, is_leaf=is_leaf)
 
     def walk(node: Any, field: str, key: str) -> Iterator[str]:
         opened = children(node)
@@ -257,12 +263,3 @@ def _state_fields(state: Any, params: Any) -> list[str]:
             yield from walk(child, below, name)
 
     return list(walk(state, "", ""))
-
-
-def _containers(tree: Any) -> Iterator[type]:
-    """Yields the type of every node of a tree."""
-    opened = children(tree)
-    if opened is not None:
-        yield type(tree)
-        for _, child in opened:
-            yield from _containers(child)

@@ -55,11 +55,12 @@ def apply_rules(
         answer: Answer = None
         for node, depth in enclosing:
             leaf = StateLeaf(node, path[depth:], tuple(struct.shape), struct.dtype, owner)
-            answer = rules[type(node)](leaf)
-            if answer is not None:
-                _check_answer(answer, leaf)
-                if not isinstance(answer, PartitionSpec):  # `numpy.argsort` has other integers
-                    answer = tuple(int(x) if isinstance(x, np.integer) else x for x in answer)
+            said: Any = rules[type(node)](leaf)
+            if said is not None:
+                _check_answer(said, leaf)
+                # `numpy.argsort` returns other integers.
+                dims = tuple(int(x) if isinstance(x, np.integer) else x for x in said)
+                answer = said if isinstance(said, PartitionSpec) else dims
                 break
         answers.append(answer)
     return answers

@@ -42,8 +42,8 @@ _FACTORS = (64, 2)
 # Two numbers in one, or one of two parts; smaller fractions count blocks, which may be sharded.
 _HALF = fractions.Fraction(1, 2)
 _VARIABLE = re.compile(r"d\d+")
-_MULTIPLE = re.compile(r"(?:(\d+)\*)?d\d+")
-_SHIFTED = re.compile(r"(?:(\d+)\*)?d\d+ [+-] \d+")
+_LINEAR = re.compile(r"(?:(\d+)\*)?d\d+(?: [+-] \d+)?")
+COMPUTED = "computed from parameter dimension {}"
 
 # What distinguishes a parameter dimension, e.g. its logical name; and its size.
 Key = tuple[Any, int]
@@ -233,15 +233,9 @@ def _expressions(shown: Sequence[tuple[str, ...] | None]) -> set[str]:
 
 def _computed(text: str, keys: tuple[Key, ...]) -> Origin:
     """Returns the origin of a dimension that is no parameter dimension but computed from some."""
-    if len(keys) > 1:
-        return Origin(None, keys, "computed from the parameter dimensions {}")
-    size = max(1, keys[0][1])
-    if multiple := _MULTIPLE.fullmatch(text):
-        times = fractions.Fraction(int(multiple[1] or 1), size)
-        if times.denominator == 1 or times == _HALF:
-            return Origin(None, keys, f"grows {times} times as much as parameter dimension {{}}")
-    elif (shifted := _SHIFTED.fullmatch(text)) and int(shifted[1] or 1) == size:
-        return Origin(None, keys, "grows with parameter dimension {}, but is not its size")
-    if "^" in text:
-        return Origin(None, keys, "computed from parameter dimension {}")
-    return Origin(None, keys, "counts blocks of parameter dimension {}", is_known=False)
+    if len(keys) == 1 and "^" not in text:
+        found = _LINEAR.fullmatch(text)
+        times = fractions.Fraction(int(found[1] or 1), max(1, keys[0][1])) if found else None
+        if times is None or (times.denominator != 1 and times != _HALF):
+            return Origin(None, keys, "counts blocks of parameter dimension {}", is_known=False)
+    return Origin(None, keys, COMPUTED)

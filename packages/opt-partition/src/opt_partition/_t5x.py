@@ -11,7 +11,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._layout import shape_and_dtype
 from opt_partition._param_axes import is_axes, read_axes
-from opt_partition._trees import KeyPath, names_of, owners_by_path, path_str
+from opt_partition._trees import KeyPath, names_of, owner_of, path_str
 from opt_partition.errors import AxesError
 
 
@@ -48,18 +48,19 @@ class OptaxStatePartitionRules:
           >>> tuple(derived[0].mu['w'])
           ('embed', 'mlp')
         """
-        named = [(names_of(path), read_axes(axes)) for path, axes in _leaves_of_axes(params_axes)]
-        owner_of = owners_by_path([names for names, _ in named])
+        named = {
+            names_of(path): (path, read_axes(axes)) for path, axes in _leaves_of_axes(params_axes)
+        }
         specs: list[PartitionSpec | None] = []
-        shapes: dict[int, tuple[int, ...]] = {}
+        shapes: dict[KeyPath, tuple[int, ...]] = {}
         other = []
         for path, leaf in tree_leaves_with_path(optax_state):
-            (owner, _), shape = owner_of(names_of(path)), shape_and_dtype(leaf)[0]
+            (owner, _), shape = owner_of(names_of(path), named), shape_and_dtype(leaf)[0]
             if owner is None or math.prod(shape) <= 1:
                 specs.append(None)
                 continue
-            axes = named[owner][1]
-            if len(shape) != len(axes) or shape != shapes.setdefault(owner, shape):
+            of, axes = owner
+            if len(shape) != len(axes) or shape != shapes.setdefault(of, shape):
                 other.append(f"  {path_str(path)} {shape}")
             specs.append(PartitionSpec(*axes))
         if other:

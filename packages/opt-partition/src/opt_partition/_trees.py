@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -12,6 +12,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from opt_partition.errors import AxesError
 
 KeyPath = tuple[Any, ...]
+_T = TypeVar("_T")
 
 
 def path_str(path: Sequence[Any]) -> str:
@@ -42,25 +43,19 @@ def key_name(key: Any) -> str:
     return keystr((key,), simple=True)
 
 
-def owners_by_path(
-    parameters: Sequence[Sequence[str]],
-) -> Callable[[Sequence[str]], tuple[int | None, bool]]:
-    """Returns a function from the names in the path of a state leaf to the index of its parameter.
+def owner_of(
+    names: tuple[str, ...], parameters: Mapping[tuple[str, ...], _T]
+) -> tuple[_T | None, bool]:
+    """Returns the parameter, by names, that a state leaf with the names in its path belongs to.
 
     It is the one whose path is contained in that of the leaf; the last one, if there are several.
-    The function also returns whether this path has indices alone, which may mean something else.
+    Also returns whether this path has indices alone, which may mean something else.
     """
-    by_names = {tuple(names): index for index, names in enumerate(parameters)}
-
-    def owner_of(names: Sequence[str]) -> tuple[int | None, bool]:
-        names = tuple(names)
-        for end in range(len(names), 0, -1):
-            for start in range(end):
-                if (index := by_names.get(names[start:end])) is not None:
-                    return index, all(map(str.isdecimal, names[start:end]))
-        return by_names.get(()), False
-
-    return owner_of
+    for end in range(len(names), 0, -1):
+        for start in range(end):
+            if (owner := parameters.get(names[start:end])) is not None:
+                return owner, all(map(str.isdecimal, names[start:end]))
+    return parameters.get(()), False
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
