@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from opt_partition._trees import align, map_leaves
+from opt_partition._trees import KeyPath, align, map_leaves, path_str
 from opt_partition.errors import AxesError
 
 AnyMesh = Mesh | AbstractMesh
@@ -130,7 +130,7 @@ class Layout:
         return tuple(f"{leaf.path}: {note}" for leaf in self.rows for note in leaf.notes)
 
 
-def _leaf_layout(mesh: AnyMesh, path: str, leaf: Any, entry: Any) -> LeafLayout:
+def _leaf_layout(mesh: AnyMesh, path: KeyPath, leaf: Any, entry: Any) -> LeafLayout:
     """Returns the layout of one leaf; see `Layout.from_specs`."""
     shape, dtype = shape_and_dtype(leaf)
     memory_kind = None
@@ -140,7 +140,7 @@ def _leaf_layout(mesh: AnyMesh, path: str, leaf: Any, entry: Any) -> LeafLayout:
                 raise AxesError(
                     f"laid out for {entry.dtype}{list(entry.shape)}, found {dtype}{list(shape)}"
                 )
-            return dataclasses.replace(entry, path=path)
+            return dataclasses.replace(entry, path=path_str(path))
         case NamedSharding(mesh=other):
             _check_mesh(other, mesh)
             spec, memory_kind = entry.spec, entry.memory_kind
@@ -154,7 +154,9 @@ def _leaf_layout(mesh: AnyMesh, path: str, leaf: Any, entry: Any) -> LeafLayout:
                 f"{type(entry).__name__}"
             )
     full = checked_spec(spec, shape, mesh)
-    return LeafLayout(path, shape, dtype, full, shard_shape(shape, full, mesh), memory_kind)
+    return LeafLayout(
+        path_str(path), shape, dtype, full, shard_shape(shape, full, mesh), memory_kind
+    )
 
 
 def _check_mesh(found: AnyMesh, mesh: AnyMesh) -> None:

@@ -111,18 +111,19 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         for unit, entry in zip(units, entries, strict=True)
         for _ in jax.tree.leaves(unit)
     ]
-    rows = map_leaves(_parameter_row, params, every, "`param_axes` do not match `params`:")
-    paths = [path for path, _ in tree_leaves_with_path(params)]
-    return [Parameter(path, *row) for path, row in zip(paths, rows, strict=True)]
+    return map_leaves(_parameter, params, every, "`param_axes` do not match `params`:")
 
 
-def _parameter_row(path: str, leaf: Any, entry: Any) -> tuple[Any, ...]:
+def _parameter(path: KeyPath, leaf: Any, entry: Any) -> Parameter:
     shape, _, axes = named_leaf(path, leaf, entry)
     given = None if entry is None else PartitionSpec(*axes)
-    return shape, jax.dtypes.result_type(leaf), (*axes, *[None] * (len(shape) - len(axes))), given
+    full = (*axes, *[None] * (len(shape) - len(axes)))
+    return Parameter(path, shape, jax.dtypes.result_type(leaf), full, given)
 
 
-def named_leaf(_path: str, leaf: Any, entry: Any) -> tuple[tuple[int, ...], Any, tuple[Axis, ...]]:
+def named_leaf(
+    _path: KeyPath, leaf: Any, entry: Any
+) -> tuple[tuple[int, ...], Any, tuple[Axis, ...]]:
     """Returns the shape and dtype of a leaf, and names of no more than its dimensions."""
     shape, dtype = shape_and_dtype(leaf)
     axes = read_axes(entry)

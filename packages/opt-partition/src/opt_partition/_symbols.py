@@ -1,22 +1,16 @@
 """Logical axes as symbolic dimensions.
 
-`init` is evaluated on parameters whose dimensions are symbolic (`jax.export.symbolic_shape`). A
-dimension of size 96 with the name `embed` is `96*d0`, with one variable for each name and size. The
-shapes of the state then say what each of its dimensions is, in whatever order and nesting:
+`init` is evaluated on parameters whose dimensions are symbolic (`jax.export.symbolic_shape`), with
+one variable, of the true value 1, for each name and size: `embed` of size 96 is `96*d0`, divisible
+by what 96 is divisible by. The shapes of the state then say what each of its dimensions is: `96*d0`
+is `embed`, `10` a constant, `3*d0` counts blocks, `9216*d0*d1` is computed from two dimensions.
 
-- `96*d0` is `embed`, and `10` a constant;
-- `3*d0` or `floordiv(96*d0, 36)` counts blocks of `embed`;
-- `9216*d0*d1` is computed from several dimensions.
-
-The true value of a variable is 1, so `96*d0` is divisible by what 96 is divisible by.
-
-First, all sizes are a common multiple of the true ones, `96*(t + d0 - 1)` with any `t`. If `init`
-gives each dimension of the state the size of a parameter dimension or a number then, it does so for
-all multiples. JAX refuses comparisons that depend on the multiple (`n >= 128`, `min(m, 64)`). If
-there are any, `init` is evaluated without `t`, which decides comparisons as for the true sizes; and
-again with all variables pinned to one of `_FACTORS`. A size that is 64 at the true sizes and at 64
-times the sizes is capped, as in `min(m, 64)`, and follows no dimension. Other differences are
-thresholds that are crossed there alone, and are no reason to doubt.
+First, all sizes are a common multiple of the true ones, `96*(t + d0 - 1)` with any `t`: what `init`
+gives each dimension then, it gives for all multiples. JAX refuses comparisons that depend on the
+multiple (`n >= 128`, `min(m, 64)`). If there are any, `init` is evaluated without `t`, which
+decides comparisons as for the true sizes; and again with all variables pinned to one of `_FACTORS`.
+A size that is 64 at the true sizes and at 64 times the sizes is capped and follows no dimension.
+Other differences are thresholds that are crossed there alone, and are no reason to doubt.
 
 To JAX, different symbols are never equal. A branch on `m == n` is therefore taken as if they were
 not: if the shapes of the state then differ from the true ones, the leaf is left to other sources.

@@ -117,15 +117,15 @@ def align(
 
 
 def map_leaves(
-    function: Callable[[str, Any, Any], Any], tree: Any, entries: Sequence[Any], head: str
+    function: Callable[[KeyPath, Any, Any], Any], tree: Any, entries: Sequence[Any], head: str
 ) -> list[Any]:
     """Returns `function(path, leaf, entry)` of each leaf; one error lists all those raised."""
     results, problems = [], []
-    for (path, leaf), entry in zip(leaves_with_paths(tree), entries, strict=True):
+    for (path, leaf), entry in zip(tree_leaves_with_path(tree), entries, strict=True):
         try:
             results.append(function(path, leaf, entry))
         except (TypeError, AxesError) as error:
-            problems.append(f"{path}: {error}")
+            problems.append(f"{path_str(path)}: {error}")
     if problems:
         raise AxesError("\n  ".join([head, *problems]))
     return results
