@@ -168,6 +168,16 @@ def test_states_that_are_of_something_else(
         named_state(TrainingState(tx, params(), opt_state))
 
 
+def test_a_state_may_have_none_in_it() -> None:
+    tx = optax.chain(optax.adam(0.1), optax.GradientTransformation(lambda _: {"a": None}, _same))
+    state = TrainingState(tx, params(), tx.init(params()))
+    assert plan_restore(named_state(state), state).is_exact
+
+
+def _same(updates: Any, state: Any, params: Any = None) -> Any:
+    return updates, state
+
+
 # What is not taken
 
 

@@ -124,7 +124,10 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
 def differences(expected: Any, found: Any, shown: Callable[[Any], str]) -> list[str]:
     """Returns an indented line for each path at which trees differ, or one for their containers."""
     wanted, present = (
-        {path_str(names): shown(leaf) for names, leaf in flatten_with_paths(tree)}
+        {
+            path_str(names): "None" if leaf is None else shown(leaf)
+            for names, leaf in flatten_with_paths(tree)
+        }
         for tree in (expected, found)
     )
     structures: list[Any] = [jax.tree.structure(tree) for tree in (expected, found)]
