@@ -14,7 +14,7 @@ import opt_optax_bridge as opt
 import optax
 import optax.contrib
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from opt_checkpoint import named_state, plan_restore
 from opt_core import MultiOptimizer
@@ -31,7 +31,7 @@ from opt_matrix import (
     scale_by_normuon,
     scale_by_soap,
 )
-from opt_matrix.errors import PlanError, PlanMismatchError
+from opt_matrix.errors import OptionError, PlanError, PlanMismatchError
 from opt_partition import read_collectives
 
 # Muon on eight devices: the planned collectives and no other, the numbers of one device.
@@ -398,6 +398,22 @@ def test_a_state_of_other_matrices_is_not_restacked() -> None:
         old.restack((), old.plan)
     with pytest.raises(PlanError, match="`state` is of 0 groups, and the plan has 1"):
         old.update(many(2, 8, 8), ())
+
+
+def test_functions_and_meshes_that_do_not_fit_are_named() -> None:
+    mesh, params, spec = mesh_of((8,)), many(2, 8, 8), P("x")
+    with pytest.raises(OptionError, match=r"of w00 it was given \(1, 8, 8\) .* \(1, 8, 7\)"):
+        distribute(lambda x: x[..., 1:], params, spec, mesh).apply(params)
+    rows: Any = distribute(F32, params, spec, mesh, init=lambda stack, numbers: jnp.zeros(3))
+    with pytest.raises(OptionError, match=r"each of 1 matrices; got one of shape \(3,\) for w00"):
+        rows.init()
+    explicit = AbstractMesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    tx = scale_by_muon(plan=plan_matrices(params, spec, explicit, RANK2, fn=F32))
+    with pytest.raises(PlanError, match=r"w00: planned for an abstract mesh, .* `jax.set_mesh`"):
+        tx.update(params, tx.init(params))
+    any_function: Any = scale_by_normuon(params, spec, mesh, orthogonalize=jnp.sign)
+    found, _ = any_function.update(params, any_function.init(params))
+    close(jax.tree.map(jnp.abs, found), jax.tree.map(lambda x: np.full_like(x, 0.2), params))
 
 
 # Muon with the other packages: checkpoints, groups, accumulation, 8-bit momentum, memory plans.

@@ -51,6 +51,12 @@ class Distributed:
                 init_fn(jax.ShapeDtypeStruct((len(here), rows, width), group.kind.dtype), here)
                 for width in group.kind.split or (columns,)
             ]
+            for leaf in jax.tree.leaves(states):
+                if leaf.shape[:1] != here.shape:
+                    raise OptionError(
+                        f"`init` must return arrays with a row for each of {len(here)} matrices; "
+                        f"got one of shape {leaf.shape} for {group.leaves[0]}"
+                    )
             return tuple(states) if group.kind.split else states[0]
 
         def body() -> tuple[Any, ...]:
@@ -80,6 +86,7 @@ class Distributed:
 
         Raises:
           PlanError: the tree is not the one that was planned for.
+          OptionError: the function returns other shapes than it was given.
         """
         plan, leaves = self.plan, leaves_by_path(tree)
         _check_tree(plan, leaves)
@@ -216,6 +223,11 @@ class Distributed:
             results = [self.fn(part, own) for part, own in zip(parts, state, strict=True)]
             y = jnp.concatenate([y for y, _ in results], axis=-1)
             state = tuple(new for _, new in results)
+        if y.shape != x.shape:
+            raise OptionError(
+                f"`fn` must return stacks as it is given; of {group.leaves[0]} it was given "
+                f"{x.shape} and has returned {y.shape}"
+            )
         return y.astype(group.kind.dtype), state
 
 
@@ -348,6 +360,13 @@ def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:
         for path, layout in plan.layouts.items()
         if path in leaves and tuple(leaves[path].shape) != layout.shape
     ]
+    mesh, current = plan.mesh, jax.sharding.get_abstract_mesh()
+    if isinstance(mesh, AbstractMesh) and mesh.explicit_axes and current.empty:
+        problems += [
+            f"{path}: planned for an abstract mesh, and lies on none; use `jax.set_mesh`"
+            for path, leaf in leaves.items()
+            if jax.typeof(leaf).sharding.mesh.empty
+        ]
     if problems:
         raise PlanError("the tree is not the one that was planned for:\n  " + "\n  ".join(problems))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
 from opt_matrix._matrices import Matrices, all_matrices, leaves_by_path
 from opt_matrix._muon import averaged
-from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
+from opt_matrix._newton_schulz import newton_schulz
 from opt_matrix._plan import MatrixPlan
 
 
@@ -28,31 +29,6 @@ class NorMuonState(NamedTuple):
     nu: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Normalized:
-    """The function of stacks: orthogonal matrices, each column divided by its moment's root."""
-
-    orthogonalize: NewtonSchulz
-    beta2: float
-    eps: float
-
-    @property
-    def dtype(self) -> Any:
-        return self.orthogonalize.dtype
-
-    def flops(self, fan_in: int, fan_out: int) -> float:
-        return self.orthogonalize.flops(fan_in, fan_out)
-
-    def __call__(self, x: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = self.orthogonalize(x).astype(jnp.float32)
-        nu = self.beta2 * nu + (1 - self.beta2) * jnp.mean(y * y, axis=-2)
-        y = y / (jnp.sqrt(nu)[:, None] + self.eps)
-        norm = jnp.sqrt(jnp.sum(y * y, axis=(-2, -1), keepdims=True))
-        # A matrix of zeros, as padding is, has no norm and stays zero.
-        root = (x.shape[-2] * x.shape[-1]) ** 0.5
-        return y * (0.2 * root / jnp.maximum(norm, 1e-30)), nu
-
-
 def scale_by_normuon(
     params: Any,
     shardings: Any,
@@ -63,7 +39,7 @@ def scale_by_normuon(
     beta2: float = 0.95,
     eps: float = 1e-8,
     nesterov: bool = True,
-    orthogonalize: NewtonSchulz | None = None,
+    orthogonalize: Callable[[jax.Array], jax.Array] | None = None,
     **options: Any,
 ) -> PlannedTransformation:
     """Rescales updates as NorMuon does: every output of a matrix moves about as much.
@@ -96,13 +72,23 @@ def scale_by_normuon(
       >>> jnp.sqrt(jnp.mean(updates['w'] ** 2)).round(2).item(), state.nu[0].shape
       (0.2, (1, 8))
     """
-    fn = _Normalized(orthogonalize or newton_schulz(), beta2, eps)
+    compute = newton_schulz() if orthogonalize is None else orthogonalize
+
+    def normalized(x: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = compute(x).astype(jnp.float32)
+        nu = beta2 * nu + (1 - beta2) * jnp.mean(y * y, axis=-2)
+        y = y / (jnp.sqrt(nu)[:, None] + eps)
+        norm = jnp.sqrt(jnp.sum(y * y, axis=(-2, -1), keepdims=True))
+        # A matrix of zeros, as padding is, has no norm and stays zero.
+        return y * (0.2 * (y.shape[-2] * y.shape[-1]) ** 0.5 / jnp.maximum(norm, 1e-30)), nu
+
+    functools.update_wrapper(normalized, compute, ("dtype", "flops"), ())  # where it has those
 
     def init_group(stack: Any, numbers: jax.Array) -> jax.Array:
         return jnp.zeros((stack.shape[0], stack.shape[2]), jnp.float32)
 
     shared: Distributed = distribute(
-        fn, params, shardings, mesh, matrices=matrices, init=init_group, **options
+        normalized, params, shardings, mesh, matrices=matrices, init=init_group, **options
     )
 
     def init(params: Any) -> Any:
