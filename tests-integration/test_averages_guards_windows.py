@@ -294,6 +294,24 @@ def test_dropping_schedule_free_says_which_parameters_are_kept() -> None:
     assert_same(taken.apply().target, expected)
 
 
+def test_in_a_shard_map_each_device_makes_steps_of_its_own() -> None:
+    tx = guard(ADAMW, loss=Spike(warmup=2), update_norm=Spike())
+    grads = jnp.cos(jnp.arange(96.0)).reshape(8, 3, 4).at[5, 1].set(NAN)
+
+    def run(grads: jax.Array) -> jax.Array:
+        params: Any = jnp.ones(4)
+        state = tx.init(params)
+        for grad in grads:
+            params, state = tx.apply(params, state, grad, loss=grad.sum())
+        return jnp.append(params, report(state).skipped)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
+    found = jax.jit(jax.shard_map(lambda grads: run(grads[0])[None], **specs))(grads)
+    chex.assert_trees_all_close(found, jnp.stack(list(map(run, grads))), rtol=1e-6)
+    assert (int(found[0, -1]), int(found[5, -1])) == (0, 1)
+
+
 # Windows of `MultiSteps`: where the state lies, and when devices talk to one another.
 
 SPECS = {"w": P("data", "model"), "b": P("model")}

@@ -86,17 +86,6 @@ def test_definitions_compare_and_gradients_are_checked() -> None:
     assert int(donated(optimizer, {"w": jnp.ones(2)}).state.step) == 1
 
 
-def test_no_axis_twice() -> None:
-    @ours.optimizer
-    def full() -> Any:  # keeps a matrix of a vector: which dimension has the axis is undecided
-        return lambda x: (x, jnp.outer(x, x)), lambda i, g, s: (s[0] - g, s[1]), lambda s: s[0]
-
-    definition = ours.to_optimizer_def(full())
-    optimizer = definition.create({"b": jnp.ones(4)})
-    axes = definition.derive_logical_axes(optimizer, {"b": P("a")})
-    assert axes.state.param_states["b"][1] is None
-
-
 def test_converted_parameters_are_not_weak() -> None:
     state: Any = theirs.sgd(0.1).init_fn(jnp.asarray(1.0))
     for way in (ours.to_optimizer_def, ours.to_optax):

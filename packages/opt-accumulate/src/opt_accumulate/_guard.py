@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._arrays import on_device, put_beside
+from opt_accumulate._arrays import inexact, on_device, put_beside
 from opt_accumulate._inner import InnerUpdate, ParamsTransformation, Step, emit_if
+from opt_accumulate._placement import axes_of_types, vary
 from opt_accumulate._skip import all_finite, global_norm
 from opt_accumulate._trees import check_choice, check_integer, path_str, walk
 from opt_accumulate.errors import OptionError, StuckError
@@ -400,18 +401,22 @@ class _Judge:
         if self.loss is not None:
             values["loss"] = _loss(self.loss.argument, extra_args)
 
+        # The norm of an update that is not computed is NaN, which enters no window.
+        norm, reason = jnp.float32(jnp.nan), self._reason(values, state)
+        if self.update_norm is not None:
+            axes = axes_of_types((reason, step.carry, grads))
+            norm, reason = vary((norm, reason), axes)
+
         def body(carried: Any, operands: Any) -> Any:
             old, norm, reason = carried
             new = step.make(old, operands)
             if self.update_norm is not None:
-                norm = global_norm(_difference(new[0], old[0]))
+                norm = vary(global_norm(_difference(new[0], old[0])), axes)
                 reason = self._reason({"update_norm": norm}, state)
                 new = jax.tree.map(functools.partial(_chosen, reason == 0), new, old)
             return new, norm, reason
 
-        reason = self._reason(values, state)
-        # The norm of an update that is not computed is NaN, which enters no window.
-        carried = step.carry, jnp.float32(jnp.nan), reason
+        carried = step.carry, norm, reason
         _, (made, values["update_norm"], reason) = emit_if(
             reason == 0, body, carried, step.operands
         )
@@ -461,7 +466,7 @@ def _difference(new: Any, old: Any) -> Any:
         dtype = jnp.result_type(new)
         if not jnp.issubdtype(dtype, jnp.inexact):
             return jnp.zeros([], jnp.float32)
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = inexact(dtype)
         return jnp.asarray(new, wide) - jnp.asarray(old, wide)
 
     return jax.tree.map(leaf, new, old)

@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from opt_accumulate._arrays import cast_like, own_buffers, widen
+from opt_accumulate._placement import axes_of_types, vary
 from opt_accumulate._trees import check_numbers, differences
 
 
@@ -177,13 +178,15 @@ def emit_if(
     """Returns `body(carry, operands)` where `emit` is true, `carry` otherwise."""
     # A loop of no or one trip, whose carry stays in place: `lax.cond` copies what passes through.
     # It is not folded where `emit` is static: XLA would copy the accumulator that it reads.
-    limit = emit.astype(jnp.int32)
+    # Under `shard_map` it may be made on some devices only: its results then vary over them.
+    limit, axes = emit.astype(jnp.int32), axes_of_types(emit)
 
-    def trip(counted: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def trip(counted: tuple[jax.Array, Any]) -> Any:
         count, carry = counted
-        return count + 1, body(carry, _tied_to(count, operands))
+        return vary((count + 1, body(carry, _tied_to(count, operands))), axes)
 
-    trips, carry = lax.while_loop(lambda counted: counted[0] < limit, trip, (jnp.int32(0), carry))
+    start = vary((jnp.int32(0), carry), axes)
+    trips, carry = lax.while_loop(lambda counted: counted[0] < limit, trip, start)
     return trips > 0, carry
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._arrays import traced_once
+from opt_accumulate._arrays import inexact, traced_once
 from opt_accumulate._inner import emit_if
 
 _MAX = int(np.iinfo(np.int32).max)
@@ -57,7 +57,7 @@ def _sum_of_differences(leaf: Any) -> jax.Array:
 def _parts(leaf: Any) -> list[jax.Array]:
     """The real numbers of a leaf, in float32 at least."""
     leaf = jnp.asarray(leaf)
-    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    leaf = leaf.astype(inexact(leaf.dtype))
     return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
 
 
