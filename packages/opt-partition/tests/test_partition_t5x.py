@@ -58,6 +58,8 @@ def test_other_shapes_are_not_guessed() -> None:
     )
     with pytest.raises(AxesError, match=r"project/w \(8, 2\)"):
         derive(ranks, axes)
+    with pytest.raises(AxesError, match=r"w: the name of a dimension must be a string"):
+        derive(ranks, {"w": P(1, 2)})
 
 
 def test_masked_parameters() -> None:

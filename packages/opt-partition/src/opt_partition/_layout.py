@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._trees import KeyPath, align, map_leaves, path_str
 from opt_partition.errors import AxesError
@@ -84,7 +85,8 @@ class Layout:
         if isinstance(specs, Layout):
             _check_mesh(specs.mesh, mesh)
         head = "`specs` do not match the leaves and the mesh:"
-        leaves = map_leaves(functools.partial(_leaf_layout, mesh), shapes, entries, head)
+        layout = functools.partial(_leaf_layout, mesh)
+        leaves = map_leaves(layout, tree_leaves_with_path(shapes), entries, head)
         return cls(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
     @property

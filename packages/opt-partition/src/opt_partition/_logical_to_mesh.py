@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._layout import (
     AnyMesh,
@@ -91,7 +92,7 @@ def logical_to_mesh(
     pairs = _parse_rules(rules, mesh)
     entries = align(axes, shapes, "axes")
     head = "`axes` do not match `shapes` and `rules`:"
-    parsed = map_leaves(named_leaf, shapes, entries, head)
+    parsed = map_leaves(named_leaf, tree_leaves_with_path(shapes), entries, head)
     place = functools.cache(functools.partial(_place, rules=pairs, mesh=mesh))
     leaves = []
     unknown: dict[str, list[str]] = {}

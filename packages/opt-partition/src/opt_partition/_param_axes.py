@@ -111,7 +111,8 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         for unit, entry in zip(units, entries, strict=True)
         for _ in jax.tree.leaves(unit)
     ]
-    return map_leaves(_parameter, params, every, "`param_axes` do not match `params`:")
+    leaves = tree_leaves_with_path(params)
+    return map_leaves(_parameter, leaves, every, "`param_axes` do not match `params`:")
 
 
 def _parameter(path: KeyPath, leaf: Any, entry: Any) -> Parameter:

@@ -11,7 +11,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._layout import shape_and_dtype
 from opt_partition._param_axes import is_axes, read_axes
-from opt_partition._trees import KeyPath, names_of, owner_of, path_str
+from opt_partition._trees import KeyPath, map_leaves, names_of, owner_of, path_str
 from opt_partition.errors import AxesError
 
 
@@ -48,9 +48,9 @@ class OptaxStatePartitionRules:
           >>> tuple(derived[0].mu['w'])
           ('embed', 'mlp')
         """
-        named = {
-            names_of(path): (path, read_axes(axes)) for path, axes in _leaves_of_axes(params_axes)
-        }
+        leaves, head = _leaves_of_axes(params_axes), "`params_axes` are not axes:"
+        every = map_leaves(lambda path, given, _: (path, read_axes(given)), leaves, leaves, head)
+        named = {names_of(path): (path, axes) for path, axes in every}
         specs: list[PartitionSpec | None] = []
         shapes: dict[KeyPath, tuple[int, ...]] = {}
         other = []

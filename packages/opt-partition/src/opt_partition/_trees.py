@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -117,11 +117,14 @@ def align(
 
 
 def map_leaves(
-    function: Callable[[KeyPath, Any, Any], Any], tree: Any, entries: Sequence[Any], head: str
-) -> list[Any]:
+    function: Callable[[KeyPath, Any, Any], _T],
+    leaves: Iterable[tuple[KeyPath, Any]],
+    entries: Sequence[Any],
+    head: str,
+) -> list[_T]:
     """Returns `function(path, leaf, entry)` of each leaf; one error lists all those raised."""
     results, problems = [], []
-    for (path, leaf), entry in zip(tree_leaves_with_path(tree), entries, strict=True):
+    for (path, leaf), entry in zip(leaves, entries, strict=True):
         try:
             results.append(function(path, leaf, entry))
         except (TypeError, AxesError) as error:
