@@ -81,8 +81,7 @@ class Distributed:
           *others: trees like `tree`, for `prepare`.
           prepare: makes what the function is applied to, element by element, of `scalars`, a part
             of a leaf of `tree` and that of each of `others`, when the turn of a group has come.
-          scalars: numbers for `prepare`, which should depend on them: a group waits by them for the
-            one before.
+          scalars: numbers for `prepare`, the same on all devices.
 
         Raises:
           PlanError: the tree is not the one that was planned for.
@@ -168,16 +167,12 @@ class Distributed:
             starts = [start + turn * group.count for start, _ in group.parts]
             counts = [stop - start for start, stop in group.parts]
             prepared = []
-            # With scalars, what is prepared waits for those: that is less to compile.
-            waiting = jax.tree.map(functools.partial(_after, last), scalars)
             for path, start, count in zip(group.leaves, starts, counts, strict=True):
                 parts = [
                     lax.dynamic_slice_in_dim(each[path], start, count) for each in (leaves, *others)
                 ]
-                parts[0] = parts[0].astype(first[path].dtype)
-                if not jax.tree.leaves(scalars):
-                    parts = [_after(last, part) for part in parts]
-                prepared.append(prepare(waiting, *parts).astype(group.kind.dtype))
+                parts[0] = _after(last, parts[0].astype(first[path].dtype))
+                prepared.append(prepare(scalars, *parts).astype(group.kind.dtype))
             function = functools.partial(self._compute, group, state)
             whole = jnp.concatenate(prepared)
             stack, state = on_whole_matrices(function, group, plan.mesh_shape, whole)
