@@ -397,12 +397,12 @@ class _Judge:
         if self.grad_norm is not None:
             values["grad_norm"] = global_norm(grads)
         elif self.skips_nonfinite:
-            values["grad_norm"] = jnp.where(all_finite(grads), 0.0, jnp.nan)
+            values["grad_norm"] = jnp.where(all_finite(grads), 0.0, jnp.inf)
         if self.loss is not None:
             values["loss"] = _loss(self.loss.argument, extra_args)
 
-        # The norm of an update that is not computed is NaN, which enters no window.
-        norm, reason = jnp.float32(jnp.nan), self._reason(values, state)
+        # The norm of an update that is not computed enters no window. (A NaN stops `debug_nans`.)
+        norm, reason = jnp.float32(jnp.inf), self._reason(values, state)
         if self.update_norm is not None:
             axes = axes_of_types((reason, step.carry, grads))
             norm, reason = vary((norm, reason), axes)
