@@ -227,20 +227,14 @@ def test_check_fails_where_more_moves_than_planned() -> None:
     mesh = mesh_of((8,))
     sharding = NamedSharding(mesh, P("x"))
     plan = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
-    leaf_by_leaf = compiled(
-        contrib.scale_by_muon(weight_dimension_numbers=_two(PARAMS)), PARAMS, sharding
-    )
+    dims = dict.fromkeys(PARAMS, contrib.MuonDimensionNumbers())
+    theirs = contrib.scale_by_muon(weight_dimension_numbers=dims)
     with pytest.raises(PlanMismatchError, match="found 0 and 0; is the program of"):
-        plan.check(leaf_by_leaf)
-    wide = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
+        plan.check(compiled(theirs, PARAMS, sharding))
     narrow = plan_matrices(PARAMS, sharding, mesh, RANK2)
-    program = compiled(scale_by_muon(plan=wide), PARAMS, sharding)
+    program = compiled(scale_by_muon(plan=plan), PARAMS, sharding)
     with pytest.raises(PlanMismatchError, match="planned 2 collectives and 16,384 bytes, found 2"):
         narrow.check(program)
-
-
-def _two(params: Any) -> Any:
-    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
 
 
 @pytest.mark.sample(1)
