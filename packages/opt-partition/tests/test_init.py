@@ -47,4 +47,4 @@ def test_every_function_takes_every_maker(maker: Any) -> None:
 def test_anything_else_is_an_error() -> None:
     for function in (explain, derive_logical_axes):
         with pytest.raises(TypeError, match=r"`tx` must be an Optax transformation.* got float"):
-            function(0.1, PARAMS, AXES)
+            function(0.1, PARAMS, AXES)  # type: ignore[arg-type]

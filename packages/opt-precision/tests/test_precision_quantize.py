@@ -125,7 +125,8 @@ def test_moments_of_any_class_that_feed_a_maximum_are_errors() -> None:
         with pytest.raises(StateError, match=rf"{path}/bias is stored in fewer bits, and the runn"):
             ours.update(params(), ours.init(params()), params())
     # The estimate of D-Adaptation is the largest of sums, in which errors cancel.
-    for tx in (optax.adamax(1e-3), scale_by_peak(0.9), optax.contrib.dadapt_adamw()):
+    adaptation = optax.contrib.dadapt_adamw()  # type: ignore[attr-defined]
+    for tx in (optax.adamax(1e-3), scale_by_peak(0.9), adaptation):
         ours = quantize_state(tx, op.dynamic8())
         ours.update(params(), ours.init(params()), params())
 

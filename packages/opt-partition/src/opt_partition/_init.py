@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -12,8 +12,25 @@ from opt_partition._layout import Layout
 from opt_partition.errors import AxesError
 
 Init: TypeAlias = Callable[[Any], Any]
-# An Optax transformation or anything else with an `init`, an `opt_core.OptimizerDef`, or an `init`.
-StateMaker: TypeAlias = Any
+
+
+class HasInit(Protocol):
+    """An Optax transformation, or anything else with an `init`."""
+
+    @property
+    def init(self) -> Init:
+        """A function from parameters to state."""
+
+
+class HasInitState(Protocol):
+    """An `opt_core.OptimizerDef`."""
+
+    @property
+    def init_state(self) -> Init:
+        """A function from parameters to state."""
+
+
+StateMaker: TypeAlias = HasInit | HasInitState | Init
 
 
 def init_of(maker: StateMaker) -> Init:
