@@ -192,9 +192,7 @@ def test_what_init_cannot_do_is_said() -> None:
     with pytest.raises(TypeError) as caught:
         explain(optax.adam, PARAMS, AXES)
     assert "not a constructor that has not been called" in caught.value.__notes__[-1]
-    with pytest.raises(
-        TypeError, match=r"rules by type must be a dict of .*; got {'embed': 'data'}"
-    ):
+    with pytest.raises(TypeError, match=r"rules by type must be a dict .* {'embed': 'data'}"):
         explain(optax.adam(0.1), PARAMS, AXES, rules={"embed": "data"})  # type: ignore[dict-item]
 
 
@@ -213,9 +211,7 @@ def test_nothing_is_computed_and_no_array_is_made() -> None:
     live = len(jax.live_arrays())
     explanation = explain(optax.adafactor(0.1), arrays, AXES)
     assert len(jax.live_arrays()) == live
-    assert all(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(explanation.state)
-    )
+    assert {*map(type, jax.tree.leaves(explanation.state))} == {jax.ShapeDtypeStruct}
 
 
 @pytest.mark.parametrize(

@@ -30,16 +30,15 @@ DEFINITION = Definition(TX)
 
 @pytest.mark.parametrize("maker", [TX, TX.init, DEFINITION])
 def test_every_function_takes_every_maker(maker: Any) -> None:
-    params = PARAMS
-    rows = {row.path.rpartition("trace/")[2]: row for row in explain(maker, params, AXES).rows}
+    rows = {row.path.rpartition("trace/")[2]: row for row in explain(maker, PARAMS, AXES).rows}
     assert rows["w"].axes == ("embed", "mlp")
-    axes = derive_logical_axes(maker, params, AXES)
+    axes = derive_logical_axes(maker, PARAMS, AXES)
     assert ("step" in axes) == (maker is DEFINITION)
-    plan = memory_plan(maker, params, AXES, RULES, AbstractMesh((2,), ("model",)))
+    plan = memory_plan(maker, PARAMS, AXES, RULES, AbstractMesh((2,), ("model",)))
     assert plan.state_fields["TraceState.trace"] == 4 * 8 * 4 // 2
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
     shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), axes)
-    state = init_sharded(maker, params, shardings)
+    state = init_sharded(maker, PARAMS, shardings)
     assert ("step" in state) == ("step" in axes)
     assert jax.tree.leaves(state)[0].shape == (8, 4)
 

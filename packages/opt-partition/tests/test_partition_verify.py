@@ -49,16 +49,13 @@ def test_memory_kinds_are_compared(compiled: jax.stages.Compiled) -> None:
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX raises in `Compiled.out_info`")
 def test_parameters_of_a_program_that_are_no_arguments() -> None:
-    """An ordered callback passes a token, before the arguments."""
-
-    def told(params: Any, state: Any, batch: jax.Array) -> Any:
-        jax.debug.print("{}", batch[0, 0], ordered=True)
-        return step(params, state, batch)
+    def told(*arguments: Any) -> Any:
+        jax.debug.print("a token comes before the arguments", ordered=True)
+        return step(*arguments)
 
     jitted = jax.jit(told, in_shardings=WHOLE, out_shardings=WHOLE, donate_argnums=(0, 1))
-    report = verify(jitted.lower(PARAMS, STATE, jnp.ones((2, 8))), Expected(None, None))
-    assert report.findings == ()
-    assert [leaf.path for leaf in report.leaves if leaf.aliased] == ["0/w", "1/count", "1/mu/w"]
+    lowered = jitted.lower(PARAMS, STATE, jnp.ones((2, 8)))
+    assert verify(lowered, Expected(None, None)).findings == ()
 
 
 @pytest.mark.parametrize(
