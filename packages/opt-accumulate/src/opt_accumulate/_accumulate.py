@@ -14,10 +14,16 @@ from jax.sharding import AbstractMesh, Mesh
 from opt_accumulate._arrays import check_dtype
 from opt_accumulate._batch import Sizes, batch_rows, check_devices
 from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
-from opt_accumulate._loop import Loop, Rng, accumulate
-from opt_accumulate._losses import Weights, check_rules, divide, reduce_outputs
+from opt_accumulate._loop import Loop, Rng, Sums, accumulate
+from opt_accumulate._losses import Stacks, Weights, check_rules, divide
 from opt_accumulate._placement import leaf_shardings, like_params, place, sum_as_like
-from opt_accumulate._trees import check_choice, check_integer, described, what_is_wrong
+from opt_accumulate._trees import (
+    broadcast_prefix,
+    check_choice,
+    check_integer,
+    described,
+    what_is_wrong,
+)
 from opt_accumulate.errors import OptionError
 
 
@@ -83,11 +89,11 @@ def accumulate_gradients(
         tokens where their numbers differ. Weights are summed in float32, and have no gradient.
       has_aux: whether `loss_fn` returns `(loss, aux)`, under `"returned"` thus
         `((sum, weight), aux)`.
-      aux: what becomes of the auxiliary outputs, in the end: `"stack"` (a new first dimension),
+      aux: what becomes of the auxiliary outputs: `"stack"` (a new first dimension),
         `"sum"` (of all that `skip_fn` did not drop, those of weight 0 and rows of padding too;
         integers stay integers, of 32 bits at least), `"mean"` (by weight; where that is 0 they may
         be anything), `"concat"` (outputs for each row, in the order of the batch), or a tree of
-        these that may end above the leaves. All microbatches' are held until then.
+        these that may end above the leaves.
       rng: whether `loss_fn` takes a key, by the name `rng`: `True`, `jax.random.fold_in(key, i)` in
         microbatch `i`; `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so
         that draws do not depend on the number of microbatches.
@@ -185,13 +191,24 @@ def accumulate_gradients(
         )
         value: tuple[Any, ...] = (loss,)
         if has_aux:
-            value += (reduce_outputs(aux, sums.weight, stacks),)
+            value += (_outputs(aux, sums, stacks),)
         if with_metrics:
             value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
         grads = place(sum_as_like(grads, params), shardings)
         return (value if len(value) > 1 else value[0]), grads
 
     return value_and_grad
+
+
+def _outputs(aux: Any, sums: Sums, stacks: Stacks) -> Any:
+    """The auxiliary outputs of the batch: each is in one of two trees, in the other is `None`."""
+    both = jax.tree.map(
+        lambda total, output: output if total is None else total,
+        *(sums.outputs, stacks.outputs),
+        is_leaf=lambda x: x is None,
+    )
+    rules = broadcast_prefix(aux, both, "aux")
+    return jax.tree.map(lambda r, x: divide(x, sums.weight) if r == "mean" else x, rules, both)
 
 
 def _check_sizes(**asked: Any) -> Sizes:

@@ -68,9 +68,7 @@ class Spike:
             raise OptionError(f"`argument` must be the name of a keyword, found {self.argument!r}.")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The values that the next value is compared with."""
 
     values: Any  # float32 [window]; a ring buffer, of which the first `count` entries are filled

@@ -50,6 +50,7 @@ class Sums(NamedTuple):
     grads: Any  # in the accumulator's dtype
     loss: jax.Array
     weight: jax.Array  # in the dtype of `sum_dtype`
+    outputs: Any  # auxiliary ones for `"sum"` and `"mean"`; `None` for others
 
 
 def accumulate(
@@ -89,6 +90,10 @@ def accumulate(
     # What total loss / total weight varies over.
     axes |= axes_of_types(shapes.weight)
 
+    def varying(sums: Sums) -> Sums:
+        others: Sums = vary(sums._replace(outputs=None), axes)
+        return others._replace(outputs=sums.outputs)  # vary as `loss_fn` has it
+
     def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
         microbatch = take(folded, index)
 
@@ -97,21 +102,31 @@ def accumulate(
             return loss, (weight, aux)
 
         (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
-        sums, stacks = _add(loop, sums, Weighted(loss, *rest), place(grads))
-        return vary(sums, axes), stacks
+        sums, stacks = _add(loop, rules, sums, Weighted(loss, *rest), place(grads))
+        return varying(sums), stacks
 
     def zeros(param: Any) -> jax.Array:
         dtype = accumulator_dtype_of(jnp.result_type(param), loop.accumulator_dtype)
         return jnp.zeros_like(param, dtype=dtype)
 
+    def zero_output(rule: Reduction, output: jax.ShapeDtypeStruct) -> jax.Array | None:
+        if rule not in ("sum", "mean"):
+            return None
+        dtype = inexact(output.dtype) if rule == "mean" else at_least_32_bits(output.dtype)
+        zeros = jnp.zeros(output.shape, dtype, device=output.sharding)
+        over = axes if rule == "mean" or loop.skip_fn else frozenset()
+        varying: jax.Array = vary(zeros, axes_of_types(output) | over)
+        return varying
+
     sums = Sums(
         grads=place(jax.tree.map(zeros, params)),
         loss=jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
         weight=jnp.zeros((), sum_dtype(shapes.weight.dtype)),
+        outputs=jax.tree.map(zero_output, rules, shapes.aux),
     )
     indices = jnp.arange(split.num, dtype=jnp.int32)
     counts = _padding_counts(loop, split, lambda rows: call(params, rows, 0), first)
-    sums, stacks = jax.lax.scan(body, vary(sums, axes), indices)
+    sums, stacks = jax.lax.scan(body, varying(sums), indices)
     if counts is not None:
         sums = sums._replace(weight=jnp.where(counts, jnp.nan, sums.weight))
 
@@ -121,7 +136,9 @@ def accumulate(
     return sums, stacks._replace(outputs=jax.tree.map(in_order, rules, stacks.outputs))
 
 
-def _add(loop: Loop, sums: Sums, microbatch: Weighted, grads: Any) -> tuple[Sums, Stacks]:
+def _add(
+    loop: Loop, rules: Any, sums: Sums, microbatch: Weighted, grads: Any
+) -> tuple[Sums, Stacks]:
     """Adds one microbatch to the sums, if it counts."""
     loss, weight, aux = microbatch
     skip = should_skip(loop.skip_fn, loss, grads, weight)
@@ -139,12 +156,24 @@ def _add(loop: Loop, sums: Sums, microbatch: Weighted, grads: Any) -> tuple[Sums
             value = value.astype(wide) * weight.astype(wide)
         return total + select(counts, value.astype(total.dtype))
 
+    def add_output(rule: Reduction, output: jax.Array, total: jax.Array | None) -> Any:
+        if total is None:
+            return None
+        if rule == "sum":
+            return total + (select(~skip, output) if loop.skip_fn else output).astype(total.dtype)
+        product = output.astype(total.dtype) * counted.astype(total.dtype)
+        return total + select(counted != 0, product)  # where it is 0, outputs may be anything
+
+    def kept(rule: Reduction, output: jax.Array) -> jax.Array | None:
+        return None if rule in ("sum", "mean") else output
+
     sums = Sums(
         grads=jax.tree.map(add, sums.grads, grads),
         loss=add(sums.loss, loss),
         weight=sums.weight + counted.astype(sums.weight.dtype),
+        outputs=jax.tree.map(add_output, rules, aux, sums.outputs),
     )
-    return sums, Stacks(counted, skip, aux)
+    return sums, Stacks(counted, skip, jax.tree.map(kept, rules, aux))
 
 
 def _padding_counts(

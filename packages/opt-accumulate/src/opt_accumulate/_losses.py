@@ -35,7 +35,7 @@ class Stacks(NamedTuple):
 
     weights: jax.Array  # those that counted
     skipped: jax.Array
-    outputs: Any  # those for `"concat"` in the end in the order of the batch
+    outputs: Any  # for `"stack"` and `"concat"`, these in the end in the order of the batch
 
 
 class Weighted(NamedTuple):
@@ -193,25 +193,6 @@ def reductions_of(shapes: Any, aux: Any, split: Split) -> Any:
 def select(keep: jax.Array, value: jax.Array) -> jax.Array:
     """Returns `value`, or zeros where it is not kept: selected, since `0 * inf` is NaN."""
     return jnp.where(keep, value, jnp.zeros_like(value))
-
-
-def reduce_outputs(aux: Any, weight: jax.Array, stacks: Stacks) -> Any:
-    """Returns auxiliary outputs, stacked over the microbatches, by their rules."""
-
-    def leaf(rule: Reduction, output: jax.Array) -> jax.Array:
-        if rule not in ("sum", "mean"):
-            return output
-        further = range(1, output.ndim)
-        if rule == "sum":
-            kept = select(~jnp.expand_dims(stacks.skipped, further), output)
-            return jnp.sum(kept, 0, dtype=at_least_32_bits(output.dtype))
-        weights, wide = jnp.expand_dims(stacks.weights, further), inexact(output.dtype)
-        # Where the weight is 0, outputs may be anything.
-        product = select(weights != 0, output.astype(wide) * weights.astype(wide))
-        return divide(product.sum(0), weight)
-
-    rules = broadcast_prefix(aux, stacks.outputs, "aux")
-    return jax.tree.map(leaf, rules, stacks.outputs)
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
