@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import named_state, plan_restore
 from opt_checkpoint.errors import LeafError, PlanError
 from opt_core import MultiOptimizer, Optimizer, describe
-from opt_partition import memory_plan
+from opt_partition import memory_plan, shard_optimizer_state
 from opt_precision.errors import OrderError
 from optax_table import TABLE
 from partition_oracles import (
@@ -199,14 +199,16 @@ def plan_of_remainders(zero: Any = None) -> Any:
 def test_the_plan_is_to_the_byte_and_scales_lie_where_their_blocks_do(zero: Any) -> None:
     plan = plan_of_remainders(zero)
     assert "temporaries, at most" in str(plan)
-    state = jax.jit(
-        lambda: with_remainder().init(
-            jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), planned_params())
-        ),
-        out_shardings=plan.state.shardings,
-    )()
+    assert "no symbols" not in str(plan)
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), planned_params())
+    state = jax.jit(with_remainder().init, out_shardings=plan.state.shardings)(ones)
     assert set(shard_bytes(state)) == {plan.state.bytes_per_device}
-    if zero is None:
+    if zero is not None:
+        tx, rules = with_remainder(), op.partition_rules()
+        args = tx, planned_params(), RULES, mesh_of(8), zero
+        layouts = shard_optimizer_state(*args, param_axes=AXES, derivation_rules=rules)
+        assert layouts.opt_state == plan.state
+    else:
         specs = {row.leaf.path: tuple(row.leaf.spec) for row in plan.rows if row.kind == "state"}
         under = "inner/0/nu/"
         assert specs[under + "wide/codes"] == specs[under + "wide/scale"] == ("data", "model")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from opt_partition import derive_logical_axes, explain
 from opt_partition.errors import UndecidedError
@@ -133,6 +134,8 @@ def test_what_needs_numbers_is_left_to_provenance() -> None:
     [note] = explanation.notes
     assert note.startswith("no symbols: `init` cannot be evaluated on symbols (")
     assert note in str(explanation)
+    with use_abstract_mesh(AbstractMesh((8,), ("x",), (AxisType.Explicit,))):  # another size
+        assert str(explain(init, {"w": shape(8, 8)}, {"w": ("a", "b")})) == str(explanation)
     with pytest.raises(UndecidedError, match=r"w/rows \(8,\): `init` cannot be evaluated"):
         explain(init, {"w": shape(8, 8)}, {"w": ("a", "b")}, strict=True)
 

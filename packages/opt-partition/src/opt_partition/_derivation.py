@@ -14,7 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 from jax.tree_util import tree_leaves_with_path
 
 from opt_partition._layout import mesh_axes_of, padded
@@ -106,7 +112,8 @@ def _provenance(
     ]
     notes: tuple[str, ...] = ()
     try:
-        with jax.sharding.use_abstract_mesh(mesh):
+        # By way of none: JAX refuses a mesh of another size inside of `jax.set_mesh`.
+        with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
             state = evaluate(shapes)
     except Exception as error:  # it is a user's function: anything can happen
         says = f"no provenance: `init` does not work on an Explicit mesh ({first_line(error)})"

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ from opt_partition._logical_to_mesh import (
     rule_pairs,
 )
 from opt_partition._param_axes import unboxed
+from opt_partition._rules import Rule
 from opt_partition.errors import AxesError, IndivisibleError, ReplicatedWarning
 
 _TOLERATED: Final = 0.01  # of the bytes on a device
@@ -220,6 +221,7 @@ def shard_optimizer_state(
     param_axes: Any = None,
     min_bytes: int = 0,
     memory_kinds: MemoryKinds = None,
+    derivation_rules: Mapping[Any, Rule] | None = None,
     on_unknown: Literal["error", "replicate"] = "error",
 ) -> ZeroLayouts:
     """Lays out parameters and optimizer state for ZeRO-1, with any optimizer.
@@ -238,6 +240,7 @@ def shard_optimizer_state(
       param_axes: logical axes of parameters that do not name their dimensions themselves.
       min_bytes: leaves with fewer global bytes stay as the rules shard them.
       memory_kinds: memory kinds of the state; see `logical_to_mesh`.
+      derivation_rules: `rules` of `explain`.
       on_unknown: see `logical_to_mesh`.
 
     Returns:
@@ -266,7 +269,8 @@ def shard_optimizer_state(
     """
     names = distinct_axes("`zero_axes`", zero_axes, mesh)
     params = unboxed(abstract_params)
-    explanation = explain(tx, params, abstract_params if param_axes is None else param_axes)
+    axes = abstract_params if param_axes is None else param_axes
+    explanation = explain(tx, params, axes, rules=derivation_rules)
     pairs = rule_pairs(rules)
     lay = functools.partial(logical_to_mesh, rules=pairs, mesh=mesh, on_unknown=on_unknown)
     compute = lay(explanation.param_axes, shapes=params)

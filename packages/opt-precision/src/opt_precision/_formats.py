@@ -324,7 +324,7 @@ def block_size(size: int, wanted: int) -> int:
 
 def scale_shape(shape: Sequence[int], axis: int, block: int) -> tuple[int, ...]:
     """The shape of the scales."""
-    return (*shape[:axis], math.ceil(shape[axis] / block), *shape[axis + 1 :])
+    return (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])
 
 
 def block_max(x: jax.Array, axis: int, block: int) -> jax.Array:
