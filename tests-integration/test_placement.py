@@ -305,10 +305,13 @@ def test_explicit_meshes_are_those_of_the_context(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, on_mesh(case, mesh_of(8)))
     params = jax.jit(init_params, out_shardings=case.plan(mesh).params.shardings)()
     abstract = jax.eval_shape(lambda: case.create(params))
-    with jax.set_mesh(mesh):
-        restored = checkpointer.restore_latest(abstract)
-    assert shardings(restored.target) == shardings(params)
-    assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(restored))
+    coded = opt.OptaxWrapper(quantize_state(ADAM, dynamic8(min_size=1)))
+    targets = abstract, jax.eval_shape(lambda: coded.create(params))
+    for target in targets:
+        with jax.set_mesh(mesh):
+            restored = checkpointer.restore_latest(target, allow={"cast", "optimizer"})
+        assert shardings(restored.target) == shardings(params)
+        assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(restored))
     with pytest.raises(LeafError, match="`AbstractMesh`, which has no devices"):
         checkpointer.restore_latest(abstract)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from opt_core._plan.leaves import (
 )
 from opt_core._plan.plan import Plan, Row
 from opt_core._plan.rules import Conversion, Padded
-from opt_core._plan.stored import PlainOptimizer, PlainSource
+from opt_core._plan.stored import PlainOptimizer, PlainSource, has_no_devices, on_devices_of
 from opt_core._plan.values import copies_parameter
 from opt_core._trees import (
     Names,
@@ -476,18 +475,18 @@ def places_of(plan: Plan[Any]) -> list[Any]:
     for row, place in zip(rows, places, strict=True):
         if place is not None:
             _check_shape(f"`{row.leaf.name}`", row.leaf.shape, place)
-    left = [i for i, place in enumerate(places) if place is None or _is_abstract(place)]
+    left = [i for i, place in enumerate(places) if place is None or has_no_devices(place)]
     if not left:
         return places
-    known = [x for x in places if x is not None and not _is_abstract(x)]
-    asked = next(filter(_is_abstract, places), None)
+    known = [x for x in places if x is not None and not has_no_devices(x)]
+    asked = next(filter(has_no_devices, places), None)
     names = [rows[i].sources[0] for i in left if rows[i].sources]
     saved = plan.source.shardings(names) if names else {}
     anchor, is_elsewhere = _anchor(known, asked, saved.values())
     for i in left:
         row, place = rows[i], places[i]
         if place is not None:
-            places[i] = _on(anchor, place.spec, row.leaf.shape) if anchor else place
+            places[i] = on_devices_of(anchor, place.spec, row.leaf.shape) if anchor else place
         elif row.sources:
             places[i] = _as_saved(row, saved.get(row.sources[0]), anchor, is_elsewhere)
     _check(plan, places, saved)
@@ -508,7 +507,7 @@ def _anchor(known: Sequence[Any], asked: Any, saved: Iterable[Sharding]) -> tupl
     meshed = next((place for place in known if isinstance(place, NamedSharding)), None)
     if meshed is not None:
         return meshed, True
-    there = [x for x in saved if isinstance(x, NamedSharding) and not _is_abstract(x)]
+    there = [x for x in saved if isinstance(x, NamedSharding) and not has_no_devices(x)]
     if asked is None:
         widest = max(there, key=lambda place: place.mesh.size, default=None)
         return (widest or next(iter(known), None)), False
@@ -530,11 +529,11 @@ def _as_saved(row: Row, saved: Any, anchor: Any, is_elsewhere: bool) -> Any:
     if mesh is None:
         return anchor
     is_plain = row.how is None and "reshape" not in row.kinds
-    stays = was_on == mesh or not (is_elsewhere or _is_abstract(saved))
+    stays = was_on == mesh or not (is_elsewhere or has_no_devices(saved))
     # The data of PRNG keys have a dimension more.
     if was_on is not None and is_plain and stays and len(saved.spec) <= len(row.leaf.shape):
         return saved
-    return _on(anchor, _spec(row, saved), row.leaf.shape)
+    return on_devices_of(anchor, _spec(row, saved), row.leaf.shape)
 
 
 def _spec(row: Row, saved: Any) -> list[Any]:
@@ -544,23 +543,10 @@ def _spec(row: Row, saved: Any) -> list[Any]:
     return [*saved.spec] if row.how is None else row.how.leaf_spec([*saved.spec])
 
 
-def _on(anchor: Any, spec: Sequence[Any], shape: Sequence[int]) -> Any:
-    """A sharding on the devices of another, by the axes of a spec that it has and that divide."""
-    if not isinstance(anchor, NamedSharding):
-        return anchor
-    entries, sizes = [], anchor.mesh.shape
-    for size, entry in zip(shape, spec, strict=False):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        fits = all(axis in sizes for axis in axes)
-        fits = fits and size % math.prod(sizes[axis] for axis in axes) == 0
-        entries.append(entry if fits else None)
-    return NamedSharding(anchor.mesh, PartitionSpec(*entries))
-
-
 def _check(plan: Plan[Any], places: Sequence[Any], saved: Mapping[str, Any]) -> None:
     """Raises a `LeafError` for leaves that were sharded, or are to be, and have no devices."""
     rows = zip(plan.target_rows, places, strict=True)
-    lost = [(row, place) for row, place in rows if _is_abstract(place)]
+    lost = [(row, place) for row, place in rows if has_no_devices(place)]
     if not lost:
         return
     (first, place), count = lost[0], len(lost)
@@ -600,10 +586,6 @@ def _places_of_source(plan: Plan[Any], known: Sequence[Any]) -> Iterator[tuple[L
     for name, place in plan.source.shardings(leaves).items():
         if isinstance(place, NamedSharding) and place.mesh in meshes:
             yield leaves[name], place
-
-
-def _is_abstract(place: Any) -> bool:
-    return isinstance(place, NamedSharding) and isinstance(place.mesh, AbstractMesh)
 
 
 def _is_same(mesh: Any, other: Any) -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from opt_core._optimizer import Optimizer
 from opt_core._plan.leaves import (
@@ -327,6 +328,26 @@ def _places(leaves: Sequence[Any], value: Any) -> list[Any]:
     """Where arrays are to lie: their own places, else those of the value that they stand for."""
     like: Any = committed_sharding(value)
     replicated = like.update(spec=PartitionSpec()) if isinstance(like, NamedSharding) else like
-    return [
-        committed_sharding(x) or (like if x.shape == value.shape else replicated) for x in leaves
-    ]
+    places = []
+    for leaf in leaves:
+        own: Any = committed_sharding(leaf) or (like if leaf.shape == value.shape else replicated)
+        places.append(on_devices_of(like, own.spec, leaf.shape) if has_no_devices(own) else own)
+    return places
+
+
+def on_devices_of(anchor: Any, spec: Sequence[Any], shape: Sequence[int]) -> Any:
+    """A sharding on the devices of another, by the axes of a spec that it has and that divide."""
+    if not isinstance(anchor, NamedSharding):
+        return anchor
+    entries, sizes = [], anchor.mesh.shape
+    for size, entry in zip(shape, spec, strict=False):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        fits = all(axis in sizes for axis in axes)
+        fits = fits and size % math.prod(sizes[axis] for axis in axes) == 0
+        entries.append(entry if fits else None)
+    return NamedSharding(anchor.mesh, PartitionSpec(*entries))
+
+
+def has_no_devices(place: Any) -> bool:
+    """Whether a sharding is on an `AbstractMesh`."""
+    return isinstance(place, NamedSharding) and isinstance(place.mesh, AbstractMesh)
