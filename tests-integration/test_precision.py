@@ -271,6 +271,8 @@ def test_each_group_has_a_precision() -> None:
     assert step._cache_size() == 1
     assert bits(optimizer.target) == bits(expected.target)
     assert bits(optimizer.state) == bits(expected.state)
+    known = op.master_of(optimizer.state, optimizer.target)
+    assert bits(known["head"]) != bits(op.master_of((), optimizer.target["head"]))
     assert [row.precision for row in describe(optimizer).rows] == [
         "stochastic weights, dynamic8 state",
         "kahan weights, bfloat16 state",

@@ -199,6 +199,18 @@ def test_setting_parameters_resets_what_is_kept_besides_them() -> None:
         assert structure(reset) == structure(state)
 
 
+def test_each_of_several_states_knows_its_own_parameters() -> None:
+    ways = {name: WEIGHTS[name](optax.sgd(1e-3)) for name in ("f32", "remainder", "stochastic")}
+    start = {name: {"w": jnp.ones(3, jnp.bfloat16)} for name in ways}
+    tx = optax.chain(optax.identity(), optax.partition(ways, {name: name for name in ways}))
+    new, state = op.apply(tx, start, tx.init(start), start)
+    known = op.master_of(state, new)
+    assert known["f32"]["w"].tolist() == known["remainder"]["w"].tolist() == [np.float32(0.999)] * 3
+    assert bits(op.master_of(op.set_params(state, new), new)) == bits(op.master_of((), new))
+    with pytest.raises(StateError, match="f32/w is float32"):
+        op.master_of(state, known)
+
+
 def test_parameters_in_float16_are_refused() -> None:
     with pytest.raises(StateError, match=r"`stochastic_weights`: \['w'\] is float16"):
         stochastic_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})

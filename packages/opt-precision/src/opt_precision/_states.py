@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from opt_precision import _bits
 from opt_precision._formats import is_encoded
@@ -44,28 +43,30 @@ class PrecisionState(NamedTuple):
         return "kept", self.weights
 
     def master_params(self, params: Any) -> Any:
-        """Returns the parameters as exactly as they are known."""
-        if not self.weights.keeps:
-            return params
+        """Returns the parameters as exactly as they are known; those of others as they are."""
         decode = self.weights.decode
 
-        def master(param: Any, extra: Any) -> Any:
-            return wide_param(param) if is_masked(extra) else decode(param, extra)
+        def master(path: Any, extra: Any, param: Any) -> Any:
+            if is_masked(extra):
+                return param
+            if jnp.result_type(param) != jnp.bfloat16:
+                raise StateError(
+                    f"{path_str(path)} is {jnp.result_type(param).name}, and the state keeps what "
+                    "rounding took from a parameter in bfloat16. Give the parameters of the state."
+                )
+            return decode(param, extra)
 
-        return jax.tree.map(master, params, self.kept, is_leaf=is_masked)
+        if not self.weights.keeps:
+            return params
+        return jax.tree_util.tree_map_with_path(master, self.kept, params, is_leaf=is_masked)
 
 
 _METHOD_OF: Final = {jnp.dtype(dtype).name: method for method, dtype in EXTRA_DTYPE.items()}
 
 
-def wide_param(param: Any) -> Any:
-    """A parameter in float32; the mark of one that is masked stays."""
-    return param if is_masked(param) else _bits.widen(jnp.asarray(param))
-
-
 def is_masked(node: Any) -> bool:
-    """Whether nothing is kept besides a parameter."""
-    return isinstance(node, optax.MaskedNode)
+    """Whether nothing is kept besides a parameter: a `MaskedNode`, or `()` as opt-core has."""
+    return isinstance(node, tuple) and not node
 
 
 def is_state(node: Any) -> bool:
@@ -116,15 +117,17 @@ def master_of(state: Any, params: Any) -> Any:
     """Returns the parameters in float32, as exactly as the state knows them.
 
     Args:
-      state: of `master_weights` or `stochastic_weights`, or of a transformation around or inside
-        of which there is none: then the parameters are all that is known.
+      state: of any transformation: it may hold several states, each of some of the parameters, as
+        in `optax.partition`, or none: then the parameters are all that is known.
       params: the parameters.
+
+    Raises:
+      StateError: a parameter is not in bfloat16, of which the state keeps more digits.
     """
-    nodes = jax.tree.leaves(state, is_leaf=is_state)
-    found = [node for node in nodes if is_state(node) and node.weights.keeps]
-    if len(found) > 1:
-        raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
-    return jax.tree.map(wide_param, found[0].master_params(params) if found else params)
+    for node in jax.tree.leaves(state, is_leaf=is_state):
+        if is_state(node):
+            params = node.master_params(params)
+    return jax.tree.map(lambda param: _bits.widen(jnp.asarray(param)), params)
 
 
 def set_params(state: Any, params: Any) -> Any:
@@ -133,7 +136,7 @@ def set_params(state: Any, params: Any) -> Any:
     What was kept besides the old parameters is reset: the master is the new parameters.
 
     Args:
-      state: of `master_weights`, or one that holds such a state.
+      state: of `master_weights`, or one that holds such states.
       params: the new parameters.
 
     Examples:
@@ -149,10 +152,10 @@ def set_params(state: Any, params: Any) -> Any:
         if not is_state(node) or not node.weights.keeps:
             return node
 
-        def reset(param: Any, extra: Any) -> Any:
+        def reset(extra: Any, param: Any) -> Any:
             return extra if is_masked(extra) else node.weights.first_extra(jnp.asarray(param))
 
-        kept = jax.tree.map(reset, params, node.kept, is_leaf=is_masked)
+        kept = jax.tree.map(reset, node.kept, params, is_leaf=is_masked)
         return node._replace(kept=kept)
 
     return jax.tree.map(first, state, is_leaf=is_state)
