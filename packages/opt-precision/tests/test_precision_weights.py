@@ -200,7 +200,8 @@ def test_setting_parameters_resets_what_is_kept_besides_them() -> None:
 
 
 def test_each_of_several_states_knows_its_own_parameters() -> None:
-    ways = {name: WEIGHTS[name](optax.sgd(1e-3)) for name in ("f32", "remainder", "stochastic")}
+    names = ("f32", "remainder", "stochastic")
+    ways: dict[Any, Any] = {name: WEIGHTS[name](optax.sgd(1e-3)) for name in names}
     start = {name: {"w": jnp.ones(3, jnp.bfloat16)} for name in ways}
     tx = optax.chain(optax.identity(), optax.partition(ways, {name: name for name in ways}))
     new, state = op.apply(tx, start, tx.init(start), start)
