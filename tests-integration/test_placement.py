@@ -312,8 +312,13 @@ def test_explicit_meshes_are_those_of_the_context(tmp_path: Path) -> None:
             restored = checkpointer.restore_latest(target, allow={"cast", "optimizer"})
         assert shardings(restored.target) == shardings(params)
         assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(restored))
-    with pytest.raises(LeafError, match="`AbstractMesh`, which has no devices"):
+    with pytest.raises(
+        LeafError, match=r"`AbstractMesh`, which has no devices\. Pass `placement=`"
+    ):
         checkpointer.restore_latest(abstract)
+    half = NamedSharding(mesh_of(2), P())
+    restored = checkpointer.restore_latest(abstract, placement=half)
+    assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {half}
 
 
 def test_new_and_renamed_state_lies_like_what_it_follows(tmp_path: Path) -> None:

@@ -445,8 +445,9 @@ def _placed_by(tree: Any, placement: Any, kind: str) -> Any:
 
 
 def _put(leaf: Any, sharding: Sharding | None, kind: str, names: Names) -> Any:
-    """A leaf where a sharding says, unless it says so itself."""
-    if committed_sharding(leaf) is not None or sharding is None:
+    """A leaf where a sharding says, unless it names devices itself."""
+    own = committed_sharding(leaf)
+    if sharding is None or (own is not None and not has_no_devices(own)):
         return leaf
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         mesh = _current_mesh()
