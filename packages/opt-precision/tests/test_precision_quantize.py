@@ -191,6 +191,8 @@ def wrapped(order: Sequence[Any]) -> Any:
 def test_wrong_orders_are_errors() -> None:
     with pytest.raises(OrderError, match="twice"):
         quantize_state(quantize_state(optax.adam(1e-3), op.log8()), op.dynamic8())
+    with pytest.raises(OrderError, match="`master_weights` is around `stochastic_weights`"):
+        op.master_weights(op.stochastic_weights(optax.sgd(0.1)))
     start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
     for window, weights in itertools.product((in_window, if_finite), WEIGHTS.values()):
         for order in ((identity, window, weights), (weights, identity, window)):

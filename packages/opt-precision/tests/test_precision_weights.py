@@ -9,7 +9,7 @@ import opt_precision as op
 import optax
 import pytest
 from opt_precision import _bits
-from opt_precision.errors import OrderError, StateError
+from opt_precision.errors import StateError
 from precision_testing import (
     WEIGHTS,
     bits,
@@ -215,11 +215,3 @@ def test_each_of_several_states_knows_its_own_parameters() -> None:
 def test_parameters_in_float16_are_refused() -> None:
     with pytest.raises(StateError, match=r"`stochastic_weights`: \['w'\] is float16"):
         stochastic_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
-
-
-def test_parameters_are_rounded_once() -> None:
-    inner = stochastic_weights(optax.sgd(0.1))
-    with pytest.raises(OrderError, match="`master_weights` is around `stochastic_weights`"):
-        master_weights(inner)
-    with pytest.raises(OrderError, match="`stochastic_weights` is there twice"):
-        stochastic_weights(optax.chain(optax.clip(1.0), inner)).init(jnp.ones(2, jnp.bfloat16))
