@@ -131,12 +131,11 @@ def test_a_window_changes_when_it_is_complete(name: str, setting: str) -> None:
 
 
 def test_an_open_window_of_a_group_without_parameters_may_go() -> None:
-    def steps() -> OptaxWrapper:
-        return OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 4))
-
-    two = MultiOptimizer.from_rules([("b", steps()), ("w", steps())], rest=steps())
-    one = MultiOptimizer.from_rules([("b", steps())], rest=steps())
-    moved, plan = regroup(begun(two.create(PARAMS)), one)
+    steps = OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 4))
+    two = MultiOptimizer.from_rules([("b", steps), ("w", steps)], rest=steps)
+    moved, plan = regroup(
+        begun(two.create(PARAMS)), MultiOptimizer.from_rules([("b", steps)], rest=steps)
+    )
     assert plan.is_ok
     assert int(moved.state.param_states["rest"].mini_step) == 1
 

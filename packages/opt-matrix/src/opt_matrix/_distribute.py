@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from opt_matrix._groups import Group, size
 from opt_matrix._matrices import Matrices, leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices, scope
-from opt_matrix._transfer import on_whole_matrices, placed, split
+from opt_matrix._transfer import on_whole_matrices, place_like, placed, split
 from opt_matrix.errors import OptionError, PlanError
 
 
@@ -102,10 +102,14 @@ class Distributed:
         )
         in_specs = (PartitionSpec(), (specs,) * len(trees), self._state_specs)
         mapped = _shard_map(body, plan.mesh, in_specs, (specs, self._state_specs))
-        results, state = mapped(scalars, trees, tuple(state))
+        stacks = tuple(
+            jax.tree.map(functools.partial(placed, spec=spec), each)
+            for each, spec in zip(state, self._state_specs, strict=True)
+        )
+        results, stacks = mapped(scalars, trees, stacks)
 
         new = jax.tree_util.tree_map_with_path(lambda p, leaf: results.get(path_str(p), leaf), tree)
-        return new, tuple(state)
+        return new, jax.tree.map(place_like, stacks, tuple(state))  # as ZeRO may have placed it
 
     def restack(self, state: Sequence[Any], before: MatrixPlan) -> tuple[Any, ...]:
         """Returns the state of the same matrices under another plan, in the stacks of this one.
