@@ -31,7 +31,7 @@ def hyperball(
 ) -> optax.GradientTransformationExtraArgs:
     """Holds the Frobenius norm of each matrix, and of its updates, fixed.
 
-    With `u` what `tx` proposes for a matrix `W`,
+    With `u` what `tx` proposes for a matrix `W`::
 
         W_next = |W| · V / |V|    where    V = W - learning_rate · |W| · u / |u|
 
