@@ -165,12 +165,12 @@ def explain(
     try:
         table = parameters(params, param_axes)
         derivation = derive(init, params, table)
-        rows = list(_rows(derivation, by_type))
+        rows, named = list(_rows(derivation, by_type)), axes_of(params, table)
     finally:
         if was_enabled:
             gc.enable()
     state, evaluations, notes = derivation.state, derivation.evaluations, derivation.notes
-    explanation = Explanation(state, rows, axes_of(params, table), evaluations, notes)
+    explanation = Explanation(state, rows, named, evaluations, notes)
     if strict and explanation.undecided:
         lines = ["the axes of these state leaves could not be determined:"]
         by_path = {parameter.path: parameter for parameter in table}
