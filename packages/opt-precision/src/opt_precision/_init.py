@@ -111,7 +111,7 @@ class First:
         def inner(node: Any) -> str | None:
             if is_state(node):
                 if node.kept is not None:
-                    return str(node.weights.constructor)
+                    return node.weights.constructor
                 return None if is_of_weights else "quantize_state"
             return None if is_of_weights else _WINDOWS.get(type(node))
 

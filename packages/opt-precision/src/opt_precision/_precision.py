@@ -275,8 +275,7 @@ def master_weights(tx: Any, *, storage: Storage = "f32", seed: int = 0) -> Preci
       seed: of the noise of `'remainder8'` and `'kahan'`, see `quantize_state`.
 
     Returns:
-      A transformation with `init`, `update` and `apply`; the state is a
-      `PrecisionState`.
+      A transformation with `init`, `update` and `apply`; the state is a `PrecisionState`.
 
     Raises:
       OrderError: parameters are rounded inside of `tx` already.

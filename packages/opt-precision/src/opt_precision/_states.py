@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class PrecisionState(NamedTuple):
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters as exactly as they are known; those of others as they are."""
-        decode = self.weights.decode
+        weights = self.weights
 
         def master(path: Any, extra: Any, param: Any) -> Any:
             if is_masked(extra):
@@ -54,9 +54,9 @@ class PrecisionState(NamedTuple):
                     f"{path_str(path)} is {jnp.result_type(param).name}, and the state keeps what "
                     "rounding took from a parameter in bfloat16. Give the parameters of the state."
                 )
-            return decode(param, extra)
+            return weights.decode(param, extra)
 
-        if not self.weights.keeps:
+        if not weights.keeps:
             return params
         return jax.tree_util.tree_map_with_path(master, self.kept, params, is_leaf=is_masked)
 
@@ -69,7 +69,7 @@ def is_masked(node: Any) -> bool:
     return isinstance(node, tuple) and not node
 
 
-def is_state(node: Any) -> bool:
+def is_state(node: Any) -> TypeGuard[PrecisionState]:
     """Whether a node is a state of this package."""
     return isinstance(node, PrecisionState)
 
@@ -149,11 +149,11 @@ def set_params(state: Any, params: Any) -> Any:
     """
 
     def first(node: Any) -> Any:
-        if not is_state(node) or not node.weights.keeps:
+        if not is_state(node) or not (weights := node.weights).keeps:
             return node
 
         def reset(extra: Any, param: Any) -> Any:
-            return extra if is_masked(extra) else node.weights.first_extra(jnp.asarray(param))
+            return extra if is_masked(extra) else weights.first_extra(jnp.asarray(param))
 
         kept = jax.tree.map(reset, node.kept, params, is_leaf=is_masked)
         return node._replace(kept=kept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -93,7 +92,9 @@ class Wrapper:
         state = first.state(plan)
         if self.moments is not None and self.moments.on_host is not None:
             state = hosted(state, first.plan(identity(), self.moments.on_host))
-        kept = self._kept(lambda: jax.tree.map(self._first_extra, params))
+        kept: Any = None if self.weights == NEAREST else optax.MaskedNode()
+        if self.weights.keeps:
+            kept = jax.tree.map(self._first_extra, params)
         return PrecisionState(jnp.zeros([], jnp.int32), kept, each_in_a_variable(state))
 
     def update(
@@ -113,7 +114,7 @@ class Wrapper:
         step = self.step(bare, state, params, extra_args, is_in_place=is_in_place)
         made, extras, inner = step.run()
         number: Any = optax.safe_increment(state.step)  # the largest int32 stays what it is
-        new = PrecisionState(number, self._kept(lambda: extras), inner)
+        new = PrecisionState(number, extras if self.weights.keeps else state.kept, inner)
         tree: Any = jax.tree.structure((grads, given))
         if tree == jax.tree.structure((bare, state)):
             return made, new
@@ -150,12 +151,6 @@ class Wrapper:
                 step=state.step,
             )
         )
-
-    def _kept(self, extras: Callable[[], Any]) -> Any:
-        """What a state has as `kept`."""
-        if self.weights.keeps:
-            return extras()
-        return None if self.weights == NEAREST else optax.MaskedNode()
 
     def _first_extra(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
