@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, Mesh
 from opt_accumulate._arrays import check_dtype
 from opt_accumulate._batch import Sizes, batch_rows, check_devices
 from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
-from opt_accumulate._loop import Loop, Rng, Sums, accumulate
-from opt_accumulate._losses import Stacks, Weights, check_rules, divide
+from opt_accumulate._loop import Loop, Rng, Stacks, Sums, accumulate
+from opt_accumulate._losses import Weights, check_rules, divide
 from opt_accumulate._placement import leaf_shardings, like_params, place, sum_as_like
 from opt_accumulate._trees import (
     broadcast_prefix,
@@ -204,7 +204,8 @@ def _outputs(aux: Any, sums: Sums, stacks: Stacks) -> Any:
     """The auxiliary outputs of the batch: each is in one of two trees, in the other is `None`."""
     both = jax.tree.map(
         lambda total, output: output if total is None else total,
-        *(sums.outputs, stacks.outputs),
+        sums.outputs,
+        stacks.outputs,
         is_leaf=lambda x: x is None,
     )
     rules = broadcast_prefix(aux, both, "aux")

@@ -12,8 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from opt_accumulate._batch import batch_rows, has_rows
-from opt_accumulate._loop import Further, Loop, Sums, accumulate
-from opt_accumulate._losses import Stacks
+from opt_accumulate._loop import Further, Loop, Stacks, Sums, accumulate
 from opt_accumulate._placement import (
     axes_of,
     explicit_axes,

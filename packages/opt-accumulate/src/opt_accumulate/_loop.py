@@ -14,7 +14,6 @@ from opt_accumulate._arrays import accumulator_dtype_of, at_least_32_bits, inexa
 from opt_accumulate._batch import Sizes, Split, fold, map_rows, take, unfold, zero_rows
 from opt_accumulate._losses import (
     Reduction,
-    Stacks,
     Weighted,
     Weights,
     is_sum,
@@ -51,6 +50,14 @@ class Sums(NamedTuple):
     loss: jax.Array
     weight: jax.Array  # in the dtype of `sum_dtype`
     outputs: Any  # auxiliary ones for `"sum"` and `"mean"`; `None` for others
+
+
+class Stacks(NamedTuple):
+    """What is kept for each microbatch; all leaves begin with that dimension."""
+
+    weights: jax.Array  # those that counted
+    skipped: jax.Array
+    outputs: Any  # for `"stack"` and `"concat"`, these in the end in the order of the batch
 
 
 def accumulate(

@@ -30,14 +30,6 @@ number
   weights='mean_of_means'  every microbatch counts the same, whatever it holds"""
 
 
-class Stacks(NamedTuple):
-    """What is kept for each microbatch; all leaves begin with that dimension."""
-
-    weights: jax.Array  # those that counted
-    skipped: jax.Array
-    outputs: Any  # for `"stack"` and `"concat"`, these in the end in the order of the batch
-
-
 class Weighted(NamedTuple):
     """One microbatch's loss, in the words of its loss function."""
 
