@@ -87,7 +87,7 @@ def _encode(state: Any, optimizer: Identity | None) -> bytes:
     """Returns the contents of a file."""
     with needs("files"):
         from safetensors.numpy import save as save_tensors
-    check_state(state, optimizer)
+    check_state(state, optimizer, "state")
     tree, leaves = _describe(state)
     name = None if optimizer is None else optimizer.name
     text = json.dumps({"optimizer": name, "tree": list(tree.items()), "leaves": leaves})
@@ -309,7 +309,7 @@ def _reference(like: Any, optimizer: Any, params: Any) -> Any:
         )
     if like is None:
         return jax.eval_shape(triple_of(optimizer)[0], params)
-    check_state(like)
+    check_state(like, argument="like")
     return OptimizerState(*like) if type(like) is tuple else like
 
 

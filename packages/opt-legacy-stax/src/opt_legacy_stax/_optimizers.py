@@ -257,11 +257,11 @@ def is_state(value: Any) -> bool:
     return False
 
 
-def check_state(value: Any, optimizer: Identity | None = None) -> None:
+def check_state(value: Any, optimizer: Identity | None = None, argument: str = "opt_state") -> None:
     """Checks that a value is a packed state, with the entries of an optimizer if they are known."""
     if not is_state(value):
         raise LayoutError(
-            f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass the "
+            f"`{argument}` must be an OptimizerState; got {shown(type(value).__name__)}. Pass the "
             "state that `init_fn` or `update_fn` returned, as in `update_fn(i, grads, opt_state)`."
         )
     if optimizer is None or not optimizer.keeps:
@@ -272,7 +272,7 @@ def check_state(value: Any, optimizer: Identity | None = None) -> None:
         if entries != len(optimizer.keeps):
             found = f"a tuple of {entries}" if type(kept) is tuple else "not a tuple"
             raise LayoutError(
-                f"`opt_state` is not a state of {optimizer}: for parameter "
+                f"`{argument}` is not a state of {optimizer}: for parameter "
                 f"`{leaf_paths(value[1])[n]}` it is {found}. Pass a state of this optimizer; "
                 "convert states of older JAX versions with `convert_old_layout`."
             )
