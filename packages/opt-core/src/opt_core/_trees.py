@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 KeyPath = Sequence[Any]
@@ -219,6 +220,24 @@ def committed_sharding(leaf: Any) -> Sharding | None:
         return wanted
     is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return leaf.sharding if is_concrete and leaf.committed else None
+
+
+def on_devices_of(anchor: Any, spec: Sequence[Any], shape: Sequence[int]) -> Any:
+    """A sharding on the devices of another, by the axes of a spec that it has and that divide."""
+    if not isinstance(anchor, NamedSharding):
+        return anchor
+    entries, sizes = [], anchor.mesh.shape
+    for size, entry in zip(shape, spec, strict=False):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        fits = all(axis in sizes for axis in axes)
+        fits = fits and size % math.prod(sizes[axis] for axis in axes) == 0
+        entries.append(entry if fits else None)
+    return NamedSharding(anchor.mesh, PartitionSpec(*entries))
+
+
+def has_no_devices(place: Any) -> bool:
+    """Whether a sharding is on an `AbstractMesh`."""
+    return isinstance(place, NamedSharding) and isinstance(place.mesh, AbstractMesh)
 
 
 def unalias(tree: Any, *, apart_from: Any = ()) -> Any:

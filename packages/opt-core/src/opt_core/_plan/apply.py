@@ -26,7 +26,7 @@ from opt_core._plan.leaves import (
 )
 from opt_core._plan.plan import Plan, Row
 from opt_core._plan.rules import Conversion, Padded
-from opt_core._plan.stored import PlainOptimizer, PlainSource, has_no_devices, on_devices_of
+from opt_core._plan.stored import PlainOptimizer, PlainSource
 from opt_core._plan.values import copies_parameter
 from opt_core._trees import (
     Names,
@@ -34,8 +34,10 @@ from opt_core._trees import (
     committed_sharding,
     convert_held,
     flatten_with_paths,
+    has_no_devices,
     is_abstract,
     named_leaves,
+    on_devices_of,
     path_str,
     placed,
     strip_weak_type,

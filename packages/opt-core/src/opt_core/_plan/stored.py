@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from opt_core._optimizer import Optimizer
 from opt_core._plan.leaves import (
@@ -27,7 +26,15 @@ from opt_core._plan.leaves import (
     stored_nodes,
 )
 from opt_core._plan.plan import Request, Row
-from opt_core._trees import committed_sharding, is_abstract, named_leaves, path_str, placed
+from opt_core._trees import (
+    committed_sharding,
+    has_no_devices,
+    is_abstract,
+    named_leaves,
+    on_devices_of,
+    path_str,
+    placed,
+)
 from opt_core.errors import LeafError
 from opt_core.protocols import Storage
 
@@ -333,21 +340,3 @@ def _places(leaves: Sequence[Any], value: Any) -> list[Any]:
         own: Any = committed_sharding(leaf) or (like if leaf.shape == value.shape else replicated)
         places.append(on_devices_of(like, own.spec, leaf.shape) if has_no_devices(own) else own)
     return places
-
-
-def on_devices_of(anchor: Any, spec: Sequence[Any], shape: Sequence[int]) -> Any:
-    """A sharding on the devices of another, by the axes of a spec that it has and that divide."""
-    if not isinstance(anchor, NamedSharding):
-        return anchor
-    entries, sizes = [], anchor.mesh.shape
-    for size, entry in zip(shape, spec, strict=False):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        fits = all(axis in sizes for axis in axes)
-        fits = fits and size % math.prod(sizes[axis] for axis in axes) == 0
-        entries.append(entry if fits else None)
-    return NamedSharding(anchor.mesh, PartitionSpec(*entries))
-
-
-def has_no_devices(place: Any) -> bool:
-    """Whether a sharding is on an `AbstractMesh`."""
-    return isinstance(place, NamedSharding) and isinstance(place.mesh, AbstractMesh)
