@@ -62,7 +62,8 @@ class Distributed:
         def body() -> tuple[Any, ...]:
             return tuple(map(init_group, self.plan.groups))
 
-        return _shard_map(body, self.plan.mesh, (), self._state_specs)()  # type: ignore[no-any-return]
+        states: tuple[Any, ...] = _shard_map(body, self.plan.mesh, (), self._state_specs)()
+        return states
 
     def apply(
         self,
@@ -140,7 +141,8 @@ class Distributed:
             move = functools.partial(_moved_rows, found, spec)
             states.append(jax.tree.map(move, start, *(state[n] for n in olds)))
         place = _shard_map(lambda *states: states, plan.mesh, specs, specs)
-        return place(*states)  # type: ignore[no-any-return]
+        restacked: tuple[Any, ...] = place(*states)
+        return restacked
 
     @property
     def _state_specs(self) -> tuple[PartitionSpec, ...]:
@@ -391,5 +393,7 @@ def _shard_map(
             )
         mesh = mesh if current.empty else current
     # Without the check of varying axes: it does not know that what is gathered is the same.
-    specs = {"in_specs": in_specs, "out_specs": out_specs}
-    return jax.shard_map(body, mesh=mesh, check_vma=False, **specs)
+    mapped: Callable[..., Any] = jax.shard_map(
+        body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return mapped
